@@ -1,0 +1,35 @@
+# Everything runs inside .venv, which is made on first use and brought up to date when pyproject.toml changes.
+#   make train ARGS="--steps 200 --stages 2"      make test ARGS="tests/mpmd -k dropout"
+
+# The first Python of a supported version that works (a version manager's shim may be there and not work).
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell \
+	$(p) -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $(p))))
+ARGS ?=
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: train test lint bench clean
+
+train: $(INSTALLED)
+	$(BIN)/mmnnx train $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/pipeline.py $(ARGS)
+
+clean:
+	rm -rf .venv dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "mmnnx needs Python 3.11, 3.12 or 3.13: set PYTHON=/path/to/one"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,110 @@
+"""The one place where mmnnx touches what JAX and Flax do not promise to keep.
+
+Each entry says why a public API will not do and where the versions differ (JAX 0.10 to 0.12).
+`tests/test_compat.py` fails when one of them changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from flax import nnx
+from jax._src import source_info_util
+from jax._src.lib import xla_client
+
+# A ClosedJaxpr up to JAX 0.11 wraps a Jaxpr; from 0.12 the two are one class that holds its constants.
+JAXPR_TYPES: tuple[type, ...] = (jex.ClosedJaxpr, jex.Jaxpr)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[list[Any], list[Any], list[Any], list[tuple[Any, Any]]]:
+    """Splits a jaxpr, open or closed, into (invars, outvars, equations, [(constvar, value)])."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    consts = list(getattr(jaxpr, "consts", ()))
+    return list(inner.invars), list(inner.outvars), list(inner.eqns), list(zip(inner.constvars, consts))
+
+
+def close_jaxpr(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
+    """Builds a closed jaxpr without constants from its parts."""
+    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    kwargs = {"effects": effects} if effects else {}
+    return jex.ClosedJaxpr(jex.Jaxpr((), list(invars), list(outvars), list(eqns), **kwargs), ())
+
+
+def map_equations(jaxpr: Any, fun: Any) -> Any:
+    """A jaxpr, open or closed, with `fun` applied to each equation; the same object if nothing changed."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    eqns = [fun(e) for e in inner.eqns]
+    if all(a is b for a, b in zip(eqns, inner.eqns)):
+        return jaxpr
+    changed = inner.replace(eqns=eqns)
+    return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
+
+
+def subjaxprs(eqn: Any) -> list[Any]:
+    """The jaxprs among an equation's parameters (bodies of scan, cond, remat, custom_vjp, ...)."""
+    found = []
+    for value in eqn.params.values():
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        found += [v for v in values if isinstance(v, JAXPR_TYPES)]
+    return found
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """(number of constants, number of carries) of a scan equation; from JAX 0.12 they are a tree."""
+    if "ft_in" in params:
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def copy_to(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Starts copying `array` to other devices, shard by shard, and returns at once.
+
+    The shards of the two shardings must be equal one by one. `jax.device_put` ends in the same call
+    after 50 microseconds of Python, ten times the cost of the call, and a pipeline makes hundreds a step.
+    """
+    (out,) = xla_client.batched_copy_array_to_devices_with_sharding(
+        [array],
+        [sharding._internal_device_list],
+        [sharding],
+        [xla_client.ArrayCopySemantics.REUSE_INPUT],
+    )
+    return out
+
+
+def pure_function(jitted: Any) -> Any:
+    """The function over pytrees of arrays that an `nnx.jit` object hands to `jax.jit`.
+
+    Lifting (graph and tree mode, updates, aliasing) stays Flax's own; only what runs underneath is replaced.
+    """
+    return jitted.jitted_fn.__wrapped__
+
+
+def replace_pure_function(jitted: Any, replacement: Any) -> None:
+    """Makes an `nnx.jit` object run `replacement` where it would run `jax.jit(pure_function)`."""
+    jitted.jitted_fn = replacement
+
+
+def inner_traced(traced: Any) -> Any:
+    """What `replacement.trace` returned, out of the stage object that `nnx.jit(...).trace` wraps it in."""
+    return traced.traced
+
+
+def is_optimizer_slot(variable: Any) -> bool:
+    """Whether a Variable is a slot of an `nnx.Optimizer` (mu, nu, ...)."""
+    return isinstance(variable, nnx.optimizer.OptState)
+
+
+def module_is_pytree(cls: type[nnx.Module]) -> bool:
+    """Whether an NNX Module class was made with `pytree=True`; a subclass does not inherit the choice,
+    and Flax offers no way to ask for it."""
+    return cls._pytree__is_pytree
+
+
+def current_name_stack() -> str:
+    """The name scopes around what is being traced; in the backward rule of a custom_vjp, which runs outside
+    the scopes it belongs to, those of the forward. JAX shows a name stack only on finished equations."""
+    return str(source_info_util.current_name_stack())

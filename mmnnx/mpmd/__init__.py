@@ -1,0 +1,1 @@
+"""How a function over NNX objects becomes programs on several TaskMeshes: one file for each step."""

@@ -1,0 +1,84 @@
+"""Arguments on the way into a program, and results on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmnnx.mpmd.transfer import spread
+from mmnnx.sharding.mesh import MultiMesh
+
+
+def entering(aval: Any, mesh: Mesh, given: NamedSharding | None) -> NamedSharding:
+    """The sharding on `mesh` of an input that has no home: its own spec, as far as the mesh and sizes allow."""
+    spec = given.spec if given is not None else PartitionSpec()
+
+    def keep(entry: Any, size: int) -> Any:
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        axes = tuple(a for a in axes if a in mesh.axis_names)
+        parts = 1
+        for a in axes:
+            parts *= mesh.shape[a]
+        return axes if axes and size % parts == 0 else None
+
+    return NamedSharding(mesh, PartitionSpec(*(keep(e, n) for e, n in zip(spec, aval.shape))))
+
+
+def binder(x: Any, target: NamedSharding) -> Callable[[Any], jax.Array] | None:
+    """How arguments that live where `x` does become arrays of the target sharding; None if they are.
+
+    A value replicated over more devices than the target's is there already: its shards are used as they are.
+    """
+    own = x.sharding if isinstance(x, jax.Array) and x.committed else None
+    if own is not None and own.is_equivalent_to(target, x.ndim):
+        return None
+    if own is not None and own.is_fully_replicated and own.device_set > target.device_set:
+        if target.is_fully_replicated:
+            return lambda x: spread(x, target)
+    return lambda x: jax.device_put(x, target)
+
+
+def everywhere(arrays: Sequence[jax.Array], target: NamedSharding) -> jax.Array:
+    """One replicated array made of equal replicated ones, each on some of its devices. Nothing is copied."""
+    shards = {s.device: s.data for a in arrays for s in a.addressable_shards}
+    parts = [shards[d] for d in target.mesh.devices.flat]
+    return jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
+
+
+
+
+def deliver(
+    var: Any,
+    number: int | None,
+    asked: NamedSharding | None,
+    held: Sequence[Any],
+    multimesh: MultiMesh | None,
+) -> Callable[[Sequence[Any], Sequence[jax.Array]], Any]:
+    """How a result of the function comes about, from the arguments and the slots that hold it.
+
+    Args:
+      var: the result in the jaxpr.
+      number: which argument it is, if it is one.
+      asked: the sharding that it must have.
+      held: the values of the program that hold it.
+      multimesh: whose devices a value that is held on every mesh is spread over.
+    """
+    if len(held) > 1:
+        target = NamedSharding(multimesh.mesh, PartitionSpec())
+        return lambda values, arrays: everywhere(arrays, target)
+    if held and asked is not None:
+        return lambda values, arrays: (
+            arrays[0] if arrays[0].sharding == asked else jax.device_put(arrays[0], asked)
+        )
+    if held:
+        return lambda values, arrays: arrays[0]
+    if number is not None:
+        return lambda values, arrays: values[number]
+    if multimesh is not None and not var.aval.shape:
+        target = NamedSharding(multimesh.mesh, PartitionSpec())  # where steps will keep it
+        return lambda values, arrays: jax.device_put(jnp.asarray(var.val, var.aval.dtype), target)
+    return lambda values, arrays: jnp.asarray(var.val, var.aval.dtype)

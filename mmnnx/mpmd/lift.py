@@ -1,0 +1,180 @@
+"""What the arrays of a traced NNX function are: state paths, placement rules, and which result updates what.
+
+`nnx.jit` turns a function over graph nodes into one over flat arrays. `Observer` stands on both sides of
+that step while the function is traced: around the user's function it sees paths and Variables, around the
+flat one the order of inputs and results; tracers are the same objects on both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from mmnnx import _compat
+from mmnnx.sharding.mesh import current_multimesh
+from mmnnx.sharding.placement import PlacementError, TaskSharding
+from mmnnx.sharding.task import Task
+
+Path = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array among the arguments or results of a function.
+
+    Attributes:
+      path: from the argument (its number or name) or the result to the array.
+      within: the same from the graph node that is the argument or result itself.
+      slot: whether it is a slot of an optimizer.
+      rule: the sharding asked for by in_shardings or out_shardings, and the task if one was named.
+      updates: for the new value of an argument's state, the number of the input.
+    """
+
+    path: Path
+    within: Path
+    slot: bool = False
+    rule: tuple[Task | None, Sharding] | None = None
+    updates: int | None = None
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.path)) or "the value"
+
+
+@dataclasses.dataclass
+class Record:
+    """What one trace showed: every input and every result, in flat order."""
+
+    inputs: list[Leaf | None] = dataclasses.field(default_factory=list)
+    results: list[Leaf | None] = dataclasses.field(default_factory=list)
+
+
+class Observer:
+    """Wraps a function to record what its arrays are while it is traced."""
+
+    def __init__(self, in_shardings: Any, out_shardings: Any, static: Callable[[Sequence[Any]], set[int]]):
+        self.in_shardings = in_shardings
+        self.out_shardings = out_shardings
+        self.static = static
+        self.record = Record()
+        # By id of the tracer: arguments before and after the call, and results.
+        self._arrived: dict[int, Leaf] = {}
+        self._updated: dict[int, Leaf] = {}
+        self._made: dict[int, Leaf] = {}
+        self._alive: list[Any] = []  # the tracers, so that an id stays theirs
+
+    def around_user(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's function, watched."""
+
+        @functools.wraps(fun)
+        def watched(*args, **kwargs):
+            self._arrived = dict(self._leaves((args, kwargs), self._argument_rules(args)))
+            out = fun(*args, **kwargs)
+            self._updated = dict(self._leaves((args, kwargs), {}))
+            self._made = dict(self._leaves((out,), _rules(self.out_shardings, out, "out_shardings")))
+            return out
+
+        return watched
+
+    def around_flat(self, fun: Callable[..., Any], dynamic: Callable[..., list[Any]]) -> Callable[..., Any]:
+        """The flat function, watched. `dynamic` gives the flat inputs of a call."""
+
+        @functools.wraps(fun)
+        def watched(*args, **kwargs):
+            out = fun(*args, **kwargs)
+            inputs = [self._arrived.get(id(a)) for a in dynamic(args, kwargs)]
+            number = {leaf.path: n for n, leaf in enumerate(inputs) if leaf is not None}
+            results = []
+            for a in jax.tree.leaves(out):
+                leaf = self._updated.get(id(a))
+                if leaf is not None:
+                    leaf = dataclasses.replace(leaf, updates=number.get(leaf.path))
+                results.append(leaf or self._made.get(id(a)))
+            self.record = Record(inputs, results)
+            self._arrived, self._updated, self._made, self._alive = {}, {}, {}, []
+            return out
+
+        return watched
+
+    def _argument_rules(self, args: tuple) -> dict[int, Any]:
+        shardings = self.in_shardings
+        if isinstance(shardings, (tuple, list)):
+            shardings = list(shardings)
+            for n in sorted(self.static(args)):
+                shardings.insert(n, None)
+            shardings = tuple(shardings)
+        return _rules(shardings, args, "in_shardings")
+
+    def _leaves(self, trees: tuple, rules: dict[int, Any]) -> Iterator[tuple[int, Leaf]]:
+        """Every array in (args, kwargs) or (result,), by id, with what is known about it."""
+        for path, value in nnx.iter_graph(trees):
+            slot = _compat.is_optimizer_slot(value)
+            for a in _arrays(value):
+                self._alive.append(a)
+                yield id(a), Leaf(path[1:], path[len(trees) :], slot, rules.get(id(a)))
+
+
+def _arrays(value: Any) -> list[Any]:
+    """The arrays of a Variable, or the array itself."""
+    leaves = jax.tree.leaves(value.get_raw_value()) if isinstance(value, nnx.Variable) else [value]
+    return [a for a in leaves if isinstance(a, jax.Array)]
+
+
+def _rules(prefix: Any, tree: Any, name: str) -> dict[int, tuple[Task | None, Sharding]]:
+    """For each array (by id) under a prefix tree of shardings, the one it is given."""
+    if prefix is None:
+        return {}
+    rules: dict[int, tuple[Task | None, Sharding]] = {}
+    used: dict[int, tuple[TaskSharding, set[int]]] = {}
+
+    def give(entry: Any, subtree: Any) -> None:
+        for node in jax.tree.leaves(subtree, is_leaf=_is_node):
+            if entry is None:
+                continue
+            for path, value in nnx.iter_graph(node) if _is_node(node) else [((), node)]:
+                arrays = _arrays(value)
+                if not arrays:
+                    continue
+                if isinstance(entry, TaskSharding):
+                    try:
+                        match = entry.lookup(path, value)
+                    except PlacementError:
+                        if _compat.is_optimizer_slot(value):
+                            continue  # it follows its parameter
+                        raise
+                    used.setdefault(id(entry), (entry, set()))[1].add(match.index)
+                    given = (match.task, match.sharding)
+                else:
+                    found = entry.map_prefix(path, value) if isinstance(entry, nnx.StateSharding) else entry
+                    if found is None:
+                        continue
+                    given = (None, _on_mesh(found))
+                rules.update({id(a): given for a in arrays})
+
+    try:
+        jax.tree.map(give, prefix, tree, is_leaf=lambda x: x is None or _is_node(x))
+    except PlacementError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{name} is no prefix of what it describes: {error}") from None
+    for entry, matched in used.values():
+        entry.check_used(matched)
+    return rules
+
+
+def _on_mesh(sharding: Any) -> Sharding:
+    if isinstance(sharding, PartitionSpec):
+        multimesh = current_multimesh()
+        if multimesh is None:
+            raise ValueError(f"{sharding} needs a mesh: use it inside `with MultiMesh(...):`, or give a NamedSharding")
+        return NamedSharding(multimesh.mesh, sharding)
+    return sharding
+
+
+def _is_node(x: Any) -> bool:
+    return nnx.graph.is_graph_node(x) or isinstance(x, nnx.Variable)

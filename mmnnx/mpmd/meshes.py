@@ -1,0 +1,58 @@
+"""The meshes of one program: one object for each group of devices, with a name."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from mmnnx.sharding.mesh import MultiMesh
+
+
+class Meshes:
+    """Makes equal groups of devices one Mesh object, and names them for messages and pictures."""
+
+    def __init__(self, multimesh: MultiMesh | None):
+        self.multimesh = multimesh
+        self._known: dict[tuple[int, ...], Mesh] = {}
+        self._names: dict[Mesh, str] = {}
+
+    def canonical(self, mesh: Mesh, name: str | None = None) -> Mesh:
+        """The object that stands for the devices of `mesh`; the first name given to it stays."""
+        mesh = self._known.setdefault(tuple(d.id for d in mesh.devices.flat), mesh)
+        if name:
+            self._names.setdefault(mesh, name)
+        return mesh
+
+    def sharding(self, sharding: NamedSharding, name: str | None = None) -> NamedSharding:
+        """The same sharding on the canonical mesh, where axis names agree."""
+        mesh = self.canonical(sharding.mesh, name)
+        return NamedSharding(mesh, sharding.spec) if mesh.axis_names == sharding.mesh.axis_names else sharding
+
+    def spanning(self) -> set[Mesh]:
+        """Meshes that contain another one, as the MultiMesh's own does: what is there is on both."""
+        return {m for ids, m in self._known.items() if any(set(other) < set(ids) for other in self._known)}
+
+    def tasks(self) -> list[Mesh]:
+        """The meshes between which a program is divided; one at least."""
+        spanning = self.spanning()
+        return [m for m in self._known.values() if m not in spanning] or [
+            self.canonical(Mesh(np.array(jax.devices()[:1]), ("device",)))
+        ]
+
+    def names(self) -> dict[Mesh, str]:
+        """A name for every mesh: that of its task, else of its slice of the MultiMesh, else a number."""
+        names: dict[Mesh, str] = {}
+        for n, mesh in enumerate(self._known.values()):
+            name = self._names.get(mesh) or self._slice(mesh) or f"mesh{n}"
+            names[mesh] = name if name not in names.values() else f"{name}.{n}"
+        return names
+
+    def _slice(self, mesh: Mesh) -> str | None:
+        if self.multimesh is None:
+            return None
+        for axis, size in self.multimesh.shape.items():
+            for i in range(size if size > 1 else 0):
+                if self.multimesh.slice(**{axis: i}).devices.tolist() == mesh.devices.tolist():
+                    return f"{axis}{i}"
+        return None

@@ -1,0 +1,481 @@
+"""Every equation gets a TaskMesh: from its task scope, from the homes of state, then by inference.
+
+The flow of activations through the meshes defines *positions*: position 0 is where computation starts, and
+each time it moves on to another TaskMesh a further position begins. (A mesh that is visited twice has two.)
+Forward equations are placed at positions in three steps:
+
+1. an equation in a task scope, or one that reads placed state, is tied to a mesh and so to a position at or
+   after those of its operands;
+2. any other equation starts out with its latest operand;
+3. equations that nothing ties down then move to the side of each boundary where fewer bytes cross it, which
+   is a minimum cut.
+
+Backward equations go where the residuals they consume are; those that consume none follow their operands,
+again up to a minimum cut. What comes after the backward (the optimizer) goes to the state it updates.
+Work that depends on no placed state gets no place: it is done wherever it is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jax.sharding import Mesh
+
+from mmnnx.mpmd.cut import sink_side
+from mmnnx.mpmd.trace import CONST, FREE, Atom, Equation, Kind, Loop, Node, Origin, Var, combine, is_var, nbytes
+from mmnnx.sharding.task import Task, is_backward
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spot:
+    """Where an equation runs: a TaskMesh, and its position in the flow (None outside the flow)."""
+
+    mesh: Mesh
+    position: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Position:
+    """One stop in the flow of activations: a TaskMesh and, if it came from a scope, the task."""
+
+    mesh: Mesh
+    task: Task | None
+
+
+@dataclasses.dataclass(eq=False)
+class Placement:
+    """Where everything in one list of nodes is.
+
+    Attributes:
+      positions: the flow of activations, in order.
+      spots: where each equation runs; absent for work that depends on no placed state.
+      phases: for each equation in `spots`, "forward", "backward" or "none".
+      where: the origin of each variable, with the mesh that holds it unless it is free.
+      follows: for gradients and what becomes of them, the state variable that they will be combined with.
+      bodies: for each Loop, the placement of its body.
+    """
+
+    positions: list[Position] = dataclasses.field(default_factory=list)
+    spots: dict[Node, Spot] = dataclasses.field(default_factory=dict)
+    phases: dict[Node, str] = dataclasses.field(default_factory=dict)
+    where: dict[Var, Origin] = dataclasses.field(default_factory=dict)
+    follows: dict[Var, Var] = dataclasses.field(default_factory=dict)
+    bodies: dict[Node, Placement] = dataclasses.field(default_factory=dict)
+
+    def mesh_of(self, atom: Atom) -> Mesh | None:
+        return self.where[atom].home if is_var(atom) else None
+
+
+TaskOf = Callable[[str], "tuple[Task, Mesh] | None"]
+
+_FORWARD, _BACKWARD, _LATE, _LOOP = "forward", "backward", "late", "loop"
+
+
+def place(
+    nodes: Sequence[Node], inputs: dict[Var, Origin], task_of: TaskOf, follows: dict[Var, Var]
+) -> Placement:
+    """Places the nodes of a function.
+
+    Args:
+      nodes: from `trace.open_calls`.
+      inputs: the origin of every input and constant.
+      task_of: from a name stack to the task scope that it lies in and that task's mesh.
+      follows: results whose home is that of a state variable (outputs that follow their parameter).
+    """
+    return _Region(nodes, inputs, task_of, follows, in_loop=False).run()
+
+
+class _Region:
+    """One pass of placement over one list of nodes: the outermost one, or the body of a loop."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        inputs: dict[Var, Origin],
+        task_of: TaskOf,
+        follows: dict[Var, Var],
+        in_loop: bool,
+    ):
+        self.nodes = nodes
+        self.task_of = task_of
+        self.in_loop = in_loop
+        self.out = Placement()
+        self.where, self.spots, self.positions = self.out.where, self.out.spots, self.out.positions
+        self.where.update(inputs)
+        # For every variable derived from state alone: the inputs it is derived from.
+        self.roots = {v: frozenset([v]) for v, o in inputs.items() if o.kind is Kind.STATE}
+        self.tied: set[Node] = set()
+        self.maker: dict[Var, Node] = {v: n for n in nodes for v in n.outvars}
+        self.users: dict[Var, list[Node]] = {}
+        for node in nodes:
+            for a in dict.fromkeys(filter(is_var, node.invars)):
+                self.users.setdefault(a, []).append(node)
+        self.classes = self._classify()
+        self.out.follows.update(follows)
+        self._follow_state(inputs)
+
+    def run(self) -> Placement:
+        forward = self._all(_FORWARD)
+        self.used_state: set[Var] = set()
+        for e in forward:
+            self._place_forward(e)
+        self._settle(forward)
+        # Where the forward uses state, beside where that state lives: a backward may find a copy there.
+        self.state_uses: dict[Var, set[Spot]] = {}
+        for e in forward:
+            if e in self.spots and self.spots[e].position is not None:
+                for root in self._roots(e):
+                    self.state_uses.setdefault(root, set()).add(self.spots[e])
+        self.loose = self._loose(forward)
+        for _ in range(2):  # once, and again after backward equations settled
+            for node in self.nodes:
+                match self.classes[node]:
+                    case "loop":
+                        self._place_loop(node)
+                    case "backward":
+                        if node not in self.spots:
+                            self._place_backward(node)
+                    case "late":
+                        self._place_late(node)
+            self._settle(self._all(_BACKWARD))
+        self._join_backward()
+        return self.out
+
+    def _all(self, kind: str) -> list[Equation]:
+        return [n for n in self.nodes if self.classes[n] == kind]
+
+    def _classify(self) -> dict[Node, str]:
+        """Forward; backward; loop; or late, which is whatever depends on a backward equation or a loop."""
+        after: set[Var] = set()
+        classes: dict[Node, str] = {}
+        for node in self.nodes:
+            depends = any(a in after for a in node.invars if is_var(a))
+            if isinstance(node, Loop):
+                classes[node] = _LOOP
+            elif is_backward(node.scope) and (depends or "rematted_computation" not in node.scope):
+                classes[node] = _BACKWARD
+            else:
+                classes[node] = _LATE if depends else _FORWARD
+            if classes[node] != _FORWARD:
+                after.update(node.outvars)
+        return classes
+
+    def _follow_state(self, inputs: dict[Var, Origin]) -> None:
+        """A gradient belongs where the parameter is that it will update: walks back from the updates."""
+        follows = self.out.follows
+        for node in reversed(self.nodes):
+            if self.classes[node] != _LATE:
+                continue
+            for v in node.outvars:
+                alike = [a for a in node.invars if is_var(a) and a.aval.shape == v.aval.shape != ()]
+                state = [a for a in alike if a in inputs and inputs[a].kind is Kind.STATE]
+                target = state[0] if state else follows.get(v)
+                if target is not None:
+                    for a in alike:
+                        follows.setdefault(a, target)
+
+    # -- one equation -------------------------------------------------------------------------------------
+
+    def _of(self, atom: Atom) -> Origin:
+        return self.where[atom] if is_var(atom) else CONST
+
+    def _roots(self, e: Node) -> frozenset[Var]:
+        return frozenset().union(*(self.roots.get(a, ()) for a in e.invars if is_var(a)))
+
+    def _set(self, e: Equation, spot: Spot, phase: str, kind: Kind = Kind.ACTIVATION) -> None:
+        self.spots[e] = spot
+        self.out.phases[e] = "backward" if is_backward(e.scope) else phase
+        for v in e.outvars:
+            self.where[v] = Origin(kind, spot.mesh)
+
+    def _stays(self, e: Equation) -> bool:
+        """Places what is computed from free values alone (nowhere) or from state of one home alone (there)."""
+        if self.task_of(e.scope) is not None:
+            return False
+        origin = combine(self._of(a) for a in e.invars)
+        if origin.kind is Kind.ACTIVATION:
+            return False
+        if origin.kind is Kind.STATE:
+            self.roots.update(dict.fromkeys(e.outvars, self._roots(e)))
+            self._set(e, Spot(origin.home), "none", Kind.STATE)
+        else:
+            self.where.update(dict.fromkeys(e.outvars, origin))
+        return True
+
+    def _position(self, mesh: Mesh, task: Task | None, at_least: int) -> int:
+        """The first position on `mesh` from `at_least` on; a new one at the end if there is none."""
+        for p in range(max(at_least, 0), len(self.positions)):
+            here = self.positions[p]
+            if here.mesh == mesh and (task is None or here.task in (None, task)):
+                self.positions[p] = Position(mesh, here.task or task)
+                return p
+        self.positions.append(Position(mesh, task))
+        return len(self.positions) - 1
+
+    def _flow(self, e: Node, kinds: tuple[str, ...]) -> list[Spot]:
+        """Spots of the operands that equations of the given classes made."""
+        makers = (self.maker.get(a) for a in e.invars if is_var(a))
+        return [self.spots[m] for m in makers if m is not None and self.classes[m] in kinds and m in self.spots]
+
+    def _state_homes(self, e: Equation) -> dict[Mesh, int]:
+        """Bytes of state that an equation reads, by home."""
+        homes: dict[Mesh, int] = {}
+        for a in e.invars:
+            if self._of(a).kind is Kind.STATE:
+                homes[self._of(a).home] = homes.get(self._of(a).home, 0) + nbytes(a)
+        return homes
+
+    def _place_forward(self, e: Equation) -> None:
+        if self._stays(e):
+            return
+        before = max((s.position for s in self._flow(e, (_FORWARD,)) if s.position is not None), default=-1)
+        scoped, homes = self.task_of(e.scope), self._state_homes(e)
+        if scoped is not None:
+            task, mesh = scoped
+            position = self._position(mesh, task, before)
+        elif homes:
+            mesh = max(homes, key=homes.get)
+            ahead = any(p.mesh == mesh for p in self.positions[max(before, 0) :])
+            if before >= 0 and not ahead and self._roots(e) & self.used_state:
+                # Shared state used again further on: it is sent there, rather than the flow sent back.
+                position = before
+            else:
+                position = self._position(mesh, None, before)
+        else:
+            position = max(before, 0)
+        if scoped is not None or homes:
+            self.tied.add(e)
+            self.used_state |= self._roots(e)
+        phase = "forward" if self.in_loop or self._has_backward else "none"
+        self._set(e, Spot(self.positions[position].mesh, position), phase)
+
+    @property
+    def _has_backward(self) -> bool:
+        return _BACKWARD in self.classes.values()
+
+    def _available(self, atom: Atom) -> set[Spot] | None:
+        """Where the forward has a value at hand, None if it has it everywhere."""
+        maker = self.maker.get(atom) if is_var(atom) else None
+        if maker in self.loose:  # wherever what it is made of is
+            operands = [s for a in maker.invars if (s := self._available(a)) is not None]
+            return set.intersection(*operands) if operands else None
+        origin = self._of(atom)
+        if origin.kind is Kind.STATE:
+            uses = set().union(*(self.state_uses.get(r, ()) for r in self.roots.get(atom, ())))
+            return uses or {Spot(origin.home, self._last_position(origin.home))}
+        if origin.kind is not Kind.ACTIVATION:
+            return None
+        makers = [self.maker[atom], *self.users.get(atom, ())]
+        return {self.spots[m] for m in makers if self.classes[m] == _FORWARD and m in self.spots}
+
+    def _last_position(self, mesh: Mesh, at_most: int | None = None) -> int | None:
+        """The last position on `mesh` up to `at_most`, else the first one after."""
+        found = [p for p, here in enumerate(self.positions) if here.mesh == mesh]
+        below = [p for p in found if at_most is None or p <= at_most]
+        return below[-1] if below else found[0] if found else None
+
+    def _loose(self, forward: Sequence[Equation]) -> set[Node]:
+        """Forward equations that only the backward reads: factors of derivatives, computed ahead by JAX."""
+        loose: set[Node] = set()
+        for e in reversed(forward):
+            users = [u for v in e.outvars for u in self.users.get(v, ())]
+            ahead = [u for u in users if self.classes[u] == _FORWARD and u not in loose]
+            placed = e in self.spots and e not in self.tied and self.spots[e].position is not None
+            if placed and not ahead and any(self.classes[u] == _BACKWARD for u in users):
+                loose.add(e)
+        return loose
+
+    def _join_backward(self) -> None:
+        """Moves loose equations to where the backward that reads them went."""
+        for e in reversed([n for n in self.nodes if n in self.loose]):
+            users = {self.spots[u] for v in e.outvars for u in self.users.get(v, ()) if u in self.spots}
+            if len(users) == 1:
+                (spot,) = users
+                if spot.position is not None and all(
+                    (s := self._available(a)) is None or spot in s for a in e.invars
+                ):
+                    self._set(e, spot, self.out.phases[e])
+
+    def _place_backward(self, e: Equation) -> None:
+        if self._stays(e):
+            return
+        incoming = self._flow(e, (_BACKWARD, _LATE, _LOOP))
+        came = min((s.position for s in incoming if s.position is not None), default=None)
+        makers = {a: self.maker.get(a) for a in e.invars if is_var(a)}
+        residuals = {
+            a: spots
+            for a, m in makers.items()
+            if (m is None or self.classes[m] == _FORWARD or self._of(a).kind is Kind.STATE)
+            and (spots := self._available(a))
+        }
+        scoped = self.task_of(e.scope)
+        if scoped is not None:
+            task, mesh = scoped
+            choices = {s for spots in residuals.values() for s in spots if s.mesh == mesh}
+            if not choices:
+                position = self._last_position(mesh, came)
+                choices = {Spot(mesh, self._position(mesh, task, 0) if position is None else position)}
+        elif residuals:
+            choices = set.intersection(*residuals.values())
+            if not choices:
+                # No mesh has them all: the one that has most bytes of them.
+                held: dict[Spot, int] = {}
+                for a, spots in residuals.items():
+                    for s in spots:
+                        held[s] = held.get(s, 0) + nbytes(a)
+                choices = {s for s in held if held[s] == max(held.values())}
+        elif incoming:
+            self._set(e, min(incoming, key=_rank), "backward")
+            return
+        else:
+            choices = {Spot(self.positions[-1].mesh, len(self.positions) - 1)}
+        self.tied.add(e)
+        reached = [s for s in choices if came is None or _rank(s) <= came]
+        self._set(e, max(reached, key=_rank) if reached else min(choices, key=_rank), "backward")
+
+    def _place_late(self, e: Equation) -> None:
+        if self._stays(e):
+            return
+        scoped, weight = self.task_of(e.scope), self._state_homes(e)
+        arriving = self._flow(e, (_FORWARD, _BACKWARD, _LATE))
+        if scoped is None and not weight:
+            for a in e.invars:
+                if self._of(a).kind is Kind.ACTIVATION:
+                    home = self._of(a).home
+                    weight[home] = weight.get(home, 0) + nbytes(a)
+        if scoped is not None:
+            mesh = scoped[1]
+        else:
+            heaviest = max(weight.values())
+            mesh = [m for m in weight if weight[m] == heaviest][-1]
+        # In a loop, sums of gradients and the like join the fragment that made what they sum.
+        joined = [s for s in arriving if s.mesh == mesh and s.position is not None] if self.in_loop else []
+        if joined:
+            self._set(e, min(joined, key=_rank), "backward")
+        else:
+            self._set(e, Spot(mesh), "none")
+
+    def _place_loop(self, loop: Loop) -> None:
+        inputs = {}
+        for v in loop.captured:
+            origin = self.where[v]
+            inputs[v] = Origin(Kind.STATE, origin.home) if origin.home is not None else origin
+        for v, row in zip(loop.slice_vars, loop.slices):
+            home = self.where[row[0]].home
+            inputs[v] = FREE if home is None else Origin(Kind.STATE, home)
+        for v, a in zip(loop.carry_in, loop.init):
+            home = self._of(a).home
+            inputs[v] = FREE if home is None else Origin(Kind.STATE, home)
+        follows = {
+            o: self.out.follows[c]
+            for o, c in zip(loop.carry_out, loop.carries)
+            if c in self.out.follows
+        }
+        while True:
+            known = inputs | {s: self.where[s] for s in follows.values() if s not in inputs}
+            body = _Region(loop.body, known, self.task_of, follows, in_loop=True).run()
+            moved = {
+                v: Origin(Kind.STATE, body.where[o].home)
+                for v, o in zip(loop.carry_in, loop.carry_out)
+                if inputs[v].home is None and body.where[o].home is not None
+            }
+            if not moved:
+                break
+            inputs |= moved
+        self.out.bodies[loop] = body
+        for v, c in zip(loop.carry_in, loop.carries):
+            self.where[c] = _activation(inputs[v].home)
+        for y, row in zip(loop.ys, loop.stacks):
+            self.where.update(dict.fromkeys(row, _activation(body.where[y].home)))
+
+    # -- minimum cuts -------------------------------------------------------------------------------------
+
+    def _settle(self, equations: Sequence[Equation]) -> None:
+        """Moves equations that nothing ties down across the boundaries between positions, downstream.
+
+        For each boundary: of all ways to divide the movable equations between its two sides, with no value
+        flowing upstream, the one in which the values that cross have the fewest bytes.
+        """
+        flow = [e for e in equations if e in self.spots and self.spots[e].position is not None]
+        if not flow or len(self.positions) < 2:
+            return
+        last = len(self.positions) - 1
+        backward = self.classes[flow[0]] == _BACKWARD
+
+        def coordinate(position: int) -> int:
+            return last - position if backward else position
+
+        at = {e: coordinate(self.spots[e].position) for e in flow}
+        limit: dict[Node, int] = {}  # an equation can move up to where its results are needed
+        wanted: dict[Node, int] = {}  # ... by equations of other lists: the home of the state they follow
+        for e in reversed(flow):
+            bounds = []
+            for v in e.outvars:
+                for u in self.users.get(v, ()):
+                    if u in at:
+                        bounds += [at[u]] if u in self.tied else [limit[u]] if u in limit else []
+                state = self.out.follows.get(v) if backward else None
+                if state is not None:
+                    position = self._last_position(self.where[state].home, self.spots[e].position)
+                    if position is not None and coordinate(position) >= at[e]:
+                        wanted[e] = coordinate(position)
+                        bounds.append(wanted[e])
+            if bounds:
+                limit[e] = min(bounds)
+        new = dict(at)
+        for boundary in range(last):
+            movable = [
+                e for e in flow if e not in self.tied and at[e] <= boundary < limit.get(e, -1)
+            ]
+            if movable:
+                for e in self._cut(movable, at, limit, wanted, boundary):
+                    new[e] = max(new[e], boundary + 1)
+        for e in flow:
+            if e in self.tied:
+                continue
+            operands = [new[m] for a in e.invars if is_var(a) and (m := self.maker.get(a)) in new]
+            # What only other lists read goes along with what it is made of.
+            new[e] = max(operands, default=new[e]) if e not in limit else max([new[e], *operands])
+            position = coordinate(new[e])
+            self._set(e, Spot(self.positions[position].mesh, position), self.out.phases[e])
+
+    def _cut(
+        self,
+        movable: Sequence[Equation],
+        at: dict[Node, int],
+        limit: dict[Node, int],
+        wanted: dict[Node, int],
+        boundary: int,
+    ) -> list[Equation]:
+        """The movable equations that belong beyond the boundary."""
+        number = {e: i + 2 for i, e in enumerate(movable)}
+        edges: list[tuple[int, int, int]] = [(0, 1, 0)]
+        count = len(movable) + 2
+        values = [a for e in movable for a in (*e.invars, *e.outvars) if is_var(a)]
+        for v in dict.fromkeys(values):
+            maker = self.maker.get(v)
+            if maker not in at or (maker not in number and at[maker] > boundary):
+                continue
+            count += 1
+            value = count - 1
+            edges.append((number.get(maker, 0), value, nbytes(v)))
+            for u in self.users.get(v, ()):
+                if u in number:
+                    edges.append((value, number[u], -1))
+                    if maker in number:
+                        edges.append((number[u], number[maker], -1))
+                elif u in at and at[u] > boundary and (u in self.tied or u in limit):
+                    edges.append((value, 1, -1))
+            if wanted.get(maker, -1) > boundary:
+                edges.append((value, 1, -1))
+        beyond = sink_side(count, edges)
+        return [e for e in movable if number[e] in beyond]
+
+
+def _rank(spot: Spot) -> int:
+    return -1 if spot.position is None else spot.position
+
+
+def _activation(home: Mesh | None) -> Origin:
+    return FREE if home is None else Origin(Kind.ACTIVATION, home)

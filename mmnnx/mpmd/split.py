@@ -1,0 +1,296 @@
+"""From a traced function and its arguments to something that runs: all passes, put together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmnnx import _compat
+from mmnnx.mpmd.accumulate import split_shared
+from mmnnx.mpmd.bind import binder, deliver, entering
+from mmnnx.mpmd.compile import compile_program, transferred
+from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut, localise
+from mmnnx.mpmd.lift import Leaf, Record
+from mmnnx.mpmd.meshes import Meshes
+from mmnnx.mpmd.place import Placement, place
+from mmnnx.mpmd.program import Program, build
+from mmnnx.mpmd.run import runner
+from mmnnx.mpmd.trace import FREE, Flat, Kind, Origin, Var, is_var, open_calls, scopes_in
+from mmnnx.sharding.mesh import MultiMesh
+from mmnnx.sharding.task import find_task
+
+Run = Callable[[Sequence[Any]], list[Any]]
+
+
+class Split:
+    """A function that was split for arguments that live in certain places.
+
+    Attributes:
+      program: what a call runs.
+      prepare: compiles it, once, and returns the function from flat arguments to flat results; None where
+        everything is on one TaskMesh already and the function can run as it is.
+    """
+
+    def __init__(self, program: Program, prepare: Callable[[], Run] | None):
+        self.program = program
+        self.prepare = functools.cache(prepare) if prepare is not None else None
+
+
+def split(
+    traced: jax.stages.Traced, record: Record, leaves: Sequence[Any], multimesh: MultiMesh | None
+) -> Split:
+    """Cuts a traced function for arguments that live where `leaves` do.
+
+    Raises:
+      PlacementError, ValueError: as `mm.jit` does.
+      VerificationError: if the program does not hold together.
+    """
+    meshes = Meshes(multimesh)
+
+    @functools.cache
+    def task_of(scope: str):
+        task = find_task(scope, multimesh)
+        return None if task is None else (task, meshes.canonical(task.to_mesh(), task.name))
+
+    for scope in scopes_in(traced.jaxpr):
+        task_of(scope)
+    given = [_given(x, leaf, meshes) for x, leaf in zip(leaves, record.inputs)]
+    rules = [_rule(leaf, meshes) for leaf in record.results]
+    spanning, divided = meshes.spanning(), meshes.tasks()
+    homes = [
+        None if g is None or not jnp.ndim(x) or g.mesh in spanning else g.mesh for g, x in zip(given, leaves)
+    ]
+    follows = _follows(record, leaves, traced.jaxpr.out_avals, homes)
+    asked = _asked(record, traced.jaxpr.out_avals, rules, follows, given, homes)
+    if len(divided) == 1:
+        flat, plan, results = _undivided(traced.jaxpr, divided[0], meshes.names())
+        fixed: dict[Held, NamedSharding] = {}
+    else:
+        flat = open_calls(traced.jaxpr, homes, lambda scope: (found := task_of(scope)) and found[1])
+        origin = {v: _origin(h) for v, h in zip(flat.invars, homes)} | {v: FREE for v, _ in flat.constants}
+        led = {
+            v: flat.invars[n] for v, n in zip(flat.outvars, follows) if n is not None and is_var(v) and homes[n]
+        }
+        nodes, placement = list(flat.nodes), None
+        while nodes:
+            placement = place(nodes, origin, task_of, led)
+            rewritten = split_shared(nodes, placement)
+            if rewritten is None:
+                break
+            nodes = rewritten
+        places = _Results(flat, placement, asked, divided, multimesh)
+        results = [places.of(n) for n in range(len(flat.outvars))]
+        plan = cut(nodes, placement, [h for held in results for h in held], meshes.names())
+        fixed = _carried(plan, placement, dict(zip(flat.invars, given)))
+    for held, sharding in zip(results, asked):
+        if len(held) == 1 and sharding is not None:
+            fixed.update(_ending(held[0], sharding, plan))
+    inputs = dict(zip(flat.invars, homes)) | {v: None for v, _ in flat.constants}
+    program = build(plan, inputs, results, meshes.names())
+    program.verify()
+    used = {x.sharding for x in leaves if isinstance(x, jax.Array) and x.committed}
+    plain = not any(leaf is not None and leaf.rule for leaf in (*record.inputs, *record.results))
+    if len(divided) == 1 and plain and len({frozenset(s.device_set) for s in used}) <= 1:
+        return Split(program, None)
+
+    values = [*leaves, *(value for _, value in flat.constants)]
+    number = {v: n for n, v in enumerate((*flat.invars, *(v for v, _ in flat.constants)))}
+    sources = [*given, *(None for _ in flat.constants)]
+    donates = [a.donated for a in jax.tree.leaves(traced.args_info)]
+    bindings, donated = [], set()
+    for slot, (v, mesh) in program.inputs.items():
+        n = number[v]
+        at_home = sources[n] is not None and sources[n].mesh == mesh
+        target = sources[n] if at_home else entering(v.aval, mesh, sources[n])
+        fixed.setdefault((v, mesh), target)
+        bindings.append((n, binder(values[n], fixed[v, mesh])))
+        if n < len(donates) and donates[n] and v not in flat.outvars and bindings[-1][1] is None:
+            donated.add(slot)
+    deliveries = [
+        deliver(v, number.get(v) if is_var(v) else None, sharding, held, multimesh)
+        for v, sharding, held in zip(flat.outvars, asked, results)
+    ]
+    gone = [n for n, d in enumerate(donates) if d and flat.invars[n] not in flat.outvars]
+    constants = [value for _, value in flat.constants]
+    names = [str(leaf) if leaf is not None else f"argument {n}" for n, leaf in enumerate(record.inputs)]
+
+    def prepare() -> Run:
+        execute = runner(compile_program(program, fixed, donated))
+
+        def run(leaves: Sequence[Any]) -> list[Any]:
+            for n, x in enumerate(leaves):
+                if isinstance(x, jax.Array) and x.is_deleted():
+                    raise ValueError(
+                        f"{names[n]} was donated to an earlier call and is gone: "
+                        "use the value that call returned, or do not donate it"
+                    )
+            values = [*leaves, *constants]
+            arrays = [values[n] if bind is None else bind(values[n]) for n, bind in bindings]
+            made = execute(arrays)
+            out = [give(values, held) for give, held in zip(deliveries, made)]
+            for n in gone:
+                if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
+                    leaves[n].delete()
+            return out
+
+        return run
+
+    return Split(program, prepare)
+
+
+def _origin(home: Mesh | None) -> Origin:
+    return FREE if home is None else Origin(Kind.STATE, home)
+
+
+def _given(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
+    """Where an argument lives: by in_shardings, else by its own sharding; None if nowhere in particular."""
+    rule = _rule(leaf, meshes)
+    if rule is not None:
+        return rule
+    if isinstance(x, jax.Array) and x.committed and isinstance(x.sharding, NamedSharding):
+        return meshes.sharding(x.sharding)
+    return None
+
+
+def _rule(leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
+    if leaf is None or leaf.rule is None:
+        return None
+    task, sharding = leaf.rule
+    if isinstance(sharding, NamedSharding):
+        return meshes.sharding(sharding, task.name if task is not None else None)
+    devices = list(sharding.device_set)
+    if len(devices) > 1:
+        raise ValueError(f"{leaf}: mm.jit places arrays by NamedSharding, PartitionSpec or TaskSharding, not {sharding}")
+    return NamedSharding(meshes.canonical(Mesh(devices, ("device",))), PartitionSpec())
+
+
+def _follows(
+    record: Record, leaves: Sequence[Any], types: Sequence[Any], homes: Sequence[Mesh | None]
+) -> list[int | None]:
+    """For each result: the input that it is the new value of, or whose path ends its own (a gradient, a slot)."""
+    by_end: dict[tuple, list[int]] = {}
+    for n, leaf in enumerate(record.inputs):
+        if leaf is not None and leaf.within and homes[n] is not None:
+            by_end.setdefault((leaf.within, jnp.shape(leaves[n])), []).append(n)
+    found: list[int | None] = []
+    for leaf, aval in zip(record.results, types):
+        n = leaf.updates if leaf is not None else None
+        if n is not None and homes[n] is None:
+            n = None
+        if leaf is not None and n is None and leaf.updates is None:
+            ends = (leaf.path[k:] for k in range(len(leaf.path)))
+            n = next((by_end[end, aval.shape][0] for end in ends if (end, aval.shape) in by_end), None)
+        found.append(n if n is None or jnp.shape(leaves[n]) == aval.shape else None)
+    return found
+
+
+def _asked(
+    record: Record,
+    types: Sequence[Any],
+    rules: Sequence[NamedSharding | None],
+    follows: Sequence[int | None],
+    given: Sequence[NamedSharding | None],
+    homes: Sequence[Mesh | None],
+) -> list[NamedSharding | None]:
+    """The sharding that each result must have: its rule's; a slot's or new value's is its parameter's."""
+    asked: list[NamedSharding | None] = []
+    parameters = {
+        (leaf.within[k:], aval.shape): rule
+        for leaf, aval, rule in zip(record.results, types, rules)
+        if leaf is not None and rule is not None and not leaf.slot
+        for k in range(min(2, len(leaf.within)))
+    }
+    for leaf, aval, rule, n in zip(record.results, types, rules, follows):
+        of_input = given[n] if n is not None and homes[n] is not None else None
+        if leaf is not None and leaf.slot and of_input is None:
+            ends = [(leaf.path[k:], aval.shape) for k in range(len(leaf.path))]
+            of_input = next((parameters[end] for end in ends if end in parameters), None)
+        slot_first = leaf is not None and leaf.slot and of_input is not None
+        asked.append(of_input if slot_first or rule is None else rule)
+    return asked
+
+
+class _Results:
+    """Which meshes hold each result."""
+
+    def __init__(
+        self,
+        flat: Flat,
+        placement: Placement | None,
+        asked: Sequence[NamedSharding | None],
+        divided: Sequence[Mesh],
+        multimesh: MultiMesh | None,
+    ):
+        self.flat, self.placement, self.asked = flat, placement, asked
+        self.divided = divided
+        covered = {d for m in divided for d in m.devices.flat}
+        whole = multimesh is not None and covered == set(multimesh.mesh.devices.flat)
+        # Counters that nobody placed are computed on every mesh, so that none is ever sent.
+        self.everywhere = list(divided) if whole else [divided[0]]
+        self.inputs = {*flat.invars, *(v for v, _ in flat.constants)}
+
+    def of(self, n: int) -> list[Held]:
+        """The values that hold result n; none for one that is an input as it came, or a constant."""
+        v, sharding = self.flat.outvars[n], self.asked[n]
+        if not is_var(v) or (v in self.inputs and sharding is None):
+            return []
+        if sharding is not None:
+            return [(v, sharding.mesh)]
+        home = self.placement.where[v].home
+        if home is not None:
+            return [(v, home)]
+        return [(v, m) for m in (self.everywhere if not v.aval.shape else self.everywhere[:1])]
+
+
+def _undivided(jaxpr: Any, mesh: Mesh, names: dict[Mesh, str]) -> tuple[Flat, Plan, list[list[Held]]]:
+    """A function that touches one mesh: one fragment."""
+    flat = open_calls(jaxpr, [None] * len(jaxpr.in_avals), lambda scope: None, loops=False)
+    made = {v for e in flat.nodes for v in e.outvars}
+    outvars = list(dict.fromkeys(v for v in flat.outvars if is_var(v) and v in made))
+    read = {a for e in flat.nodes for a in e.invars if is_var(a)}
+    invars = [v for v in (*flat.invars, *(c for c, _ in flat.constants)) if v in read]
+    closed = _compat.close_jaxpr(invars, outvars, [localise(e.eqn, mesh) for e in flat.nodes])
+    fragment = Fragment(names[mesh], mesh, "none", None, closed, tuple(invars), tuple(outvars))
+    steps = (fragment,) if flat.nodes else ()
+    plan = Plan(steps, dict.fromkeys(outvars, mesh), tuple((v, mesh) for v in invars))
+    return flat, plan, [[(v, mesh)] if is_var(v) and v in made else [] for v in flat.outvars]
+
+
+def _carried(
+    plan: Plan, placement: Placement | None, given: dict[Var, NamedSharding | None]
+) -> dict[Held, NamedSharding]:
+    """Decides the shardings of what loops carry and slice: they must be the same for every microbatch."""
+    fixed: dict[Held, NamedSharding] = {}
+    for step in plan.steps:
+        if not isinstance(step, LoopPlan):
+            continue
+        loop = step.loop
+        for i, meshes in enumerate(step.carried):
+            state = placement.follows.get(loop.carries[i]) or loop.sources.get(loop.init[i])
+            for mesh in meshes:
+                sharding = given.get(state)
+                if sharding is None or sharding.mesh != mesh or state.aval.shape != loop.init[i].aval.shape:
+                    sharding = NamedSharding(mesh, PartitionSpec())
+                for v in (loop.init[i], loop.carry_in[i], loop.carry_out[i], loop.carries[i]):
+                    fixed[v, mesh] = sharding
+        for row in loop.slices:
+            source = loop.sources.get(row[0])
+            for v in row:
+                for w, mesh in step.reads:
+                    if w is v:
+                        fixed[v, mesh] = entering(v.aval, mesh, given.get(source))
+    return fixed
+
+
+def _ending(held: Held, sharding: NamedSharding, plan: Plan) -> dict[Held, NamedSharding]:
+    """The sharding of a result, and where it is made elsewhere, the one it is sent with."""
+    v, mesh = held
+    home = plan.homes.get(v, mesh)
+    if home == mesh:
+        return {held: sharding}
+    return {(v, home): transferred(sharding, home)} if home.devices.shape == mesh.devices.shape else {}

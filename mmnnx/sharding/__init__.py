@@ -1,0 +1,19 @@
+"""Where things live: meshes, tasks, and the placement of state."""
+
+from mmnnx.sharding.logical import with_sharding_constraint
+from mmnnx.sharding.mesh import MultiMesh, TaskMesh
+from mmnnx.sharding.placement import PlacementError, TaskSharding, path
+from mmnnx.sharding.task import Task, clear_tasks, register_task, task
+
+__all__ = [
+    "MultiMesh",
+    "PlacementError",
+    "Task",
+    "TaskMesh",
+    "TaskSharding",
+    "clear_tasks",
+    "path",
+    "register_task",
+    "task",
+    "with_sharding_constraint",
+]

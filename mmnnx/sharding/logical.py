@@ -1,0 +1,130 @@
+"""Logical axis names: from the names a model uses for its dimensions to the mesh axes of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmnnx.sharding.task import Task, current_task, splitting
+
+# Flax renamed the metadata twice; Variables restored from older checkpoints carry the older names.
+_METADATA = ("out_sharding", "sharding_names", "sharding")
+
+
+def to_spec(
+    names: Iterable[Any], task: Task | None, mesh: Mesh, more_rules: Iterable[tuple[str, Any]] = ()
+) -> PartitionSpec:
+    """Logical axis names, one entry for each dimension, as a PartitionSpec over axes of `mesh`.
+
+    An entry is a name, a tuple of names, None, or `PartitionSpec.UNCONSTRAINED`. For each name: the first
+    of the task's `logical_axes`, then `extra_axes`, then `more_rules` that maps it to mesh axes still free
+    in this spec; else, if a mesh axis has that name and is free, that axis; else it is replicated.
+
+    Raises:
+      ValueError: a rule that applies names an axis the mesh lacks.
+
+    Example:
+      >>> mesh = Mesh(jax.devices()[:1], ("model",))
+      >>> to_spec(("embed", "mlp"), Task("t", logical_axes=[("mlp", "model")]), mesh)
+      P(None, 'model')
+    """
+    rules = (*(task.axis_rules if task is not None else ()), *more_rules)
+    used: set[str] = set()
+    entries: list[Any] = []
+    for entry in names:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            entries.append(entry)
+            continue
+        axes: list[str] = []
+        for name in (entry,) if isinstance(entry, str) else entry:
+            found = _mesh_axes(name, rules, task, mesh, used)
+            used.update(found)
+            axes += found
+        entries.append(axes[0] if len(axes) == 1 else tuple(axes) or None)
+    return PartitionSpec(*entries)
+
+
+def _mesh_axes(
+    name: str, rules: tuple[tuple[str, Any], ...], task: Task | None, mesh: Mesh, used: set[str]
+) -> tuple[str, ...]:
+    for logical, target in rules:
+        if logical != name:
+            continue
+        axes = () if target is None else (target,) if isinstance(target, str) else tuple(target)
+        lacking = [axis for axis in axes if axis not in mesh.axis_names]
+        if lacking:
+            raise ValueError(
+                f"{task or 'a sharding rule'} maps the logical axis {name!r} to {target!r}, and its mesh has "
+                f"no axis {', '.join(map(repr, lacking))}: its axes are {tuple(mesh.axis_names)}"
+            )
+        if used.isdisjoint(axes):
+            return axes
+    return (name,) if name in mesh.axis_names and name not in used else ()
+
+
+def logical_spec(variable: Any, task: Task, mesh: Mesh) -> PartitionSpec | None:
+    """The spec that the axis metadata of a Variable stands for on the mesh of `task`; None without metadata.
+
+    The metadata is what `nnx.with_partitioning` or `nnx.Param(..., out_sharding=...)` records, with the
+    Variable's own `sharding_rules`, if any, asked after those of the task.
+
+    Example:
+      >>> mesh = Mesh(jax.devices()[:1], ("model",))
+      >>> param = nnx.Param(jax.numpy.ones((2, 3)), out_sharding=(None, "model"), eager_sharding=False)
+      >>> logical_spec(param, Task("t"), mesh)
+      P(None, 'model')
+    """
+    if not isinstance(variable, nnx.Variable):
+        return None
+    metadata = variable.get_metadata()
+    names = next((metadata[key] for key in _METADATA if metadata.get(key) is not None), None)
+    if isinstance(names, NamedSharding):
+        names = names.spec
+    if names is None:
+        return None
+    names = [None if name is PartitionSpec.UNCONSTRAINED else name for name in names]
+    return to_spec(names, task, mesh, metadata.get("sharding_rules") or ())
+
+
+def with_sharding_constraint(x: Any, spec: Any) -> Any:
+    """Constrain how the arrays of `x` are sharded, in the logical axis names of the task around it.
+
+    Inside a task the names in `spec` are translated by its `logical_axes`, then its `extra_axes`; axis names
+    of its mesh stand for themselves; a name without a mapping is replicated. Outside `mm.jit` a task may run
+    on any one device, so there it does nothing. Outside a task it is `jax.lax.with_sharding_constraint`, as
+    it is for whatever in `spec` is a Sharding rather than a PartitionSpec.
+
+    Args:
+      x: an array or a pytree of arrays.
+      spec: a PartitionSpec, or a tree of them (or Shardings, or None: no constraint) that is a prefix of `x`.
+
+    Returns:
+      `x` with the constraints applied; same shapes, dtypes and values.
+
+    Raises:
+      ValueError: a rule of the task names an axis its mesh lacks, or what
+        `jax.lax.with_sharding_constraint` refuses.
+
+    Example:
+      >>> from mmnnx.sharding import task
+      >>> constrained = task(lambda x: with_sharding_constraint(x, PartitionSpec("batch")), "stage0")
+      >>> constrained(jax.numpy.ones(3)).shape
+      (3,)
+    """
+    return jax.tree.map(_constrain, spec, x, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec))
+
+
+def _constrain(spec: Any, x: Any) -> Any:
+    if spec is None:
+        return x
+    task = current_task()
+    if isinstance(spec, PartitionSpec) and task is not None:
+        if not splitting.get():
+            return x
+        mesh = task.to_mesh()
+        spec = NamedSharding(mesh, to_spec(spec, task, mesh))
+    return jax.lax.with_sharding_constraint(x, spec)

@@ -1,0 +1,317 @@
+"""Where state lives: path patterns, and `TaskSharding`, which gives each Variable a task and a sharding."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmnnx.sharding.logical import logical_spec
+from mmnnx.sharding.task import Task
+
+Path = tuple[Any, ...]
+
+
+class PlacementError(ValueError):
+    """State that a TaskSharding cannot place as it says; raised before anything runs."""
+
+
+# --------------------------------------------------------------------------------------------------- paths
+
+
+@dataclass(frozen=True, repr=False)
+class PathPattern:
+    """An NNX filter made by `path`."""
+
+    keys: tuple[Any, ...]
+
+    def __call__(self, path: Path, value: Any = None) -> bool:
+        """Whether the pattern covers `path` from its start."""
+        return _covers(self._names, tuple(map(str, path)))
+
+    @functools.cached_property
+    def _names(self) -> tuple[frozenset[str] | EllipsisType, ...]:
+        return tuple(map(_names, self.keys))
+
+    def __repr__(self) -> str:
+        return f"path({', '.join('...' if key is ... else repr(key) for key in self.keys)})"
+
+
+def path(*keys: Any) -> PathPattern:
+    """An NNX filter for all state whose path begins as the pattern says.
+
+    Args:
+      *keys: each an attribute name or index, a range, set, tuple or list of them (any one of these), or
+        `...` for any run of keys, also an empty one. 0 and "0" are the same key.
+
+    Returns:
+      A filter: it can be called with (path, value), compared and hashed. `path("embed")` is all that lies
+      under `embed`; `path(...)` is everything.
+
+    Raises:
+      TypeError: a key that is none of these.
+
+    Example:
+      >>> kernels = path("blocks", range(0, 2), ..., "kernel")
+      >>> kernels(("blocks", 1, "mlp", "kernel"), None), kernels(("blocks", 2, "kernel"), None)
+      (True, False)
+    """
+    return PathPattern(tuple(map(_normal_key, keys)))
+
+
+def is_catch_all(filter: Any) -> bool:
+    """Whether an NNX filter is the one for all that is left: `...`, True or `path(...)`.
+
+    Example:
+      >>> is_catch_all(...), is_catch_all(path("embed"))
+      (True, False)
+    """
+    if isinstance(filter, PathPattern):
+        return all(key is ... for key in filter.keys)
+    return filter is ... or filter is True or isinstance(filter, nnx.filterlib.Everything)
+
+
+def _normal_key(key: Any) -> Any:
+    if key is ... or isinstance(key, str | int | range):
+        return key
+    if isinstance(key, set | frozenset | tuple | list) and all(isinstance(k, str | int) for k in key):
+        return frozenset(key) if isinstance(key, set | frozenset) else tuple(key)
+    raise TypeError(
+        f"path() takes attribute names, indices, ranges or sets of them, and `...`, not {key!r}"
+        + (": write range(start, stop)" if isinstance(key, slice) else "")
+    )
+
+
+def _names(key: Any) -> frozenset[str] | EllipsisType:
+    """The path keys that one key of a pattern stands for, as text: State has 0 where another tree has "0"."""
+    if key is ...:
+        return key
+    return frozenset([str(key)] if isinstance(key, str | int) else map(str, key))
+
+
+def _covers(pattern: tuple[Any, ...], path: tuple[str, ...]) -> bool:
+    if not pattern:
+        return True
+    first, rest = pattern[0], pattern[1:]
+    if first is ...:
+        return any(_covers(rest, path[skipped:]) for skipped in range(len(path) + 1))
+    return bool(path) and path[0] in first and _covers(rest, path[1:])
+
+
+# ----------------------------------------------------------------------------------------------- placement
+
+
+@dataclass(frozen=True)
+class Match:
+    """Where one piece of state lives.
+
+    Attributes:
+      task: its task.
+      sharding: its sharding on the task's mesh.
+      index: which rule of the TaskSharding said so, from 0.
+      catch_all: whether that rule is for all that is left, and so names nothing in particular.
+    """
+
+    task: Task
+    sharding: NamedSharding
+    index: int
+    catch_all: bool
+
+
+class TaskSharding(nnx.StateSharding):
+    """A `nnx.StateSharding` whose values name a task: which state lives where.
+
+    Args:
+      rules: a mapping from NNX filters (`path(...)` makes one from a path pattern) to (task, spec), or an
+        iterable of such pairs. The first filter that matches decides. A spec shards the leading dimensions
+        over axes of the task's mesh, the rest being replicated; a spec of None, or a Task alone, means: what
+        the Variable's own logical axis metadata comes to under the task's `logical_axes`, else replicated.
+
+    Raises:
+      TypeError: a key that is no filter, or a value that is not (Task, PartitionSpec | None).
+
+    Example:
+      >>> from mmnnx.sharding import TaskMesh
+      >>> one = Task("one", mesh=TaskMesh(devices=[0], axis_names=("model",)))
+      >>> placement = TaskSharding({path(..., "kernel"): (one, PartitionSpec(None, "model")), ...: one})
+      >>> placement.lookup(("dense", "kernel"), jax.numpy.ones((2, 4))).sharding.spec
+      P(None, 'model')
+    """
+
+    def __init__(self, rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]] | nnx.State, /):
+        super().__init__(rules)
+        self._filters = tuple(tuple(f) if isinstance(f, list) else f for f in self._filters)
+        self._rules = tuple(map(_normal_rule, self._filters, self._shardings))
+        self._predicates = tuple(map(_predicate, self._filters))
+
+    @property
+    def rules(self) -> tuple[tuple[Task, PartitionSpec | None], ...]:
+        """(task, spec) of each filter, in order."""
+        return self._rules
+
+    @property
+    def shardings(self) -> tuple[PartitionSpec, ...]:
+        """The spec of each filter, as `nnx.shard_map` reads them; P() where it depends on the Variable."""
+        return tuple(PartitionSpec() if spec is None else spec for _, spec in self._rules)
+
+    def lookup(self, path: Path, variable: Any) -> Match:
+        """Where the state at `path` lives.
+
+        Args:
+          path: its path, a tuple of keys.
+          variable: a Variable holding arrays, tracers or `jax.ShapeDtypeStruct`s, or one of these itself.
+            PRNG keys count by their logical shape.
+
+        Raises:
+          PlacementError: no filter matches; the spec is longer than the array has dimensions, names an axis
+            that the task's mesh lacks or one axis twice, or does not divide a dimension evenly.
+        """
+        index = self._first_match(path, variable)
+        task, spec = self._rules[index]
+        mesh, origin = task.to_mesh(), f"{self._filters[index]!r}: ({task}, {spec})"
+        if spec is None:
+            spec, origin = self._metadata_spec(path, variable, task, mesh), f"its logical axes, for {task}"
+        for leaf in jax.tree.leaves(_value(variable)):
+            _check_spec(spec, _shape(leaf), mesh, f"{_describe(path, variable)} by {origin}")
+        return Match(task, NamedSharding(mesh, spec), index, is_catch_all(self._filters[index]))
+
+    def map_prefix(self, path: Path, variable: Any) -> NamedSharding:
+        """The sharding of the state at `path`, where NNX asks a StateSharding for it.
+
+        NNX also asks about the shards that the inside of a shard_map sees, so sizes are not checked here.
+        """
+        task, spec = self._rules[self._first_match(path, variable)]
+        mesh = task.to_mesh()
+        return NamedSharding(mesh, self._metadata_spec(path, variable, task, mesh) if spec is None else spec)
+
+    def check_used(self, matched: set[int]) -> None:
+        """Raise PlacementError for rules that placed nothing, given the indices of those that did.
+
+        A rule for all that is left may find nothing left.
+        """
+        unused = [
+            f"{filter!r} ({task})"
+            for index, (filter, (task, _)) in enumerate(zip(self._filters, self._rules, strict=True))
+            if index not in matched and not is_catch_all(filter)
+        ]
+        if unused:
+            raise PlacementError(
+                f"no state is placed by {', '.join(unused)}: nothing has such a path, or an earlier filter "
+                "takes it; correct the filter, move it up, or leave it out"
+            )
+
+    def __repr__(self) -> str:
+        rules = ", ".join(
+            f"{filter!r}: {rule!r}" for filter, rule in zip(self._filters, self._rules, strict=True)
+        )
+        return f"TaskSharding({{{rules}}})"
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, TaskSharding)
+            and self._filters == other._filters
+            and self._rules == other._rules
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._filters, self._rules))
+
+    def _first_match(self, path: Path, variable: Any) -> int:
+        for index, predicate in enumerate(self._predicates):
+            if predicate(path, variable):
+                return index
+        tried = ", ".join(map(repr, self._filters)) or "none"
+        raise PlacementError(
+            f"no filter places {_describe(path, variable)}. Filters, in order: {tried}. "
+            f"{_suggest(path)!r} would match it, and a last `...` matches all that is left"
+        )
+
+    def _metadata_spec(self, path: Path, variable: Any, task: Task, mesh: Mesh) -> PartitionSpec:
+        try:
+            return logical_spec(variable, task, mesh) or PartitionSpec()
+        except ValueError as error:
+            raise PlacementError(f"cannot place {_describe(path, variable)}: {error}") from None
+
+
+def _normal_rule(filter: Any, rule: Any) -> tuple[Task, PartitionSpec | None]:
+    task, spec = rule if isinstance(rule, tuple) and len(rule) == 2 else (rule, None)
+    if not isinstance(task, Task) or not (spec is None or isinstance(spec, PartitionSpec)):
+        raise TypeError(
+            f"a TaskSharding maps each filter to a Task or to (Task, PartitionSpec | None); "
+            f"{filter!r} has {rule!r}"
+        )
+    if spec is not None and PartitionSpec.UNCONSTRAINED in tuple(spec):
+        raise TypeError(f"{filter!r} has {spec}: state is placed exactly, so no dimension is UNCONSTRAINED")
+    return task, spec
+
+
+def _predicate(filter: Any) -> Any:
+    try:
+        return nnx.filterlib.to_predicate(filter)
+    except (TypeError, ValueError):  # Flax fails to format its own TypeError for some types
+        raise TypeError(
+            f"a key of a TaskSharding is an NNX filter (path(...), a Variable type, `...`, a function of "
+            f"(path, value)), not {filter!r}"
+        ) from None
+
+
+def _check_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh, what: str) -> None:
+    if len(spec) > len(shape):
+        raise PlacementError(
+            f"cannot place {what}: the spec has {len(spec)} entries and the shape {shape} has "
+            f"{len(shape)} dimensions; give it a rule of its own, with a spec of at most {len(shape)} entries"
+        )
+    seen: set[str] = set()
+    for dim, entry in enumerate(spec):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for axis in axes:
+            if axis not in mesh.axis_names:
+                raise PlacementError(
+                    f"cannot place {what}: its mesh has no axis {axis!r}; it has {_sizes(mesh.shape)}"
+                )
+            if axis in seen:
+                raise PlacementError(f"cannot place {what}: the spec uses axis {axis!r} twice")
+            seen.add(axis)
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+        if shape[dim] % shards:
+            sizes = _sizes({axis: mesh.shape[axis] for axis in axes})
+            raise PlacementError(
+                f"cannot place {what}: dimension {dim} has size {shape[dim]}, which {sizes} does not divide "
+                f"evenly; use a multiple of {shards}, or leave that dimension unsharded"
+            )
+
+
+def _value(variable: Any) -> Any:
+    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def _describe(path: Path, variable: Any) -> str:
+    value = _value(variable)
+    kind = f"{type(variable).__name__}, " if isinstance(variable, nnx.Variable) else ""
+    arrays = [f"{_dtype(leaf)}{list(_shape(leaf))}" for leaf in jax.tree.leaves(value)]
+    return f"{'.'.join(map(str, path)) or 'the state'} ({kind}{', '.join(arrays)})"
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return getattr(leaf, "shape", ())  # a Python number has none
+
+
+def _dtype(leaf: Any) -> str:
+    return str(getattr(leaf, "dtype", type(leaf).__name__))
+
+
+def _suggest(path: Path) -> PathPattern:
+    """A pattern a user would write for `path`: up to the first index, else its first key."""
+    index = next((i for i, key in enumerate(path) if isinstance(key, int)), 0)
+    return PathPattern(tuple(path[: index + 1])) if path else PathPattern((...,))
+
+
+def _sizes(shape: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in shape.items())

@@ -1,0 +1,63 @@
+"""Rules that turn the names of scopes into tasks: what `register_task` fills and `find_task` asks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Matcher = str | re.Pattern
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: registering again is a new rule
+class Rule:
+    """One registered matcher, with the task or the callback that makes one."""
+
+    matcher: Matcher
+    callback: Callable[[str, bool], Any] | None
+    task: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(self.matcher, "pattern", self.matcher), str):
+            raise TypeError(f"a matcher is a name, a regex, or a compiled regex of str, not {self.matcher!r}")
+        try:
+            re.compile(self.matcher)
+        except re.error as error:
+            raise ValueError(f"matcher {self.matcher!r} is not a regex: {error}") from None
+        if (self.callback is None) == (self.task is None):
+            raise ValueError(f"register {self.matcher!r} with one of callback= and task=")
+        if self.callback is not None and not callable(self.callback):
+            raise TypeError(f"callback= for matcher {self.matcher!r} cannot be called: {self.callback!r}")
+
+    def matches(self, name: str) -> bool:
+        """Whether one component of a name stack is meant, whole."""
+        return name == self.matcher or re.fullmatch(self.matcher, name) is not None
+
+    def apply(self, name: str, backprop: bool) -> Any:
+        """What the rule says about a scope; the caller checks that it is a Task."""
+        return self.task if self.callback is None else self.callback(name, backprop)
+
+
+class Registry:
+    """Rules in the order they were registered; the first that matches a name wins."""
+
+    def __init__(self) -> None:
+        self._rules: list[Rule] = []
+        self._found: dict[str, Rule | None] = {}  # find() is asked about each equation of a program
+
+    def add(self, matcher: Matcher, callback: Callable[[str, bool], Any] | None, task: Any) -> None:
+        """Append a rule; TypeError or ValueError unless it is a regex with exactly one of the others."""
+        self._rules.append(Rule(matcher, callback, task))
+        self._found.clear()
+
+    def clear(self) -> None:
+        """Forget all rules."""
+        self._rules.clear()
+        self._found.clear()
+
+    def find(self, name: str) -> Rule | None:
+        """The first rule that matches `name`."""
+        if name not in self._found:
+            self._found[name] = next((rule for rule in self._rules if rule.matches(name)), None)
+        return self._found[name]

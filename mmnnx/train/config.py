@@ -1,0 +1,144 @@
+"""Everything a run is told, in one dataclass; its comments are the text of ``mmnnx train --help``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Literal
+
+from mmnnx.train.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Train a byte-level language model, pipelined over stages of devices."""
+
+    # --- the run
+
+    name: str = "lm"
+    """Name of the run: it is kept in runs/NAME."""
+    out: Path | None = None
+    """Folder to keep the run in, instead of runs/NAME."""
+    resume: bool = False
+    """Go on with the run in that folder, from its latest checkpoint. Its options are the defaults."""
+    steps: int = 240
+    """Number of optimizer steps, counted from the start of the run."""
+    seed: int = 0
+    """Decides the first weights, the order of the data and the text sampled at the end."""
+    eval_every: int = 60
+    """Measure the validation loss and save a checkpoint every this many steps."""
+    sample: int = 200
+    """Bytes of text to generate at the end."""
+
+    # --- the data
+
+    data: Path | None = None
+    """A file or a folder of UTF-8 text. Default: the source text of Python's standard library."""
+    batch: int = 16
+    """Sequences in a step."""
+    sequence: int = 128
+    """Bytes in a sequence."""
+
+    # --- the devices
+
+    stages: int = 4
+    """Pipeline stages the layers are split over."""
+    tensor: int = 2
+    """Devices in a stage, over which its weights are split (tensor parallelism)."""
+    microbatches: int = 8
+    """Equal parts the batch is cut into, to go through the pipeline one behind the other."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order in which a stage takes the microbatches' forwards and backwards."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type to compute in. Weights and optimizer state are float32 either way."""
+
+    # --- the model
+
+    layers: int = 8
+    """Transformer blocks."""
+    width: int = 96
+    """Features of a token between blocks."""
+    heads: int = 4
+    """Attention heads."""
+    kv_heads: int = 2
+    """Key-value heads, each shared by heads / kv_heads attention heads."""
+    mlp: int = 256
+    """Features inside a block's feed-forward layer."""
+    tied: bool = False
+    """Use the embedding as the output layer too."""
+
+    # --- the optimizer: AdamW
+
+    learning_rate: float = 4e-3
+    """Peak learning rate, reached after the warm-up; it then decays along a cosine to a tenth."""
+    warmup: int = 20
+    """Steps over which the learning rate rises from zero."""
+    weight_decay: float = 0.1
+    """Decay of the weight matrices (gains of norms do not decay)."""
+    clip: float = 1.0
+    """Largest global norm of the gradients; they are scaled down to it."""
+
+    def folder(self) -> Path:
+        """Where the run is kept."""
+        return self.out or Path("runs") / self.name
+
+    def validate(self) -> None:
+        """Raise UserError, naming the options, for values that cannot work together."""
+        for field in ("steps", "eval_every", "batch", "sequence", "stages", "tensor", "microbatches", "layers",
+                      "width", "heads", "kv_heads", "mlp", "learning_rate", "clip"):
+            if not getattr(self, field) > 0:
+                raise UserError(f"{_option(field)} must be above zero, not {getattr(self, field)}")
+        for field in ("warmup", "weight_decay", "seed", "sample"):
+            if not getattr(self, field) >= 0:
+                raise UserError(f"{_option(field)} must not be below zero, not {getattr(self, field)}")
+        for whole, part in (("batch", "microbatches"), ("width", "heads"), ("heads", "kv_heads"), ("heads", "tensor"),
+                            ("kv_heads", "tensor"), ("mlp", "tensor")):
+            if getattr(self, whole) % getattr(self, part):
+                raise UserError(
+                    f"{_option(whole)} {getattr(self, whole)} must be a multiple of "
+                    f"{_option(part)} {getattr(self, part)}"
+                )
+        if self.width // self.heads % 2:
+            raise UserError(
+                f"--width {self.width} over --heads {self.heads} leaves {self.width // self.heads} features a head; "
+                "rotary positions need an even number"
+            )
+        if 256 % self.tensor:
+            raise UserError(f"--tensor {self.tensor} must divide the 256 byte values of the vocabulary")
+        if self.stages > self.layers:
+            raise UserError(f"--stages {self.stages} is more than there are blocks: --layers {self.layers}")
+
+    def to_json(self) -> str:
+        """The config as text; paths absolute, so that a run can be resumed from anywhere."""
+        return json.dumps({name: _plain(value) for name, value in vars(self).items()}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainConfig:
+        """The config that ``to_json`` wrote. Raises ValueError if the text is anything else."""
+        values = json.loads(text)
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or set(values) != names:
+            raise ValueError("not the config of a run")
+        paths = {name: Path(values[name]) for name in ("data", "out") if values[name] is not None}
+        return cls(**{**values, **paths})
+
+    def check_resumes(self, saved: TrainConfig) -> None:
+        """Raise UserError unless this config only changes how long, where or in what order ``saved`` computes."""
+        free = {"name", "out", "resume", "steps", "eval_every", "sample"}
+        free |= {"stages", "tensor", "microbatches", "schedule"}
+        for field in dataclasses.fields(self):
+            before, now = _plain(getattr(saved, field.name)), _plain(getattr(self, field.name))
+            if field.name not in free and before != now:
+                raise UserError(
+                    f"the run was started with {_option(field.name)} {before}; --resume cannot change it to {now}. "
+                    "Start another run with --name"
+                )
+
+
+def _plain(value):
+    return str(value.resolve()) if isinstance(value, Path) else value
+
+
+def _option(field: str) -> str:
+    return "--" + field.replace("_", "-")

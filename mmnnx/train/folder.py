@@ -1,0 +1,65 @@
+"""What a run leaves on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mmnnx.train.config import TrainConfig
+from mmnnx.train.errors import UserError
+
+
+class RunFolder:
+    """A folder with config.json, metrics.jsonl, the checkpoints and the pictures of one run.
+
+    metrics.jsonl has one row a step: ``{"step", "loss", "tokens_per_second"}``, the loss in nats a byte, and one row
+    a validation: ``{"step", "val_bits_per_byte"}``.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+
+    @classmethod
+    def create(cls, config: TrainConfig) -> RunFolder:
+        """A new folder with its config. Raises UserError if there is something in it, or it cannot be written."""
+        path = config.folder()
+        try:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise UserError(f"{path} exists; go on with that run by --resume, or choose another --name or --out")
+            path.mkdir(parents=True, exist_ok=True)
+            folder = cls(path)
+            folder.begin(config, 0)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror}); choose another --out") from error
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> tuple[RunFolder, TrainConfig]:
+        """The folder of an earlier run, and its config. Raises UserError if it is not one."""
+        file = path / "config.json"
+        try:
+            config = TrainConfig.from_json(file.read_text())
+        except FileNotFoundError:
+            raise UserError(f"{path} is no run to resume: it has no config.json; check --name or --out") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} is not the config of a run that can be resumed ({error})") from error
+        return cls(path), config
+
+    def begin(self, config: TrainConfig, start: int) -> None:
+        """Write config.json, and forget the rows of steps after ``start``: they were taken but not saved."""
+        (self.path / "config.json").write_text(config.to_json())
+        kept = [row for row in self.rows() if start and row["step"] <= start]
+        self.metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    def add(self, **row: float) -> None:
+        """Append a row to metrics.jsonl."""
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def rows(self) -> list[dict[str, float]]:
+        """The rows of metrics.jsonl."""
+        if not self.metrics.exists():
+            return []
+        return [json.loads(line) for line in self.metrics.read_text().splitlines()]

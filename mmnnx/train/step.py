@@ -1,0 +1,107 @@
+"""What is trained and how one step is taken: the part of a run that is JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import mmnnx as mm
+from mmnnx.modules import LM, LMConfig
+from mmnnx.train.config import TrainConfig
+
+
+def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.TaskSharding]:
+    """The mesh of ``config.stages * config.tensor`` devices, and where on it each weight of the model lives.
+
+    Each stage has a run of the blocks, of lengths as equal as can be; the first also the embedding, the last the
+    output layer. Inside a stage the logical axes named here are split over the stage's devices.
+    """
+    mesh = mm.MultiMesh(
+        axis_sizes=(config.stages, config.tensor),
+        axis_names=("stage", "model"),
+        devices=devices.reshape(config.stages, config.tensor),
+    )
+    split = [(axis, "model") for axis in ("vocab", "heads", "kv_heads", "mlp")]
+    stages = [
+        mm.Task(f"stage{i}", mesh_slice={"stage": i}, logical_axes=split) for i in range(config.stages)
+    ]
+    cuts = [config.layers * i // config.stages for i in range(config.stages + 1)]
+    rules = {mm.path("embed"): (stages[0], None)}
+    for stage, first, end in zip(stages, cuts, cuts[1:]):
+        rules[mm.path("blocks", range(first, end))] = (stage, None)
+    rules[mm.path("norm")] = (stages[-1], None)
+    if not config.tied:
+        rules[mm.path("head")] = (stages[-1], None)
+    return mesh, mm.TaskSharding(rules)
+
+
+def create(config: TrainConfig, placement: mm.TaskSharding) -> tuple[LM, nnx.Optimizer]:
+    """A new model, each weight made where it lives, and its optimizer. Call inside the mesh."""
+    sizes = LMConfig(
+        vocab=256,
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        mlp=config.mlp,
+        tied=config.tied,
+        dtype=jnp.dtype(config.precision),
+    )
+    model = mm.jit(lambda: LM(sizes, rngs=nnx.Rngs(config.seed)), out_shardings=placement)()
+    tx = optimizer(config)
+    return model, mm.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)
+
+
+def optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW on clipped gradients, with linear warm-up and cosine decay of the learning rate."""
+    learning_rate = optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / (config.warmup + 1),
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup,
+        decay_steps=max(config.steps, config.warmup + 1),
+        end_value=config.learning_rate / 10,
+    )
+
+    def matrices(params):
+        return jax.tree.map(lambda param: param.ndim > 1, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.adamw(learning_rate, b2=0.98, weight_decay=config.weight_decay, mask=matrices),
+    )
+
+
+def loss_fn(model: LM, tokens: jax.Array) -> jax.Array:
+    return model.loss(tokens)
+
+
+def make_train_step(config: TrainConfig) -> Callable:
+    """``train_step(model, optimizer, tokens) -> loss``: one update in place, by the mean over all microbatches.
+
+    The state of model and optimizer is donated: the new takes the memory of the old.
+    """
+    grad_fn = mm.microbatch(
+        nnx.value_and_grad(loss_fn),
+        dim=0,
+        size=config.batch // config.microbatches,
+        argnum=1,
+        schedule=config.schedule,
+        reduce="mean",
+    )
+
+    def train_step(model: LM, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+        loss, grads = grad_fn(model, tokens)
+        optimizer.update(model, grads)
+        return loss
+
+    return mm.jit(train_step, donate_argnums=(0, 1))
+
+
+def make_eval_step() -> Callable:
+    """``eval_step(model, tokens) -> loss``, in nats a byte."""
+    return mm.jit(loss_fn)

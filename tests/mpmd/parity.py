@@ -1,0 +1,206 @@
+"""The check that decides whether the core is right: a train step split over meshes does what it does on one
+device.
+
+`assert_parity` writes one train step, runs it under `nnx.jit` on one device and under `mm.jit` over the
+meshes of a placement, and compares by path the loss, auxiliary outputs, every gradient, every parameter, the
+optimizer's state and whatever else the model carries. The whole-batch gradient, without microbatches, is a
+third witness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+
+EPSILON = float(np.finfo(np.float32).eps)
+
+
+def pipeline(
+    stages: int, *per_stage: int, axes: Sequence[str] = ("model",)
+) -> tuple[mm.MultiMesh, list[mm.Task]]:
+    """A MultiMesh of `stages` stages, each a mesh of `per_stage` devices along `axes`; and a task for each
+    stage.
+    """
+    sizes = (stages, *per_stage)
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    mesh = mm.MultiMesh(axis_sizes=sizes, axis_names=("stage", *axes[: len(per_stage)]), devices=devices)
+    return mesh, [mm.Task(f"stage{i}", mesh_slice={"stage": i}) for i in range(stages)]
+
+
+def place(tasks: Sequence[mm.Task], *paths: Iterable[Any], spec: P | None = P()) -> mm.TaskSharding:
+    """A TaskSharding that gives each task the state under its paths; a path is a key or a tuple of keys."""
+    rules = {}
+    for task, owned in zip(tasks, paths, strict=True):
+        for keys in owned:
+            rules[mm.path(*(keys if isinstance(keys, tuple) else (keys,)))] = (task, spec)
+    return mm.TaskSharding(rules)
+
+
+def born(make_model: Callable[[], Any], placement: mm.TaskSharding | None) -> Any:
+    """The model, each Variable made on its own mesh; without a placement, an ordinary model."""
+    return nnx.jit(make_model)() if placement is None else mm.jit(make_model, out_shardings=placement)()
+
+
+def values(tree: Any) -> dict[str, np.ndarray]:
+    """Every array in a pytree, State or graph node, on the host and by path; PRNG keys as their words."""
+
+    def host(leaf):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        value = np.asarray(leaf)
+        return value.astype(np.float32) if value.dtype == jnp.bfloat16 else value
+
+    return {
+        path: host(jnp.asarray(leaf) if np.isscalar(leaf) else leaf) for path, leaf in arrays(tree).items()
+    }
+
+
+def arrays(tree: Any) -> dict[str, Any]:
+    """Every leaf of a pytree, State or graph node by path, where it is."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
+    )
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def differences(got: Any, expected: Any, rtol: float) -> list[str]:
+    """What is not equal, worst first: each leaf by path, how far it is off, and how far it was allowed to be.
+
+    A float leaf may be off by `rtol` of its own largest entry, and never by less than one unit of float32
+    rounding of the largest entry of all: a gradient that is nought by symmetry is what rounding leaves of
+    larger terms. All other leaves (counters, keys, tokens) must be the same.
+    """
+    got, expected = values(got), values(expected)
+    if got.keys() != expected.keys():
+        return [
+            f"missing {sorted(expected.keys() - got.keys())}, "
+            f"unexpected {sorted(got.keys() - expected.keys())}"
+        ]
+    floats = [v for v in expected.values() if np.issubdtype(v.dtype, np.floating) and v.size]
+    floor = EPSILON * max((float(np.abs(v).max()) for v in floats), default=0.0)
+    wrong: list[tuple[float, str]] = []
+    for path, want in expected.items():
+        have = got[path]
+        if have.shape != want.shape or have.dtype != want.dtype:
+            wrong.append((np.inf, f"{path}: {have.dtype}{have.shape}, expected {want.dtype}{want.shape}"))
+        elif not np.issubdtype(want.dtype, np.floating):
+            if not np.array_equal(have, want):
+                wrong.append((np.inf, f"{path}: {have}, expected {want}"))
+        elif want.size:
+            allowed = max(rtol * float(np.abs(want).max()), floor)
+            off = float(np.abs(have - want).max())
+            if not off <= allowed:
+                at = np.unravel_index(np.argmax(np.abs(have - want)), want.shape)
+                where = f"{tuple(map(int, at))}: {have[at]} for {want[at]}"
+                text = f"{path}: off by {off:.3g}, allowed {allowed:.3g}; at {where}"
+                wrong.append((off / allowed if allowed else np.inf, text))
+    return [text for _, text in sorted(wrong, key=lambda item: -item[0])]
+
+
+def assert_same(got: Any, expected: Any, rtol: float = 1e-5, what: str = "values") -> None:
+    """Fail with every leaf of `got` that is not that of `expected`."""
+    wrong = differences(got, expected, rtol)
+    assert not wrong, f"{what} differ in {len(wrong)} leaves:\n  " + "\n  ".join(wrong)
+
+
+def homes(tree: Any) -> dict[str, Any]:
+    """The devices each array of a graph node lives on, by path."""
+    return {path: leaf.sharding.device_set for path, leaf in arrays(tree).items()}
+
+
+def train_step(
+    jit: Callable,
+    loss_fn: Callable,
+    *,
+    microbatch: int | None = None,
+    schedule: str | None = "1f1b",
+    reduce: Any = "mean",
+    has_aux: bool = False,
+    wrt: Any = nnx.Param,
+    **jit_options: Any,
+) -> Callable:
+    """The train step of every test here, as a user writes it: (model, optimizer, batch) -> (loss, aux),
+    gradients.
+    """
+
+    @jit(**jit_options)
+    def step(model, optimizer, batch):
+        grad_fn = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
+        if microbatch is not None:
+            grad_fn = mm.microbatch(
+                grad_fn, dim=0, size=microbatch, argnum=1, schedule=schedule, reduce=reduce
+            )
+        loss, grads = grad_fn(model, batch)
+        optimizer.update(model, grads)
+        return loss, grads
+
+    return step
+
+
+def assert_parity(
+    make_model: Callable[[], nnx.Module],
+    loss_fn: Callable,
+    batch: Any,
+    placement: mm.TaskSharding | None = None,
+    *,
+    mesh: mm.MultiMesh | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    steps: int = 3,
+    microbatch: int | None = None,
+    schedule: str | None = "1f1b",
+    reduce: Any = "mean",
+    has_aux: bool = False,
+    wrt: Any = nnx.Param,
+    whole_batch: bool = True,
+    rtol: float = 1e-5,
+) -> None:
+    """Train for `steps` steps with `nnx.jit` on one device and with `mm.jit` as placed, and compare
+    everything.
+
+    `mesh` is made current around the split run. `placement` says where the model's state is born; without one
+    the tasks are named inside the model. `whole_batch` says that the mean over microbatches of the loss and
+    of its gradients are those of the whole batch, and has that compared too. State must keep its home from
+    step to step.
+    """
+    # An Adam whose epsilon is as large as gradients here: it does not blow rounding up into steps of full
+    # size.
+    optimizer = optimizer or optax.adamw(3e-2, eps=1e-1, weight_decay=1e-2)
+    options = dict(microbatch=microbatch, schedule=schedule, reduce=reduce, has_aux=has_aux, wrt=wrt)
+    whole = nnx.jit(make_model)()
+    whole_optimizer = nnx.Optimizer(whole, optimizer, wrt=wrt)
+    whole_step = train_step(nnx.jit, loss_fn, **options)
+
+    with mesh or contextlib.nullcontext():
+        split = born(make_model, placement)
+        assert_same(split, whole, rtol, "states at birth")
+        split_optimizer = mm.jit(lambda model: nnx.Optimizer(model, optimizer, wrt=wrt))(split)
+        split_step = train_step(mm.jit, loss_fn, **options)
+        at_birth = homes(split)
+
+        for step in range(steps):
+            rows = jax.tree.map(lambda leaf, step=step: np.roll(leaf, step, axis=0), batch)
+            (loss, grads), (want_loss, want_grads) = (
+                split_step(split, split_optimizer, rows),
+                whole_step(whole, whole_optimizer, rows),
+            )
+            assert_same(loss, want_loss, rtol, f"step {step}: losses")
+            assert_same(grads, want_grads, rtol, f"step {step}: gradients")
+            assert_same(split, whole, rtol, f"step {step}: model states")
+            assert_same(split_optimizer, whole_optimizer, rtol, f"step {step}: optimizer states")
+            if step == 0 and whole_batch:
+                grad_fn = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
+                assert_same(
+                    (loss, grads), nnx.jit(grad_fn)(make_model(), rows), rtol, "microbatches and whole batch"
+                )
+            if placement is not None:
+                assert homes(split) == at_birth, f"step {step}: state moved from its home"

@@ -1,0 +1,239 @@
+"""mm.microbatch: slices, reductions and carried state; in mm.jit over two meshes, in nnx.jit, and outside any
+jit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+from tests.mpmd.parity import assert_same, pipeline
+
+RNG = np.random.default_rng(0)
+A, B = (RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(2))
+X = RNG.normal(size=(8, 4)).astype(np.float32)
+
+
+@pytest.fixture(params=["plain", "nnx.jit", "mm.jit", "mm.jit split"])
+def run(request):
+    """run(f, *args): f applied to arguments, of which A and B are put on two meshes when split."""
+    mesh, _ = pipeline(2)
+
+    def call(f, *args, **kwargs):
+        if request.param == "plain":
+            return f(*args, **kwargs)
+        if request.param == "nnx.jit":
+            return nnx.jit(f)(*args, **kwargs)
+        if request.param == "mm.jit":
+            return mm.jit(f)(*args, **kwargs)
+        home = {id(A): 0, id(B): 1}
+        on_mesh = lambda leaf: (
+            jax.device_put(leaf, NamedSharding(mesh.slice(stage=home[id(leaf)]), P()))
+            if id(leaf) in home
+            else leaf
+        )
+        with mesh:
+            return mm.jit(f)(*jax.tree.map(on_mesh, args), **kwargs)
+
+    return call
+
+
+def two_layers(a, b, x):
+    return jnp.tanh(x @ a) @ b
+
+
+def by_hand(f, pieces):
+    return [np.asarray(f(piece)) for piece in pieces]
+
+
+def test_sum_is_the_default(run):
+    f = lambda a, b, x: jnp.sum(two_layers(a, b, x), axis=0)
+    got = run(mm.microbatch(f, 0, 2, argnum=2), A, B, X)
+    np.testing.assert_allclose(
+        got, np.sum(by_hand(lambda x: f(A, B, x), np.split(X, 4)), axis=0), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", None])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_sizes_and_schedules(run, schedule, size):
+    f = jax.value_and_grad(lambda params, x: jnp.sum(two_layers(*params, x) ** 2))
+    got = run(mm.microbatch(f, 0, size, argnum=1, schedule=schedule), (A, B), X)
+    assert_same(got, f((A, B), X))
+
+
+REDUCTIONS = {
+    "sum": lambda outs: np.sum(outs, axis=0),
+    "mean": lambda outs: np.mean(outs, axis=0),
+    "max": lambda outs: np.max(outs, axis=0),
+    "last": lambda outs: outs[-1],
+    "concat": lambda outs: np.concatenate(outs, axis=0),
+}
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_reductions(run, reduce):
+    got = run(mm.microbatch(two_layers, 0, 2, argnum=2, reduce=reduce), A, B, X)
+    expected = REDUCTIONS[reduce](by_hand(lambda x: two_layers(A, B, x), np.split(X, 4)))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_reductions_as_a_prefix_tree(run):
+    """One name for a whole subtree, another for its neighbour; integers stay integers."""
+
+    def f(a, b, x):
+        y = two_layers(a, b, x)
+        return {
+            "rows": (y, x),
+            "stats": {"largest": jnp.max(y), "count": jnp.int32(x.shape[0])},
+            "loss": jnp.mean(y),
+        }
+
+    reduce = {"rows": "concat", "stats": {"largest": "max", "count": "sum"}, "loss": "mean"}
+    got = run(mm.microbatch(f, 0, 2, argnum=2, reduce=reduce), A, B, X)
+    y = np.asarray(two_layers(A, B, X))
+    expected = {"rows": (y, X), "stats": {"largest": y.max(), "count": np.int32(8)}, "loss": y.mean()}
+    assert_same(got, expected)
+
+
+def test_integers_and_maxima_of_negatives(run):
+    """The largest of negative numbers is negative: a maximum does not start from nought."""
+    f = lambda a, b, x: (jnp.max(-jnp.abs(x)) - 1.0, jnp.max(-jnp.abs(x).astype(jnp.int32)) - 1)
+    got = run(mm.microbatch(f, 0, 2, argnum=2, reduce="max"), A, B, X)
+    expected = (np.float32(np.max(-np.abs(X)) - 1.0), np.int32(np.max(-np.abs(X).astype(np.int32)) - 1))
+    assert_same(got, expected)
+
+
+def test_slices_another_dimension_of_a_pytree(run):
+    """Every leaf of the sliced argument is cut along `dim`; results are joined along it."""
+    tree = {"x": X.T, "more": [np.stack([X.T, -X.T], axis=-1)]}
+    f = lambda tree, a: (a @ tree["x"], tree["more"][0][..., 1])
+    got = run(mm.microbatch(f, 1, 2, reduce="concat"), tree, A)
+    assert_same(got, (A @ X.T, -X.T))
+
+
+def test_concat_of_scalars_gives_one_entry_a_microbatch(run):
+    got = run(
+        mm.microbatch(lambda a, b, x: jnp.sum(two_layers(a, b, x)), 0, 2, argnum=2, reduce="concat"), A, B, X
+    )
+    expected = by_hand(lambda x: jnp.sum(two_layers(A, B, x)), np.split(X, 4))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_one_microbatch_is_the_function_itself(run):
+    f = jax.grad(lambda params, x: jnp.mean(two_layers(*params, x) ** 2))
+    assert_same(run(mm.microbatch(f, 0, 8, argnum=1), (A, B), X), f((A, B), X))
+
+
+class Counter(nnx.Module):
+    """An exponential average and a count: what they hold afterwards depends on the order of microbatches."""
+
+    def __init__(self):
+        self.average = nnx.BatchStat(jnp.zeros(4))
+        self.count = nnx.BatchStat(jnp.zeros((), jnp.int32))
+        self.untouched = nnx.Param(jnp.ones(2))
+
+    def __call__(self, x):
+        self.average[...] = 0.5 * self.average[...] + jnp.mean(x, axis=0)
+        self.count[...] += 1
+        return x * self.count[...]
+
+
+def test_state_is_carried_in_order(run):
+    model = Counter()
+    got = run(
+        lambda model, x: mm.microbatch(lambda m, x: m(x), 0, 2, argnum=1, reduce="concat")(model, x), model, X
+    )
+    average = np.zeros(4, np.float32)
+    for piece in np.split(X, 4):
+        average = 0.5 * average + piece.mean(axis=0)
+    np.testing.assert_allclose(model.average[...], average, rtol=1e-5)
+    assert int(model.count[...]) == 4
+    np.testing.assert_allclose(got, X * np.repeat([1, 2, 3, 4], 2)[:, None], rtol=1e-6)
+    np.testing.assert_array_equal(model.untouched[...], np.ones(2))
+
+
+def test_two_arguments_that_share_state(run):
+    """The same Variable through two arguments of the loop is one Variable, carried once."""
+    model = Counter()
+
+    def f(a, b, x):
+        a.count[...] += 1
+        b.count[...] += 1
+        return jnp.sum(x)
+
+    run(lambda a, b, x: mm.microbatch(f, 0, 2, argnum=2)(a, b, x), model, model, X)
+    assert int(model.count[...]) == 8
+
+
+def test_keyword_arguments_are_constant(run):
+    f = lambda x, a, *, shift: x @ a + shift
+    got = run(lambda a, x: mm.microbatch(f, 0, 2, reduce="concat")(x, a, shift=2.0), A, X)
+    np.testing.assert_allclose(got, X @ A + 2.0, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loop_within_a_loop(run):
+    """A microbatched function inside a microbatched function."""
+    inner = mm.microbatch(two_layers, 0, 2, argnum=2, reduce="concat")
+    outer = mm.microbatch(lambda a, b, x: jnp.sum(inner(a, b, x) ** 2), 0, 4, argnum=2)
+    np.testing.assert_allclose(run(outer, A, B, X), np.sum(np.asarray(two_layers(A, B, X)) ** 2), rtol=1e-5)
+
+
+def test_differentiated_from_outside(run):
+    """The gradient of a microbatched loss is the gradient of the loss."""
+    loss = mm.microbatch(lambda params, x: jnp.sum(two_layers(*params, x) ** 2), 0, 2, argnum=1)
+    whole = lambda params, x: jnp.sum(two_layers(*params, x) ** 2)
+    assert_same(run(jax.grad(loss), (A, B), X), jax.grad(whole)((A, B), X))
+
+
+# Bad input: said before anything runs
+
+
+@pytest.mark.parametrize(
+    "options, batch, message",
+    [
+        (dict(size=3), X, r"3.*8"),
+        (dict(size=16), X, r"16.*8"),
+        (dict(size=0), X, "size"),
+        (dict(size=-2), X, "size"),
+        (dict(size=2), {"x": X, "y": X[:6]}, r"(?s)disagree.*'x'.*8.*'y'.*6"),
+        (dict(size=2, dim=2), X, r"dimension 2"),
+        (dict(size=2), {"x": X, "scalar": np.float32(1)}, "scalar"),
+        (dict(size=2), {}, "no arrays"),
+        (dict(size=2, schedule="zigzag"), X, r"zigzag.*1f1b.*gpipe"),
+        (dict(size=2, reduce="median"), X, r"median.*sum"),
+        (dict(size=2, reduce={"nowhere": "sum"}), X, "nowhere"),
+        (dict(size=2, argnum=3), X, r"argnum"),
+    ],
+)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_bad_input(jitted, options, batch, message):
+    options = {"dim": 0, **options}
+    mesh, _ = pipeline(2)
+    called = []
+
+    def f(x, a):
+        called.append(x)
+        return jax.tree.map(lambda leaf: leaf.sum(), x)
+
+    with mesh if jitted else contextlib.nullcontext(), pytest.raises(ValueError, match=message):
+        g = mm.microbatch(f, **options)
+        (mm.jit(g) if jitted else g)(batch, A)
+    assert not called or "reduce" in options
+
+
+def test_a_structure_that_changes_in_the_loop_is_refused():
+    def grow(model, x):
+        model.new = nnx.Param(jnp.sum(x))
+        return x
+
+    with pytest.raises(ValueError, match="structure|Variables"):
+        mm.jit(lambda model, x: mm.microbatch(grow, 0, 2, argnum=1)(model, x))(Counter(), X)

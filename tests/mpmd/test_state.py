@@ -1,0 +1,258 @@
+"""Where state is: born on its own mesh, at home between steps, and no more of it after fifty steps than after
+five.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+from tests import models
+from tests.models import make
+from tests.mpmd.parity import arrays, assert_same, homes, pipeline, place, train_step
+
+HALVES = ["embed", ("blocks", 0)], [("blocks", 1), "norm", "head"]
+
+
+def stage_of_path(path):
+    return 0 if "embed" in path or "['blocks'][0]" in path else 1
+
+
+def test_born_on_its_own_mesh_with_the_same_values():
+    mesh, tasks = pipeline(2, 2)
+    with mesh:
+        model = mm.jit(make(models.Transformer, layers=2), out_shardings=place(tasks, *HALVES))()
+    for path, devices in homes(model).items():
+        assert devices == set(mesh.devices[stage_of_path(path)].flat), path
+    assert_same(model, nnx.jit(make(models.Transformer, layers=2))(), rtol=1e-6)
+
+
+def test_no_device_ever_holds_the_whole_model():
+    """Nothing large is made on one mesh and sent to another: each mesh makes its own, in shards where so
+    placed.
+    """
+    mesh, tasks = pipeline(2, 2)
+    init = make(models.Transformer, layers=2)
+    placement = place(tasks, *HALVES)
+    with mesh:
+        born = mm.jit(init, out_shardings=placement)
+        program = born.program()
+        assert all(transfer.nbytes <= 64 for transfer in program.transfers), str(program)
+        assert len({fragment.mesh for fragment in program.fragments}) == 2
+        model = born()
+    held = dict.fromkeys(mesh.devices.flat, 0)
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    assert all(0 < nbytes < whole for nbytes in held.values())
+
+
+def test_born_sharded():
+    mesh, tasks = pipeline(2, 4)
+    placement = mm.TaskSharding(
+        {
+            mm.path("layers", 0, "kernel"): (tasks[0], P(None, "model")),
+            mm.path("layers", 3, "kernel"): (tasks[1], P("model")),
+            mm.path("layers", range(0, 2)): (tasks[0], P()),
+            mm.path("layers"): (tasks[1], None),
+        }
+    )
+    with mesh:
+        model = mm.jit(make(models.MLP), out_shardings=placement)()
+    first, last = model.layers[0].kernel[...], model.layers[3].kernel[...]
+    assert {shard.data.shape for shard in first.addressable_shards} == {(8, 4)}
+    assert {shard.data.shape for shard in last.addressable_shards} == {(4, 4)}
+    assert_same(model, nnx.jit(make(models.MLP))(), rtol=1e-6)
+
+
+def test_slots_of_an_optimizer_follow_their_parameters():
+    """mu and nu need no rule: they are born where their parameter is, with its sharding."""
+    mesh, tasks = pipeline(2, 2)
+    placement = mm.TaskSharding(
+        {
+            mm.path("layers", range(0, 2), "kernel"): (tasks[0], P(None, "model")),
+            mm.path("layers", range(0, 2)): (tasks[0], P("model")),
+            mm.path("layers"): (tasks[1], P()),
+        }
+    )
+    with mesh:
+        model = mm.jit(make(models.MLP), out_shardings=placement)()
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.adamw(1e-2), wrt=nnx.Param))(model)
+    for i, layer in enumerate(model.layers):
+        for name in ("kernel", "bias"):
+            parameter = getattr(layer, name)[...]
+            for slot in (optimizer.opt_state[0].mu, optimizer.opt_state[0].nu):
+                array = slot["layers"][i][name][...]
+                assert array.sharding.is_equivalent_to(parameter.sharding, array.ndim), (
+                    i,
+                    name,
+                    array.sharding,
+                )
+
+
+def test_state_stays_at_home():
+    mesh, tasks = pipeline(2)
+    with mesh:
+        model = mm.jit(make(models.Transformer, layers=2), out_shardings=place(tasks, *HALVES))()
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param))(model)
+        step = train_step(mm.jit, models.cross_entropy, microbatch=4)
+        before = homes(model)
+        step(model, optimizer, models.tokens())
+        slots = homes(optimizer)
+        step(model, optimizer, models.tokens())
+    assert homes(model) == before
+    assert homes(optimizer) == slots
+
+
+@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["kept", "donated"])
+def test_steady_memory(donate):
+    """Fifty steps leave as many live arrays, and as many bytes, as five."""
+    mesh, tasks = pipeline(3)
+    placement = place(tasks, [("layers", 0)], [("layers", range(1, 3))], [("layers", 3)])
+    batch = models.vectors()
+
+    def held():
+        gc.collect()
+        live = jax.live_arrays()
+        return len(live), sum(array.nbytes for array in live)
+
+    with mesh:
+        model = mm.jit(make(models.MLP), out_shardings=placement)()
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param))(model)
+        step = train_step(mm.jit, models.squared_error, microbatch=2, donate_argnums=donate)
+        for i in range(50):
+            loss, grads = step(model, optimizer, batch)
+            jax.block_until_ready((loss, jax.tree.leaves(grads)))
+            if i == 4:
+                early = held()
+    assert held() == early
+
+
+def test_a_donated_model_and_optimizer_are_updated_in_their_own_memory():
+    """With donation, what was passed in is gone after the step, whichever mesh it was on, and training goes
+    on.
+    """
+    mesh, tasks = pipeline(2)
+    placement = place(tasks, [("layers", range(0, 2))], [("layers", range(2, 4))])
+    with mesh:
+        model = mm.jit(make(models.MLP), out_shardings=placement)()
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param))(model)
+        step = train_step(mm.jit, models.squared_error, microbatch=2, donate_argnums=(0, 1))
+        step(model, optimizer, models.vectors())
+        old = {**arrays(model), **{"optimizer" + path: leaf for path, leaf in arrays(optimizer).items()}}
+        loss, _ = step(model, optimizer, models.vectors())
+        assert np.isfinite(float(loss))
+    assert all(leaf.is_deleted() for leaf in old.values()), [
+        p for p, leaf in old.items() if not leaf.is_deleted()
+    ]
+    assert not any(leaf.is_deleted() for leaf in (*arrays(model).values(), *arrays(optimizer).values()))
+
+
+# Bad input: said before anything runs, with the task, path, axis and sizes
+
+
+def test_state_that_no_filter_matches():
+    mesh, tasks = pipeline(2)
+    placement = place(tasks, [("layers", range(0, 2))], [("layers", 2)])
+    with mesh, pytest.raises(ValueError, match=r"layers.*3.*kernel|layers.*3.*bias") as error:
+        mm.jit(make(models.MLP), out_shardings=placement)()
+    assert "path(" in str(error.value)  # what would match
+
+
+def test_a_filter_that_matches_nothing():
+    mesh, tasks = pipeline(2)
+    placement = place(tasks, [("layers", range(0, 2)), "lyers"], [("layers", range(2, 4))])
+    with mesh, pytest.raises(ValueError, match="lyers"):
+        mm.jit(make(models.MLP), out_shardings=placement)()
+
+
+def test_a_filter_that_matches_nothing_in_an_argument():
+    mesh, tasks = pipeline(2)
+    placement = place(tasks, ["layers"], ["heads"])
+    with mesh, pytest.raises(ValueError, match="heads"):
+        mm.jit(lambda model: jnp.sum(model.layers[0].bias[...]), in_shardings=(placement,))(
+            make(models.MLP)()
+        )
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        (P("modle"), ["modle", "stage0", "model", "kernel"]),  # an axis the mesh lacks, and those it has
+        (P(None, "model"), ["stage0", "model", "3", "16", "kernel"]),  # 16 does not divide by 3
+        (P(None, None, "model"), ["stage0", "kernel"]),  # longer than the array has dimensions
+    ],
+)
+def test_specs_that_do_not_fit(spec, words):
+    mesh, tasks = pipeline(2, 3)
+    placement = mm.TaskSharding(
+        {
+            mm.path("layers", 0, "kernel"): (tasks[0], spec),
+            mm.path("layers", range(0, 2)): (tasks[0], P()),
+            mm.path("layers"): (tasks[1], P()),
+        }
+    )
+    with mesh, pytest.raises(ValueError) as error:
+        mm.jit(make(models.MLP), out_shardings=placement)()
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_too_few_devices():
+    """Meshes that want more devices than there are say how many there are."""
+    with pytest.raises(ValueError, match=r"16.*8|8.*16"):
+        mm.MultiMesh(axis_sizes=(16,), axis_names=("stage",))
+    task = mm.Task("far", mesh=mm.TaskMesh(devices=[8, 9], axis_sizes=(2,), axis_names=("model",)))
+    with pytest.raises(ValueError, match="8"):
+        mm.jit(make(models.MLP), out_shardings=mm.TaskSharding({mm.path(...): task}))()
+
+
+def test_a_slice_without_a_multimesh():
+    """A task that is a slice of a MultiMesh needs one to be current, and the error says how."""
+    _, tasks = pipeline(2)
+    placement = place(tasks, [("layers", range(0, 2))], [("layers", range(2, 4))])
+    with pytest.raises(ValueError, match="MultiMesh"):
+        mm.jit(make(models.MLP), out_shardings=placement)()
+
+
+def test_a_callback_that_returns_no_task():
+    mesh, _ = pipeline(2)
+    mm.register_task("encoder", callback=lambda name, backprop: "stage0")
+
+    def f(x):
+        with jax.named_scope("encoder"):
+            return x + 1
+
+    with mesh, pytest.raises((TypeError, ValueError), match=r"encoder") as error:
+        mm.jit(f)(jnp.ones(3))
+    assert "stage0" in str(error.value)
+
+
+def test_a_donated_array_used_again():
+    """Between two meshes as on one: an array that was donated is named as such when it comes again."""
+    mesh, _ = pipeline(2)
+    a, b = (jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh.slice(stage=i), P())) for i in range(2))
+    with mesh:
+        f = mm.jit(lambda a, b: (a + 1, (a @ b) + 1), donate_argnums=(0, 1))
+        a_after, _ = f(a, b)
+        assert a.is_deleted() and b.is_deleted()
+        with pytest.raises((RuntimeError, ValueError), match=r"[Dd]eleted|donated"):
+            f(a, b)
+        assert not a_after.is_deleted()
+
+
+def test_later_task_options_are_refused_until_they_act():
+    mesh, _ = pipeline(2)
+    for option in ({"split_backprop": True}, {"loop_dependent_mesh_slice": lambda i: {"stage": i}}):
+        task = mm.Task("early", mesh_slice={"stage": 0}, **option)
+        with mesh, pytest.raises(ValueError, match=next(iter(option))):
+            mm.jit(mm.task(lambda x: x + 1, task=task))(jnp.ones(2))

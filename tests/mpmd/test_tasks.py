@@ -1,0 +1,410 @@
+"""Tasks named by scope, by registry, by placement and by all three; on meshes of equal and unequal shape."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+from tests import models
+from tests.models import make
+from tests.mpmd.parity import assert_parity, assert_same, homes, pipeline, place
+
+
+class ScopedMLP(models.MLP):
+    """An MLP whose halves run in name scopes, as a model with named parts does."""
+
+    def __call__(self, x):
+        with jax.named_scope("encoder"):
+            for layer in self.layers[:2]:
+                x = jnp.tanh(layer(x))
+        with jax.named_scope("decoder"):
+            return self.layers[3](jnp.tanh(self.layers[2](x)))
+
+
+class TaskMLP(nnx.Module):
+    """An MLP whose layers are wrapped in tasks: a class, a class, an instance and a function."""
+
+    def __init__(self, tasks, *, rngs: nnx.Rngs):
+        self.last_task = tasks[3]
+        self.first = mm.task(nnx.Linear, task=tasks[0])(8, 16, rngs=rngs)
+        self.second = mm.task(nnx.Linear, task=tasks[1])(16, 16, rngs=rngs)
+        self.third = mm.task(nnx.Linear(16, 16, rngs=rngs), task=tasks[2])
+        self.fourth = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = jnp.tanh(self.first(x))
+        x = jnp.tanh(self.second(x))
+        x = jnp.tanh(self.third(x))
+        return mm.task(lambda layer, x: layer(x), task=self.last_task)(self.fourth, x)
+
+
+@pytest.mark.parametrize("microbatch", [None, 2])
+def test_tasks_by_scope(microbatch):
+    """No placement at all: wrapped modules, instances and functions say where they compute."""
+    mesh, tasks = pipeline(4)
+    assert_parity(
+        make(TaskMLP, tasks), models.squared_error, models.vectors(), mesh=mesh, microbatch=microbatch
+    )
+
+
+def test_scopes_bring_state_home():
+    """After a first step, state that started on the default device lives where its task computes."""
+    mesh, tasks = pipeline(4)
+    model = make(TaskMLP, tasks)()
+    with mesh:
+
+        @mm.jit
+        def step(model, batch):
+            loss, grads = nnx.value_and_grad(models.squared_error)(model, batch)
+            nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
+            return loss
+
+        step(model, models.vectors())
+    for i, layer in enumerate([model.first, model.second, model.third, model.fourth]):
+        expected = {mesh.devices.flat[i]}
+        assert all(devices == expected for devices in homes(layer).values()), (i, homes(layer))
+
+
+def test_tasks_by_registry():
+    """Name scopes that are in the model already become tasks by registering them, by name and by pattern."""
+    mesh, tasks = pipeline(2)
+    mm.register_task("encoder", task=tasks[0])
+    mm.register_task(re.compile("dec.*"), callback=lambda name, backprop: tasks[1])
+    assert_parity(make(ScopedMLP), models.squared_error, models.vectors(), mesh=mesh, microbatch=2)
+
+
+def test_a_callback_may_send_the_backward_elsewhere():
+    """Forward on one mesh, backward on another: slower, and the same answer."""
+    mesh, tasks = pipeline(4)
+    mm.register_task("encoder", callback=lambda name, backprop: tasks[1 if backprop else 0])
+    mm.register_task("decoder", callback=lambda name, backprop: tasks[3 if backprop else 2])
+    assert_parity(make(ScopedMLP), models.squared_error, models.vectors(), mesh=mesh, microbatch=4)
+
+
+def test_tasks_registered_on_a_multimesh():
+    mesh, tasks = pipeline(2)
+    mesh.register_task("encoder", task=tasks[0])
+    mesh.register_task("decoder", task=tasks[1])
+    assert_parity(make(ScopedMLP), models.squared_error, models.vectors(), mesh=mesh, microbatch=4)
+
+
+def test_tasks_by_everything_at_once():
+    """A registered scope, a task wrapped in a function and a placement, in one model."""
+    mesh, tasks = pipeline(3)
+    mm.register_task("encoder", task=tasks[0])
+
+    class Mixed(models.MLP):
+        def __call__(self, x):
+            with jax.named_scope("encoder"):
+                x = jnp.tanh(self.layers[0](x))
+            x = mm.task(lambda layer, x: jnp.tanh(layer(x)), task=tasks[1])(self.layers[1], x)
+            return self.layers[3](jnp.tanh(self.layers[2](x)))
+
+    placement = place(tasks, [("layers", 0)], [("layers", 1)], [("layers", range(2, 4))])
+    assert_parity(make(Mixed), models.squared_error, models.vectors(), placement, mesh=mesh, microbatch=2)
+
+
+def test_a_scope_overrides_the_home_of_state():
+    """A task scope computes where it says, with state that lives elsewhere and that goes back home."""
+    mesh, tasks = pipeline(2)
+
+    class Away(models.MLP):
+        def __call__(self, x):
+            x = mm.task(lambda layer, x: jnp.tanh(layer(x)), task=tasks[1])(self.layers[0], x)
+            for layer in self.layers[1:-1]:
+                x = jnp.tanh(layer(x))
+            return self.layers[-1](x)
+
+    placement = place(tasks, [("layers", range(0, 2))], [("layers", range(2, 4))])
+    assert_parity(make(Away), models.squared_error, models.vectors(), placement, mesh=mesh, microbatch=2)
+
+
+def test_one_submodule_in_two_task_scopes():
+    """The same weights used inside two tasks: one home, a copy for the other, and one gradient, summed."""
+    mesh, tasks = pipeline(3)
+
+    class Twice(models.SharedNet):
+        def __call__(self, x):
+            layers = (self.first, self.shared, self.middle, self.again)
+            for layer, task in zip(layers, (tasks[0], tasks[0], tasks[1], tasks[2]), strict=True):
+                x = mm.task(lambda layer, x: jnp.tanh(layer(x)), task=task)(layer, x)
+            return mm.task(lambda layer, x: layer(x), task=tasks[2])(self.last, x)
+
+    placement = place(tasks, ["first", "shared"], ["middle"], ["last"])
+    assert_parity(make(Twice), models.squared_error, models.vectors(), placement, mesh=mesh, microbatch=2)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [nnx.remat, nnx.jit, jax.checkpoint, jax.jit],
+    ids=["nnx.remat", "nnx.jit", "jax.checkpoint", "jax.jit"],
+)
+def test_transforms_around_several_stages(around):
+    """remat or jit around a function that holds more than one stage is opened, and its meaning kept."""
+    mesh, tasks = pipeline(4)
+
+    class Around(models.MLP):
+        def __call__(self, x):
+            if around in (nnx.remat, nnx.jit):
+                run = around(lambda layers, x: layers[1](jnp.tanh(layers[0](x))))
+                x = jnp.tanh(run((self.layers[0], self.layers[1]), x))
+                return run((self.layers[2], self.layers[3]), x)
+            run = around(lambda a, b, x: jnp.tanh(x @ a) @ b)
+            kernels = [layer.kernel[...] for layer in self.layers]
+            return run(*kernels[2:], jnp.tanh(run(*kernels[:2], x)))
+
+    placement = place(tasks, *[[("layers", i)] for i in range(4)])
+    assert_parity(make(Around), models.squared_error, models.vectors(), placement, mesh=mesh, microbatch=4)
+
+
+def test_custom_vjp_around_several_stages():
+    """A custom_vjp function whose forward and whose rule both use two stages."""
+    mesh, tasks = pipeline(2)
+
+    @jax.custom_vjp
+    def two_layers(a, b, x):
+        return jnp.tanh(x @ a) @ b
+
+    def forward(a, b, x):
+        hidden = jnp.tanh(x @ a)
+        return hidden @ b, (a, b, x, hidden)
+
+    def backward(residuals, g):
+        a, b, x, hidden = residuals
+        g_hidden = (g @ b.T) * (1 - hidden**2)
+        return x.T @ g_hidden, hidden.T @ g, g_hidden @ a.T
+
+    two_layers.defvjp(forward, backward)
+
+    class Custom(models.MLP):
+        def __call__(self, x):
+            kernels = [layer.kernel[...] for layer in self.layers]
+            return two_layers(kernels[2], kernels[3], jnp.tanh(two_layers(kernels[0], kernels[1], x)))
+
+    placement = place(tasks, [("layers", 0), ("layers", 2)], [("layers", 1), ("layers", 3)])
+    assert_parity(make(Custom), models.squared_error, models.vectors(), placement, mesh=mesh, microbatch=4)
+
+
+# Loops and branches that hold more than one task
+
+
+def stacked(x, a, b):
+    """Two layers of two stages, six times over: a scan whose body holds two tasks."""
+    return jax.lax.scan(lambda x, _: (jnp.tanh(jnp.tanh(x @ a) @ b), None), x, length=3)[0]
+
+
+class Recurrence(models.MLP):
+    def __call__(self, x):
+        kernels = [layer.kernel[...] for layer in self.layers]
+        return stacked(x @ kernels[0], kernels[1], kernels[2]) @ kernels[3]
+
+
+def test_a_scan_over_two_tasks_is_opened():
+    """Its trip count is known, so the loop becomes the program."""
+    mesh, tasks = pipeline(2)
+    placement = place(tasks, [("layers", range(0, 2))], [("layers", range(2, 4))])
+    assert_parity(
+        make(Recurrence), models.squared_error, models.vectors(), placement, mesh=mesh, microbatch=4
+    )
+
+
+def branch(both, x):
+    return jax.lax.cond(jnp.sum(x) > 0, both, lambda x: 2.0 * x, x)
+
+
+def loop(both, x):
+    return jax.lax.while_loop(lambda x: jnp.sum(x**2) > 1.0, lambda x: 0.1 * both(x), x)
+
+
+def kernels_on_two_meshes(mesh):
+    kernels = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
+    return [jax.device_put(k, NamedSharding(mesh.slice(stage=i), P())) for i, k in enumerate(kernels)]
+
+
+@pytest.mark.parametrize("control, name", [(branch, "cond"), (loop, "while")])
+def test_cond_and_while_over_two_tasks_are_refused_by_name(control, name):
+    """How often such a loop runs is known only when it runs: no program can be made of it, and the error says
+    so.
+    """
+    mesh, tasks = pipeline(2)
+
+    def f(a, b, x):
+        first = mm.task(lambda x: jnp.tanh(x @ a), task=tasks[0])
+        second = mm.task(lambda x: jnp.tanh(x @ b), task=tasks[1])
+        return control(lambda x: second(first(x)), x)
+
+    with mesh, pytest.raises(ValueError, match=name) as error:
+        mm.jit(f)(*kernels_on_two_meshes(mesh), jnp.ones((2, 8)))
+    assert "stage0" in str(error.value) and "stage1" in str(error.value)
+
+
+@pytest.mark.parametrize("control", [branch, loop])
+def test_cond_and_while_with_operands_of_two_meshes(control):
+    """Without scopes inside it, such an equation is one piece of work, and runs where it is cheapest."""
+    mesh, _ = pipeline(2)
+
+    def f(a, b, x):
+        return control(lambda x: jnp.tanh(jnp.tanh(x @ a) @ b), x)
+
+    a, b = kernels_on_two_meshes(mesh)
+    with mesh:
+        got = mm.jit(f)(a, b, jnp.ones((2, 8)))
+    assert_same(got, jax.jit(f)(np.asarray(a), np.asarray(b), np.ones((2, 8), np.float32)))
+
+
+# Meshes
+
+
+def test_meshes_of_different_size():
+    """Four devices, then two, then two: a larger stage beside smaller ones, each with its own shardings."""
+    axes = ("data", "model")
+    tasks = [
+        mm.Task("wide", mesh=mm.TaskMesh(devices=range(0, 4), axis_sizes=(2, 2), axis_names=axes)),
+        mm.Task("middle", mesh=mm.TaskMesh(devices=range(4, 6), axis_sizes=(1, 2), axis_names=axes)),
+        mm.Task("last", mesh=mm.TaskMesh(devices=range(6, 8), axis_sizes=(2, 1), axis_names=axes)),
+    ]
+    placement = mm.TaskSharding(
+        {
+            mm.path("layers", range(0, 2), "kernel"): (tasks[0], P(None, "model")),
+            mm.path("layers", range(0, 2), "bias"): (tasks[0], P("model")),
+            mm.path("layers", 2, "kernel"): (tasks[1], P("model", None)),
+            mm.path("layers", 2): (tasks[1], P()),
+            mm.path("layers", 3): (tasks[2], P()),
+        }
+    )
+    for microbatch in (None, 2):
+        assert_parity(
+            make(models.MLP),
+            models.squared_error,
+            models.vectors(),
+            placement,
+            microbatch=microbatch,
+            steps=2,
+        )
+
+
+def test_meshes_of_different_size_by_jax_meshes():
+    """A task's mesh may be a jax.sharding.Mesh; its axes may have names of their own."""
+    devices = np.array(jax.devices())
+    tasks = [
+        mm.Task("first", mesh=jax.sharding.Mesh(devices[:4].reshape(4), ("a",))),
+        mm.Task("second", mesh=jax.sharding.Mesh(devices[4:6].reshape(2), ("b",))),
+        mm.Task("third", mesh=jax.sharding.Mesh(devices[6:].reshape(2), ("a",))),
+    ]
+    placement = mm.TaskSharding(
+        {
+            mm.path("embed"): (tasks[0], P("a")),
+            mm.path("blocks", 0, "up", "kernel"): (tasks[0], P(None, "a")),
+            mm.path("blocks", 0): (tasks[0], P()),
+            mm.path("blocks", 1, "down", "kernel"): (tasks[1], P("b")),
+            mm.path("blocks", 1): (tasks[1], P()),
+            mm.path(...): (tasks[2], P()),
+        }
+    )
+    assert_parity(
+        make(models.Transformer, layers=2),
+        models.cross_entropy,
+        models.tokens(),
+        placement,
+        microbatch=2,
+        steps=2,
+    )
+
+
+TENSOR_PARALLEL = {  # what is split of each block, as Megatron does it
+    ("attention", "qkv", "kernel"): P(None, "model"),
+    ("attention", "out", "kernel"): P("model", None),
+    ("up", "kernel"): P(None, "model"),
+    ("up", "bias"): P("model"),
+    ("down", "kernel"): P("model", None),
+}
+
+
+def tensor_parallel(tasks):
+    rules = {mm.path("embed"): (tasks[0], P("model", None)), mm.path("head"): (tasks[-1], P(None, "model"))}
+    for i, task in enumerate(tasks):
+        for keys, spec in TENSOR_PARALLEL.items():
+            rules[mm.path("blocks", i, *keys)] = (task, spec)
+        rules[mm.path("blocks", i)] = (task, P())
+    rules[mm.path("norm")] = (tasks[-1], P())
+    return mm.TaskSharding(rules)
+
+
+def test_tensor_parallel_stages():
+    mesh, tasks = pipeline(2, 2)
+    assert_parity(
+        make(models.Transformer, layers=2),
+        models.cross_entropy,
+        models.tokens(),
+        tensor_parallel(tasks),
+        mesh=mesh,
+        microbatch=2,
+    )
+
+
+def test_data_and_tensor_parallel_stages():
+    """2 stages x 2 data x 2 model: eight devices; activations are split over `data` by a constraint in the
+    loss.
+    """
+    mesh, tasks = pipeline(2, 2, 2, axes=("data", "model"))
+
+    def loss(model, batch):
+        batch = mm.task(lambda batch: mm.with_sharding_constraint(batch, P("data")), task=tasks[0])(batch)
+        return models.cross_entropy(model, batch)
+
+    assert_parity(
+        make(models.Transformer, layers=2),
+        loss,
+        models.tokens(),
+        tensor_parallel(tasks),
+        mesh=mesh,
+        microbatch=4,
+        steps=2,
+    )
+
+
+def test_a_sharded_batch():
+    """A batch that is already spread over the first stage's data axis."""
+    mesh, tasks = pipeline(2, 4, axes=("data",))
+    case = dict(microbatch=4, mesh=mesh, steps=1)
+    placement = place(tasks, [("layers", range(0, 2))], [("layers", range(2, 4))])
+    batch = models.vectors()
+    on_mesh = jax.device_put(batch, NamedSharding(mesh.slice(stage=0), P("data")))
+    assert_parity(make(models.MLP), models.squared_error, batch, placement, **case)
+    with mesh:
+        model = mm.jit(make(models.MLP), out_shardings=placement)()
+        grad_fn = nnx.value_and_grad(models.squared_error)
+        step = mm.jit(mm.microbatch(grad_fn, dim=0, size=4, argnum=1, reduce="mean"))
+        got = step(model, on_mesh)
+    assert_same(got, nnx.jit(grad_fn)(make(models.MLP)(), batch))
+
+
+def test_logical_axes_in_metadata():
+    """A rule without a spec takes it from the Variable's own logical axis names and the task's mapping."""
+    mesh, _ = pipeline(2, 2)
+    tasks = [
+        mm.Task(f"stage{i}", mesh_slice={"stage": i}, logical_axes=[("hidden", "model"), ("out", None)])
+        for i in range(2)
+    ]
+
+    def kernels():
+        init = nnx.with_metadata(nnx.initializers.lecun_normal(), out_sharding=("in", "hidden"))
+        return models.MLP(rngs=nnx.Rngs(0), kernel_init=init)
+
+    placement = place(tasks, [("layers", range(0, 2))], [("layers", range(2, 4))], spec=None)
+    with mesh:
+        model = mm.jit(kernels, out_shardings=placement)()
+    for i, layer in enumerate(model.layers):
+        home = NamedSharding(mesh.slice(stage=i // 2), P(None, "model"))
+        assert layer.kernel[...].sharding.is_equivalent_to(home, 2)
+    assert_parity(
+        kernels, models.squared_error, models.vectors(), placement, mesh=mesh, microbatch=4, steps=1
+    )

@@ -1,0 +1,70 @@
+"""The config of a run: what it refuses, and what a resumed run may change."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from mmnnx.train import TrainConfig
+from mmnnx.train.errors import UserError
+
+
+def test_defaults_are_valid():
+    TrainConfig().validate()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(steps=0), "--steps must be above zero, not 0"),
+        (dict(learning_rate=float("nan")), "--learning-rate must be above zero, not nan"),
+        (dict(warmup=-1), "--warmup must not be below zero, not -1"),
+        (dict(batch=10, microbatches=4), "--batch 10 must be a multiple of --microbatches 4"),
+        (dict(width=100, heads=8), "--width 100 must be a multiple of --heads 8"),
+        (dict(heads=4, kv_heads=3), "--heads 4 must be a multiple of --kv-heads 3"),
+        (dict(kv_heads=1, tensor=2), "--kv-heads 1 must be a multiple of --tensor 2"),
+        (dict(mlp=255), "--mlp 255 must be a multiple of --tensor 2"),
+        (dict(width=36, heads=4), "leaves 9 features a head"),
+        (dict(tensor=3, heads=6, width=96, kv_heads=3, mlp=255), "--tensor 3 must divide the 256"),
+        (dict(stages=9), "--stages 9 is more than there are blocks: --layers 8"),
+    ],
+)
+def test_options_that_do_not_fit(options, says):
+    with pytest.raises(UserError) as error:
+        TrainConfig(**options).validate()
+    assert says in str(error.value)
+
+
+def test_goes_through_json(tmp_path):
+    config = TrainConfig(data=tmp_path / "text", learning_rate=1e-3, tied=True)
+    assert TrainConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "lm"}'])
+def test_json_of_something_else(text):
+    with pytest.raises(ValueError):
+        TrainConfig.from_json(text)
+
+
+def test_paths_are_kept_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    saved = TrainConfig.from_json(TrainConfig(data=Path("text")).to_json())
+    assert saved.data == tmp_path / "text"
+    TrainConfig(data=Path("text")).check_resumes(saved)
+
+
+@pytest.mark.parametrize(
+    "change", [dict(steps=500), dict(stages=2, tensor=1), dict(schedule="gpipe"), dict(microbatches=4)]
+)
+def test_a_resumed_run_may_change_where_and_how_long(change):
+    dataclasses.replace(TrainConfig(), **change).check_resumes(TrainConfig())
+
+
+@pytest.mark.parametrize(
+    "change", [dict(width=192), dict(seed=1), dict(batch=32), dict(precision="bfloat16")]
+)
+def test_a_resumed_run_may_not_change_what_is_computed(change):
+    with pytest.raises(UserError, match=f"--{next(iter(change))}"):
+        dataclasses.replace(TrainConfig(), **change).check_resumes(TrainConfig())

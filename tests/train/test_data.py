@@ -1,0 +1,174 @@
+"""Which bytes are trained on, which are held out, and in what order they come."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmnnx.train.data import Corpus, Windows, load_corpus, train_batches, valid_batches
+from mmnnx.train.errors import UserError
+
+
+def write(folder: Path, **files: str | bytes) -> Path:
+    for name, content in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+def counting(size: int) -> Corpus:
+    """A corpus whose windows can be told apart."""
+    text = (np.arange(size) // 8 % 251).astype(np.uint8)
+    return Corpus(text, text, 1)
+
+
+def test_standard_library_is_the_default():
+    corpus = load_corpus()
+    assert len(corpus.train) > 5_000_000
+    assert 0.01 < len(corpus.valid) / len(corpus.train) < 0.2
+    assert b"import" in corpus.train[:200_000].tobytes()
+
+
+def test_standard_library_is_python_source_without_installed_packages(monkeypatch, tmp_path):
+    write(tmp_path, **{"a.py": "one", "site-packages__b.py": "two", "c.txt": "three", "d__e.py": "four"})
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    corpus = load_corpus()
+    assert {corpus.train.tobytes(), corpus.valid.tobytes()} == {b"one", b"four"}
+
+
+def test_every_file_is_on_one_side(text):
+    corpus = load_corpus(text)
+    files = {path.read_bytes() for path in text.iterdir()}
+    assert corpus.files == len(files)
+    train, valid = corpus.train.tobytes(), corpus.valid.tobytes()
+    assert all((file in train) != (file in valid) for file in files)
+    assert len(train) + len(valid) == sum(map(len, files))
+
+
+def test_adding_a_file_moves_none_to_the_other_side(tmp_path):
+    write(tmp_path, **{f"f{i}": f"<{i}>" for i in range(60)})
+    before = load_corpus(tmp_path)
+    write(tmp_path, zz="<new>", a="<newer>")
+    after = load_corpus(tmp_path)
+    held_out = [f"<{i}>".encode() for i in range(60) if f"<{i}>".encode() in before.valid.tobytes()]
+    assert 0 < len(held_out) < 60
+    assert all(piece in after.valid.tobytes() for piece in held_out)
+
+
+def test_one_file_is_held_out_by_its_tail(tmp_path):
+    write(tmp_path, book="x" * 900 + "y" * 100)
+    corpus = load_corpus(tmp_path / "book")
+    assert corpus.train.tobytes() + corpus.valid.tobytes() == b"x" * 900 + b"y" * 100
+    assert set(corpus.valid) == {ord("y")}
+    same = load_corpus(tmp_path)  # a folder with that file alone
+    assert np.array_equal(same.valid, corpus.valid)
+
+
+def test_small_folder_still_holds_out_a_file(tmp_path):
+    corpus = load_corpus(write(tmp_path, a="first", b="second"))
+    assert {corpus.train.tobytes(), corpus.valid.tobytes()} == {b"first", b"second"}
+
+
+def test_hidden_and_binary_files_are_passed_over(tmp_path):
+    write(
+        tmp_path,
+        **{"a": "first", "b": "second", "c": b"\0\1", "d": b"\xff\xfe", ".e": "hidden", ".f__g": "hidden"},
+    )
+    corpus = load_corpus(tmp_path)
+    assert corpus.files == 2
+    assert sorted(corpus.train.tobytes() + corpus.valid.tobytes()) == sorted(b"firstsecond")
+
+
+def test_checksum_tells_texts_apart(tmp_path):
+    write(tmp_path, a="first", b="second")
+    before = load_corpus(tmp_path).checksum
+    assert load_corpus(tmp_path).checksum == before
+    write(tmp_path, b="secon!")
+    assert load_corpus(tmp_path).checksum != before
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"", "empty"), (b"ab\0cd", "not UTF-8 text"), (b"caf\xe9", "not UTF-8 text")],
+)
+def test_file_without_text(tmp_path, content, says):
+    path = write(tmp_path, file=content) / "file"
+    with pytest.raises(UserError, match=says) as error:
+        load_corpus(path)
+    assert str(path) in str(error.value)
+
+
+def test_missing_path(tmp_path):
+    with pytest.raises(UserError, match="no such file or folder") as error:
+        load_corpus(tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere") in str(error.value)
+
+
+def test_folder_without_text(tmp_path):
+    with pytest.raises(UserError, match="no UTF-8 text"):
+        load_corpus(write(tmp_path, image=b"\0\1\2"))
+
+
+def test_unreadable_file(tmp_path, monkeypatch):
+    write(tmp_path, secret="text")
+
+    def refuse(path):
+        raise PermissionError(13, os.strerror(13), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # the superuser, who runs tests too, may read any file
+    with pytest.raises(UserError, match="secret: cannot be read .Permission denied."):
+        load_corpus(tmp_path / "secret")
+
+
+def test_windows_overlap_by_the_byte_that_is_only_predicted():
+    windows = Windows(np.arange(21, dtype=np.uint8), 5)
+    assert [w.tolist() for w in (windows[0], windows[3])] == [list(range(6)), list(range(15, 21))]
+    assert len(windows) == 4
+    assert windows[0].dtype == np.int32
+
+
+def test_batches_cover_the_text_once_an_epoch_in_a_new_order_each_time():
+    corpus = counting(8 * 12 + 1)
+    batches = train_batches(corpus, 4, 8, seed=0)
+    epochs = [np.concatenate([next(batches) for _ in range(3)])[:, 0].tolist() for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
+    assert epochs[0] != epochs[1]
+
+
+def test_seed_decides_the_order():
+    def first(seed):
+        return next(train_batches(counting(2000), 4, 8, seed)).tolist()
+
+    assert first(1) == first(1)
+    assert first(1) != first(2)
+
+
+def test_batches_go_on_from_a_state_that_went_through_json():
+    corpus = counting(8 * 20 + 1)
+    batches = train_batches(corpus, 4, 8, seed=3)
+    for _ in range(7):  # into the second epoch
+        next(batches)
+    state = json.loads(json.dumps(batches.get_state()))
+    expected = [next(batches).tolist() for _ in range(6)]
+    again = train_batches(corpus, 4, 8, seed=3)
+    again.set_state(state)
+    assert [next(again).tolist() for _ in range(6)] == expected
+
+
+def test_validation_batches_are_spread_over_the_text():
+    batches = valid_batches(counting(8 * 100 + 1), batch=2, length=8, count=3)
+    assert batches.shape == (3, 2, 9)
+    assert batches[0, 0, 0] == 0
+    assert batches[-1, -1, 0] == 99
+
+
+def test_too_little_text():
+    with pytest.raises(UserError, match="30 bytes to train on, less than one batch of 4 sequences of 8"):
+        train_batches(counting(30), 4, 8, seed=0)
+    with pytest.raises(UserError, match="8 bytes held out .* less than one sequence of 8"):
+        valid_batches(counting(8), 4, 8)

@@ -1,0 +1,178 @@
+"""Runs of a tiny model: what they leave, how they stop, and that a resumed run is the run it goes on with."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import jax.numpy as jnp
+import matplotlib.image
+import pytest
+
+import mmnnx.train.loop
+from mmnnx.train import train
+from mmnnx.train.checkpoint import Checkpoints
+from mmnnx.train.errors import Diverged, Interrupted, UserError
+from mmnnx.train.folder import RunFolder
+
+
+def losses(folder: RunFolder) -> list[float]:
+    return [row["loss"] for row in folder.rows() if "loss" in row]
+
+
+def validations(folder: RunFolder) -> dict[int, float]:
+    return {row["step"]: row["val_bits_per_byte"] for row in folder.rows() if "val_bits_per_byte" in row}
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """``at_step(n, action)``: run ``action(loss)`` in place of the loss that step ``n`` of this process returns."""
+
+    def install(number, action):
+        make = mmnnx.train.loop.make_train_step
+
+        def make_train_step(config):
+            step, count = make(config), iter(range(1, 1000))
+
+            class Step:
+                program = getattr(step, "program", None)
+
+                def __call__(self, *args):
+                    loss = step(*args)
+                    return action(loss) if next(count) == number else loss
+
+            return Step()
+
+        monkeypatch.setattr(mmnnx.train.loop, "make_train_step", make_train_step)
+
+    return install
+
+
+def ctrl_c(loss):
+    os.kill(os.getpid(), signal.SIGINT)
+    return loss
+
+
+def crash(loss):
+    raise RuntimeError("power cut")
+
+
+def test_a_run_leaves_its_rows_checkpoints_pictures_and_text(whole):
+    rows = whole.rows()
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 8))
+    assert all(row["tokens_per_second"] > 0 for row in rows if "loss" in row)
+    assert list(validations(whole)) == [0, 3, 6, 7]
+    assert validations(whole)[0] == pytest.approx(8, abs=0.2)  # bits a byte, before anything is learnt
+    assert losses(whole)[0] == pytest.approx(8 * math.log(2), abs=0.2)  # nats a byte
+    assert Checkpoints(whole.checkpoints).latest == 7
+    assert json.loads((whole.path / "config.json").read_text())["steps"] == 7
+    for name in ("loss.png", "timeline.png"):
+        pixels = matplotlib.image.imread(whole.path / name)
+        assert min(pixels.shape[:2]) > 150
+        assert len({tuple(pixel) for pixel in pixels[::3, ::3].reshape(-1, pixels.shape[-1])}) > 3
+    assert len((whole.path / "sample.txt").read_bytes()) >= 8  # a prompt of 4 bytes, and 4 more
+
+
+def test_it_learns(config):
+    folder = train(config(steps=40, eval_every=40, learning_rate=2e-2))
+    first, last = validations(folder).values()
+    assert last < first - 2
+
+
+def test_the_seed_decides_weights_and_order(config, whole):
+    other = losses(train(config(seed=1, steps=2)))
+    assert all(a != b for a, b in zip(other, losses(whole)))
+
+
+def test_tied_shared_heads_in_half_precision_by_gpipe(config):
+    folder = train(config(steps=2, tied=True, kv_heads=1, precision="bfloat16", schedule="gpipe"))
+    assert losses(folder) == pytest.approx([8 * math.log(2)] * 2, abs=0.3)
+
+
+def test_microbatches_do_not_change_the_losses(config, whole):
+    assert losses(train(config(microbatches=1))) == pytest.approx(losses(whole), abs=1e-4)
+
+
+def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(config, tmp_path, at_step, monkeypatch, whole):
+    at_step(4, ctrl_c)
+    with pytest.raises(Interrupted, match="stopped after step 4"):
+        train(config())
+    monkeypatch.undo()
+    stopped = RunFolder(tmp_path / "run")
+    assert len(losses(stopped)) == 4
+    assert Checkpoints(stopped.checkpoints).latest == 4
+
+    resumed = train(config(resume=True))
+    assert losses(resumed) == losses(whole)
+    assert validations(resumed)[7] == validations(whole)[7]
+    assert (resumed.path / "sample.txt").read_bytes() == (whole.path / "sample.txt").read_bytes()
+
+
+def test_rows_after_the_checkpoint_are_taken_again(config, at_step, monkeypatch, whole):
+    at_step(6, crash)
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(config())
+    monkeypatch.undo()
+    resumed = train(config(resume=True))
+    assert [row["step"] for row in resumed.rows()] == [row["step"] for row in whole.rows()]
+    assert losses(resumed) == losses(whole)
+
+
+def test_a_run_stopped_before_its_first_checkpoint_starts_again(config, at_step, monkeypatch):
+    at_step(2, crash)
+    with pytest.raises(RuntimeError):
+        train(config())
+    monkeypatch.undo()
+    assert [row["step"] for row in train(config(resume=True, steps=3)).rows()] == [0, 1, 2, 3, 3]
+
+
+def test_a_finished_run_goes_on_with_more_steps_of_the_same_text(config, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("a pipeline of stages " * 100)
+    train(config(data=book, steps=1))
+    folder = train(config(data=book, steps=2, resume=True))
+    assert len(losses(folder)) == 2
+    assert json.loads((folder.path / "config.json").read_text())["steps"] == 2
+    with pytest.raises(UserError, match="has taken 2 steps; to go on give more --steps"):
+        train(config(data=book, steps=2, resume=True))
+    book.write_text("a pipeline of devices" * 100)
+    with pytest.raises(UserError, match="has changed since"):
+        train(config(data=book, steps=3, resume=True))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(config, tmp_path, at_step):
+    (tmp_path / "run").mkdir()  # an empty folder may be used
+    at_step(5, lambda loss: loss * jnp.nan)
+    with pytest.raises(Diverged, match="the loss is nan at step 5") as error:
+        train(config())
+    assert (error.value.step, error.value.saved) == (5, 3)
+    folder = RunFolder(tmp_path / "run")
+    assert len(losses(folder)) == 4
+    assert Checkpoints(folder.checkpoints).latest == 3
+
+
+def test_weights_whose_loss_is_not_finite_are_not_saved(config, tmp_path, monkeypatch):
+    bits = iter([8.0, 7.0, math.inf])
+    monkeypatch.setattr(mmnnx.train.loop, "make_validate", lambda held_out: lambda model: next(bits))
+    with pytest.raises(Diverged, match="validation loss is inf at step 2") as error:
+        train(config(eval_every=1))
+    assert error.value.saved == 1
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps == [1]
+
+
+def test_a_folder_with_something_in_it_is_refused_and_left_alone(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("draft")
+    with pytest.raises(UserError, match="run exists"):
+        train(config())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_bad_input_leaves_nothing_behind(config, tmp_path):
+    for options in (dict(batch=3), dict(data=Path("/nowhere")), dict(batch=4000)):
+        with pytest.raises(UserError):
+            train(config(**options))
+    assert not (tmp_path / "run").exists()
