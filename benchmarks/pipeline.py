@@ -305,6 +305,7 @@ class Timing:
 
     total: list[float] = dataclasses.field(default_factory=list)
     dispatch: list[float] = dataclasses.field(default_factory=list)  # until the call returned
+    host: list[float] = dataclasses.field(default_factory=list)  # of the dispatching thread's CPU until then
     busy: list[float] = dataclasses.field(default_factory=list)  # of all cores together
     losses: list[float] = dataclasses.field(default_factory=list)
     programs: int = 0  # compiled by XLA for the step
@@ -325,9 +326,10 @@ def measure(contenders: list[Contender], batch: Batch, rounds: int) -> list[Timi
     orders = itertools.cycle(itertools.permutations(zip(contenders, timings)))
     for turn, order in zip(range(UNTIMED + rounds), orders):
         for contender, timing in order:
-            before, busy, start = len(compiled), time.process_time(), time.perf_counter()
+            before, busy, host = len(compiled), time.process_time(), time.thread_time()
+            start = time.perf_counter()
             loss = contender.step(batch)
-            returned = time.perf_counter()
+            returned, host = time.perf_counter(), time.thread_time() - host
             jax.block_until_ready((loss, contender.state()))
             end, busy = time.perf_counter(), time.process_time() - busy
             timing.losses.append(float(loss))
@@ -337,6 +339,7 @@ def measure(contenders: list[Contender], batch: Batch, rounds: int) -> list[Timi
             if turn >= UNTIMED:
                 timing.total.append(end - start)
                 timing.dispatch.append(returned - start)
+                timing.host.append(host)
                 timing.busy.append(busy)
         if turn == 0:
             compare_gradients(contenders)
@@ -375,6 +378,7 @@ def summarize(options: Options, contenders: list[Contender], timings: list[Timin
             "median_ms": 1e3 * float(np.median(timing.total)),
             "min_ms": 1e3 * min(timing.total),
             "dispatch_ms": 1e3 * float(np.median(timing.dispatch)),
+            "host_cpu_ms": 1e3 * float(np.median(timing.host)),
             "cores_busy": float(np.median(np.array(timing.busy) / timing.total)),
             "speedup": speedup,
             "share_of_bound": speedup / bound,
@@ -400,14 +404,14 @@ def render(summary: dict[str, Any]) -> str:
         f"{o['layers']} blocks of width {o['width']}; {o['rounds']} rounds",
         f"{summary['cores']} cores, jax {summary['jax']}, flax {summary['flax']}",
         "",
-        f"{'':12}{'median':>10}{'min':>10}{'dispatch':>10}{'cores':>7}{'speed-up':>10}{'of bound':>10}"
-        f"{'XLA programs':>14}{'first step':>12}",
+        f"{'':12}{'median':>10}{'min':>10}{'dispatch':>10}{'host CPU':>10}{'cores':>7}{'speed-up':>10}"
+        f"{'of bound':>10}{'XLA programs':>14}{'first step':>12}",
     ]
     for name, row in summary["contenders"].items():
         share = "" if name == "one device" else f"{row['share_of_bound']:.0%}"
         lines.append(
             f"{name:12}{row['median_ms']:>7.1f} ms{row['min_ms']:>7.1f} ms{row['dispatch_ms']:>7.1f} ms"
-            f"{row['cores_busy']:>7.2f}{row['speedup']:>9.2f}x{share:>10}"
+            f"{row['host_cpu_ms']:>7.1f} ms{row['cores_busy']:>7.2f}{row['speedup']:>9.2f}x{share:>10}"
             f"{row['xla_programs']:>14}{row['first_step_s']:>10.1f} s"
         )
     return "\n".join(

@@ -28,9 +28,11 @@ def open_jaxpr(jaxpr: Any) -> tuple[list[Any], list[Any], list[Any], list[tuple[
 
 def close_jaxpr(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
     """Builds a closed jaxpr without constants from its parts."""
-    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
-    kwargs = {"effects": effects} if effects else {}
-    return jex.ClosedJaxpr(jex.Jaxpr((), list(invars), list(outvars), list(eqns), **kwargs), ())
+    effects = frozenset().union(*(e.effects for e in eqns))
+    names = tuple(f"in{n}" for n in range(len(invars))), tuple(f"out{n}" for n in range(len(outvars)))
+    info = jex.DebugInfo("mmnnx", "fragment", *names)  # JAX 0.10 deprecates jaxprs without one
+    jaxpr = jex.Jaxpr((), list(invars), list(outvars), list(eqns), effects=effects, debug_info=info)
+    return jex.ClosedJaxpr(jaxpr, ())
 
 
 def map_equations(jaxpr: Any, fun: Any) -> Any:

@@ -142,7 +142,10 @@ class ConvNet(nnx.Module):
     """Convolutions with BatchNorm and Dropout: state that changes with every call of the model."""
 
     def __init__(self, *, rate: float = 0.25, batch_norm: bool = True, rngs: nnx.Rngs):
-        self.convs = nnx.List([nnx.Conv(3, 6, (3, 3), rngs=rngs), nnx.Conv(6, 6, (3, 3), rngs=rngs)])
+        # A bias before a BatchNorm would have no gradient but rounding.
+        self.convs = nnx.List(
+            nnx.Conv(n_in, 6, (3, 3), use_bias=not batch_norm, rngs=rngs) for n_in in (3, 6)
+        )
         self.norms = nnx.List(nnx.BatchNorm(6, momentum=0.9, rngs=rngs) for _ in range(2 * batch_norm))
         self.dropouts = nnx.List(nnx.Dropout(rate, rngs=rngs) for _ in range(2))
         self.head = nnx.Linear(6, 5, rngs=rngs)
@@ -173,20 +176,20 @@ class SkipNet(nnx.Module):
 
 
 class SharedNet(nnx.Module):
-    """One submodule, held under two names and called at two depths."""
+    """One submodule, held under two names (NNX knows it by the first of them) and called at two depths."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.first = nnx.Linear(8, 16, rngs=rngs)
         self.shared = nnx.Linear(16, 16, rngs=rngs)
         self.middle = nnx.Linear(16, 16, rngs=rngs)
-        self.again = self.shared
+        self.shared_again = self.shared
         self.last = nnx.Linear(16, 4, rngs=rngs)
 
     def __call__(self, x):
         x = jnp.tanh(self.first(x))
         x = jnp.tanh(self.shared(x))
         x = jnp.tanh(self.middle(x))
-        x = jnp.tanh(self.again(x))
+        x = jnp.tanh(self.shared_again(x))
         return self.last(x)
 
 

@@ -27,7 +27,9 @@ def draw_loss(rows: Iterable[Mapping[str, float]]) -> Figure:
     axes.plot(*zip(*train, strict=True), color="#9db4d3", linewidth=1.2, label="training")
     if valid:
         axes.plot(*zip(*valid, strict=True), "o-", color="#c8553d", markersize=4, label="validation")
-        axes.annotate(f"{valid[-1][1]:.2f}", valid[-1], textcoords="offset points", xytext=(0, 8), ha="center")
+        axes.annotate(
+            f"{valid[-1][1]:.2f}", valid[-1], textcoords="offset points", xytext=(0, 8), ha="center"
+        )
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     return figure

@@ -20,19 +20,23 @@ COLOURS = {
 class Event(Protocol):
     """A fragment running on a mesh from ``start`` to ``end``."""
 
-    mesh: Any
-    start: float
-    end: float
-    phase: str
-    microbatch: int | None
-    name: str
+    @property
+    def mesh(self) -> Any: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def microbatch(self) -> int | None: ...
 
 
 def draw_timeline(events: Iterable[Event], *, title: str = "", unit: str = "unit costs") -> Figure:
-    """Meshes as rows, time along x; boxes coloured by phase and numbered by microbatch; what stays white is idle.
+    """Meshes as rows, time along x; boxes coloured by phase and numbered by microbatch; white is idle.
 
-    Rows come in the order in which the meshes first appear. ``unit`` says what the times of the events are in.
-    Raises ValueError when there are no events.
+    Rows come in the order in which microbatches first reach the meshes. ``unit`` says what the times of the
+    events are in. Raises ValueError when there are no events.
 
     >>> draw_timeline(program.simulate().events).savefig("timeline.png")
     """
@@ -43,7 +47,8 @@ def draw_timeline(events: Iterable[Event], *, title: str = "", unit: str = "unit
     events = list(events)
     if not events:
         raise ValueError("there are no events to draw")
-    meshes = list(dict.fromkeys(event.mesh for event in events))
+    arrivals = sorted(events, key=lambda event: (event.microbatch is None, event.start))
+    meshes = list(dict.fromkeys(event.mesh for event in arrivals))
     began = min(event.start for event in events)
     span = max(event.end for event in events) - began or 1.0
     # Wide enough that the commonest box holds a two-digit number; a picture beyond 60 inches helps nobody.
@@ -68,7 +73,9 @@ def draw_timeline(events: Iterable[Event], *, title: str = "", unit: str = "unit
         size = min(8.0, (event.end - event.start) * points_per_unit / (0.62 * max(1, len(label))))
         if label and size >= 3:
             middle = (event.start + event.end) / 2 - began
-            axes.text(middle, meshes.index(event.mesh), label, ha="center", va="center_baseline", fontsize=size)
+            axes.text(
+                middle, meshes.index(event.mesh), label, ha="center", va="center_baseline", fontsize=size
+            )
 
     axes.set(xlim=(0, span), ylim=(len(meshes) - 0.4, -0.6), yticks=range(len(meshes)))
     axes.set_yticklabels([str(mesh) for mesh in meshes])
@@ -76,7 +83,10 @@ def draw_timeline(events: Iterable[Event], *, title: str = "", unit: str = "unit
     busy = sum(event.end - event.start for event in events) / (span * len(meshes))
     phases = [phase for phase in COLOURS if any(event.phase == phase for event in events)]
     figure.legend(
-        handles=[Patch(color=COLOURS[phase], label="outside autodiff" if phase == "none" else phase) for phase in phases]
+        handles=[
+            Patch(color=COLOURS[phase], label="outside autodiff" if phase == "none" else phase)
+            for phase in phases
+        ]
         + [Patch(facecolor="white", edgecolor="#999999", label=f"idle ({1 - busy:.0%})")],
         loc="outside upper right",
         ncols=len(phases) + 1,

@@ -1,8 +1,8 @@
 """A decoder-only transformer language model: one config, one file.
 
-It is an ordinary Flax NNX model and knows nothing of pipelines. What it offers them is names: each weight carries
-the logical names of its axes (``vocab``, ``embed``, ``heads``, ``kv_heads``, ``mlp``), which a `mmnnx.Task` maps
-to the axes of its mesh.
+It is an ordinary Flax NNX model and knows nothing of pipelines. What it offers them is names: each weight
+carries the logical names of its axes (``vocab``, ``embed``, ``heads``, ``kv_heads``, ``mlp``), which a
+`mmnnx.Task` maps to the axes of its mesh.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LM(nnx.Module):
             config.vocab,
             config.width,
             dtype=config.dtype,
-            embedding_init=named(small, "vocab", "embed"),
+            embedding_init=named(small if config.tied else nnx.initializers.normal(0.2), "vocab", "embed"),
             rngs=rngs,
         )
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
@@ -72,7 +72,7 @@ class LM(nnx.Module):
             self.head = linear(config, config.width, config.vocab, ("embed", "vocab"), rngs, small)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits float32 [batch, length, vocab] of the token that follows each of ``tokens`` int [batch, length]."""
+        """Logits float32 [batch, length, vocab] of what follows each of ``tokens`` int [batch, length]."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -87,7 +87,7 @@ class LM(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm transformer block: [batch, length, width] to the same."""
+    """One pre-norm transformer block: [batch, length, width] to the same, at first unchanged."""
 
     def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
         self.attention_norm = rms_norm(config, rngs)
@@ -109,7 +109,7 @@ class Attention(nnx.Module):
         self.query = linear(config, config.width, queries, ("embed", "heads"), rngs)
         self.key = linear(config, config.width, keys, ("embed", "kv_heads"), rngs)
         self.value = linear(config, config.width, keys, ("embed", "kv_heads"), rngs)
-        self.out = linear(config, queries, config.width, ("heads", "embed"), rngs)
+        self.out = linear(config, queries, config.width, ("heads", "embed"), rngs, nnx.initializers.zeros)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, length, _ = x.shape
@@ -128,14 +128,14 @@ class SwiGLU(nnx.Module):
     def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
         self.gate = linear(config, config.width, config.mlp, ("embed", "mlp"), rngs)
         self.up = linear(config, config.width, config.mlp, ("embed", "mlp"), rngs)
-        self.down = linear(config, config.mlp, config.width, ("mlp", "embed"), rngs)
+        self.down = linear(config, config.mlp, config.width, ("mlp", "embed"), rngs, nnx.initializers.zeros)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
 def rotate(x: jax.Array, base: float = 10_000.0) -> jax.Array:
-    """Rotary position embedding of ``x`` [batch, length, heads, head_dim]: pair i turns by position * base^(-2i/d)."""
+    """Rotary positions for ``x`` [batch, length, heads, d]: pair i turns by position * base^(-2i/d)."""
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequency

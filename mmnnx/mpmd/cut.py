@@ -20,13 +20,14 @@ def sink_side(num_nodes: int, edges: Sequence[tuple[int, int, int]]) -> set[int]
       num_nodes: number of nodes, source and sink included.
       edges: (from, to, capacity); capacity -1 for an edge that must not be cut.
     """
-    finite = sum(c for _, _, c in edges if c > 0)
+    capacity: dict[tuple[int, int], int] = {}
+    for u, v, c in edges:
+        capacity[u, v] = -1 if -1 in (c, capacity.get((u, v))) else capacity.get((u, v), 0) + c
+    finite = sum(c for c in capacity.values() if c > 0)
     scale = max(1, -(-finite // (UNBOUNDED // 2)))
-    rows, cols, caps = (np.array(x) for x in zip(*edges))
-    caps = np.where(caps < 0, UNBOUNDED, -(-caps // scale)).astype(np.int32)
-    # Parallel edges add up; two that must not be cut stay within int32 that way.
+    caps = np.array([UNBOUNDED if c < 0 else -(-c // scale) for c in capacity.values()], np.int32)
+    rows, cols = zip(*capacity)
     graph = csr_matrix((caps, (rows, cols)), shape=(num_nodes, num_nodes))
-    graph.data = np.minimum(graph.data, UNBOUNDED)
     flow = maximum_flow(graph, 0, 1).flow
     residual = graph - flow
     residual.data = (residual.data > 0).astype(np.int8)

@@ -12,9 +12,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from mmnnx import _compat
+from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.place import Placement
 from mmnnx.mpmd.trace import LAYOUT, Equation, Kind, Loop, Node, Var, is_var, nbytes
 
@@ -107,6 +108,11 @@ Group = tuple[Mesh, str, "int | None"]
 
 
 class _Cutter:
+    """One pass over the nodes, last to first: an equation joins a fragment that reads its results.
+
+    So work is done as late as it can be, and what the loop does not read is not done before it.
+    """
+
     def __init__(
         self, nodes: Sequence[Node], placement: Placement, required: list[Held], name_of: dict[Mesh, str]
     ):
@@ -118,26 +124,27 @@ class _Cutter:
         self.kept = self._kept()
         # For each variable, the meshes that need it, each with the group of the first equation that does.
         self.needs: dict[Var, dict[Mesh, Group]] = {}
+        self.readers: dict[Held, int] = {}  # which fragments read a value, as a bit set
+        self.copied_into: set[tuple[Var, Mesh, int | None]] = set()
         self.loops: dict[Node, LoopPlan] = {}
-        # Per fragment: its group (None for a loop), its equations, and which fragments come before (a bit set).
+        # Per fragment: its group (None for a loop), its equations, and the fragments that come after it.
         self.groups: list[Group | None] = []
         self.contents: list[list[Node]] = []
-        self.before: list[int] = []
-        self.made_in: dict[Held, int] = {}
-        self.copy_sources: dict[Held, int] = {}
+        self.after: list[int] = []
 
     def run(self) -> Plan:
-        self._find_needs()
-        for node in self.nodes:
+        for v, mesh in self.required:
+            self._read(v, mesh, (mesh, "none", None), None)
+        for node in reversed(self.nodes):
             if isinstance(node, Loop):
                 self._add_loop(node)
             elif not self._copied(node):
                 for mesh in self._meshes(node):
                     self._add(node, mesh)
-        steps, order = self._finish(), self._order()
+        steps = self._finish()
         homes = {v: m for v in self.maker if (m := self.placement.where[v].home) is not None}
         outside = [(v, m) for v, meshes in self.needs.items() if v not in self.maker for m in meshes]
-        return Plan(tuple(steps[f] for f in order if steps[f] is not None), homes, tuple(outside))
+        return Plan(steps, homes, tuple(outside))
 
     # -- what is needed where -------------------------------------------------------------------------------
 
@@ -172,27 +179,27 @@ class _Cutter:
             return [spot.mesh]
         return list(dict.fromkeys(m for v in node.outvars for m in self.needs.get(v, ())))
 
-    def _need(self, atom: Any, mesh: Mesh, group: Group) -> None:
-        if is_var(atom):
-            self.needs.setdefault(atom, {})[mesh] = group
+    def _read(self, atom: Any, mesh: Mesh, group: Group, fragment: int | None) -> None:
+        """Notes that a fragment reads a value on a mesh, through the equations that are copied into it."""
+        if not is_var(atom):
+            return
+        maker = self.maker.get(atom)
+        if maker is not None and self._copied(maker):
+            if (atom, mesh, fragment) not in self.copied_into:
+                self.copied_into.add((atom, mesh, fragment))
+                for a in maker.invars:
+                    self._read(a, mesh, group, fragment)
+            return
+        self.needs.setdefault(atom, {})[mesh] = group
+        if maker is not None and fragment is not None:
+            held = (atom, self._made_on(atom, mesh))
+            self.readers[held] = self.readers.get(held, 0) | 1 << fragment
 
-    def _find_needs(self) -> None:
-        for v, mesh in self.required:
-            self._need(v, mesh, (mesh, "none", None))
-        for node in reversed(self.nodes):
-            if isinstance(node, Loop):
-                self._plan_loop(node)
-            elif node in self.placement.spots and not self._copied(node):
-                spot = self.placement.spots[node]
-                for a in node.invars:
-                    self._need(a, spot.mesh, (spot.mesh, self.placement.phases[node], spot.position))
-            else:
-                for v in node.outvars:
-                    for mesh, group in self.needs.get(v, {}).items():
-                        for a in node.invars:
-                            self._need(a, mesh, group)
+    def _made_on(self, var: Var, mesh: Mesh) -> Mesh:
+        """The mesh that makes what `mesh` reads: the variable's home, or `mesh` itself for free work."""
+        return self.placement.where[var].home or mesh
 
-    def _plan_loop(self, loop: Loop) -> None:
+    def _plan_loop(self, loop: Loop) -> LoopPlan:
         placement = self.placement.bodies[loop]
         carried: list[dict[Mesh, None]] = []
         for enters, after in zip(loop.carry_in, loop.carries):
@@ -223,124 +230,104 @@ class _Cutter:
             if v in loop.carry_in:
                 mesh = placement.where[v].home or mesh
             reads.update({(a, mesh): None for a in outer.get(v, [v])})
-        for a, mesh in reads:
-            self._need(a, mesh, (mesh, "none", None))
-        self.loops[loop] = LoopPlan(
+        return LoopPlan(
             loop, body, tuple(map(tuple, carried)), tuple(map(tuple, kept)), tuple(reads), _depths(body)
         )
 
     # -- which fragment -------------------------------------------------------------------------------------
-
-    def _sources(self, atom: Any, mesh: Mesh) -> int:
-        """The fragments that a value on a mesh comes from, as a bit set; copies come from their operands'."""
-        maker = self.maker.get(atom) if is_var(atom) else None
-        if maker is None:
-            return 0
-        if self._copied(maker):
-            held = (atom, mesh)
-            if held not in self.copy_sources:
-                self.copy_sources[held] = 0
-                for a in maker.invars:
-                    self.copy_sources[held] |= self._sources(a, mesh)
-            return self.copy_sources[held]
-        return 1 << self.made_in[atom, self._made_on(atom, mesh)]
-
-    def _made_on(self, var: Var, mesh: Mesh) -> Mesh:
-        """The mesh that makes what `mesh` reads: the variable's home, or `mesh` itself for free work."""
-        return self.placement.where[var].home or mesh
 
     def _add(self, node: Equation, mesh: Mesh) -> None:
         spot = self.placement.spots.get(node)
         if spot is not None and spot.position is not None:
             group: Group = (mesh, self.placement.phases[node], spot.position)
         else:  # what is not part of the flow joins the first that reads it
-            readers = (self.needs[v][mesh] for v in node.outvars if mesh in self.needs.get(v, ()))
-            group = next(readers, (mesh, "none", None))
-        sources = 0
-        for a in node.invars:
-            sources |= self._sources(a, mesh)
-        mine = [f for f, g in enumerate(self.groups) if g == group]
-        # Joining f must not make f wait for a fragment that waits for f.
-        free = [f for f in mine if not any(self.before[s] >> f & 1 for s in _bits(sources & ~(1 << f)))]
-        joined = [f for f in free if sources >> f & 1]
-        f = joined[-1] if joined else free[0] if free else self._new(group)
+            reading = (self.needs[v][mesh] for v in node.outvars if mesh in self.needs.get(v, ()))
+            group = next(reading, (mesh, "none", None))
+        targets = 0
+        for v in node.outvars:
+            targets |= self.readers.get((v, mesh), 0)
+        # Joining f must not put f before a fragment that comes before f.
+        free = [
+            f
+            for f, g in enumerate(self.groups)
+            if g == group and not any(self.after[t] >> f & 1 for t in _bits(targets & ~(1 << f)))
+        ]
+        joined = [f for f in free if targets >> f & 1]
+        f = joined[-1] if joined else free[-1] if free else self._new(group)
         self.contents[f].append(node)
-        self._come_before(sources & ~(1 << f), f)
-        self.made_in.update({(v, mesh): f for v in node.outvars})
+        self._come_after(targets & ~(1 << f), f)
+        for a in node.invars:
+            self._read(a, mesh, group, f)
 
     def _add_loop(self, loop: Loop) -> None:
-        plan = self.loops[loop]
+        plan = self.loops[loop] = self._plan_loop(loop)
         f = self._new(None)
         self.contents[f].append(loop)
-        sources = 0
-        for v, mesh in plan.reads:
-            sources |= self._sources(v, mesh)
-        self._come_before(sources, f)
-        for v in loop.outvars:
-            for mesh in self.needs.get(v, {}):
-                self.made_in[v, self._made_on(v, mesh)] = f
+        outputs = set(loop.outvars)
+        targets = 0
+        for (v, _), fragments in self.readers.items():
+            if v in outputs:
+                targets |= fragments
+        self._come_after(targets, f)
+        for a, mesh in plan.reads:
+            self._read(a, mesh, (mesh, "none", None), f)
 
     def _new(self, group: Group | None) -> int:
         self.groups.append(group)
         self.contents.append([])
-        self.before.append(0)
+        self.after.append(0)
         return len(self.groups) - 1
 
-    def _come_before(self, sources: int, f: int) -> None:
-        earlier = sources
-        for s in _bits(sources):
-            earlier |= self.before[s]
-        self.before[f] |= earlier
-        for g in range(len(self.before)):
-            if self.before[g] >> f & 1:
-                self.before[g] |= earlier
+    def _come_after(self, targets: int, f: int) -> None:
+        later = targets
+        for t in _bits(targets):
+            later |= self.after[t]
+        self.after[f] |= later
+        for g in range(len(self.after)):
+            if self.after[g] >> f & 1:
+                self.after[g] |= later
 
     # -- the result -----------------------------------------------------------------------------------------
 
     def _order(self) -> list[int]:
-        """Fragments, each after those that come before it, otherwise as they were begun."""
-        done, order = 0, []
-        while len(order) < len(self.groups):
-            f = next(
-                f for f in range(len(self.groups)) if not done >> f & 1 and not self.before[f] & ~done & ~(1 << f)
-            )
-            done |= 1 << f
+        """Fragments, each before those that come after it, otherwise the last begun (earliest read) first."""
+        left, order = set(range(len(self.groups))), []
+        while left:
+            waiting = 0
+            for f in left:
+                waiting |= self.after[f]
+            f = max(f for f in left if not waiting >> f & 1)
+            left.remove(f)
             order.append(f)
         return order
 
-    def _finish(self) -> list[Fragment | LoopPlan | None]:
-        index = {id(n): i for i, n in enumerate(self.nodes)}
-        bodies: list[tuple[list[Any], list[Var]] | None] = []
-        read: set[Held] = set(self.required)
+    def _finish(self) -> tuple[Fragment | LoopPlan, ...]:
+        assembled = {f: self._assemble(f) for f, group in enumerate(self.groups) if group is not None}
+        crossing = {*self.required}
         for f, group in enumerate(self.groups):
             if group is None:
-                read.update(self.loops[self.contents[f][0]].reads)
-                bodies.append(None)
-                continue
-            eqns, invars = self._assemble(f, sorted(self.contents[f], key=lambda n: index[id(n)]))
-            read.update((v, group[0]) for v in invars)
-            bodies.append((eqns, invars))
-        crossing = {(v, self._made_on(v, m)) for v, m in read if v in self.maker}
-        steps: list[Fragment | LoopPlan | None] = []
-        for f, group in enumerate(self.groups):
-            if group is None:
+                crossing.update(self.loops[self.contents[f][0]].reads)
+            else:
+                crossing.update((v, group[0]) for v in assembled[f][1])
+        crossing = {(v, self._made_on(v, m)) for v, m in crossing if v in self.maker}
+        steps: list[Fragment | LoopPlan] = []
+        for f in self._order():
+            if self.groups[f] is None:
                 steps.append(self.loops[self.contents[f][0]])
                 continue
-            mesh, phase, position = group
-            eqns, invars = bodies[f]
+            mesh, phase, position = self.groups[f]
+            eqns, invars = assembled[f]
             outvars = [v for n in self.contents[f] for v in n.outvars if (v, mesh) in crossing]
-            if not eqns:
-                steps.append(None)
-                continue
             task = self.placement.positions[position].task if position is not None else None
             name = task.name if task is not None and task.name else self.name_of[mesh]
             jaxpr = _compat.close_jaxpr(invars, outvars, [localise(e, mesh) for e in eqns])
             name = name if phase == "none" else f"{name} {phase}"
             steps.append(Fragment(name, mesh, phase, position, jaxpr, tuple(invars), tuple(outvars)))
-        return steps
+        return tuple(steps)
 
-    def _assemble(self, f: int, nodes: list[Equation]) -> tuple[list[Any], list[Var]]:
+    def _assemble(self, f: int) -> tuple[list[Any], list[Var]]:
         """The equations of a fragment with the copies they need, and its inputs."""
+        nodes = self.contents[f][::-1]
         present = {v for n in nodes for v in n.outvars}
         eqns: list[Any] = []
         invars: dict[Var, None] = {}
@@ -386,35 +373,3 @@ def _depths(body: Plan) -> dict[int, int]:
             depths[step.position] = max(depth, depths.get(step.position, 0))
             made.update(dict.fromkeys(step.outvars, step.position))
     return depths
-
-
-def localise(eqn: Any, mesh: Mesh) -> Any:
-    """An equation for one TaskMesh: constraints and shard_maps over another mesh become ones over this one.
-
-    A constraint keeps the axes that this mesh has. A shard_map is moved if its axes have the same sizes here.
-    """
-    params = {key: _localise_param(key, value, mesh) for key, value in eqn.params.items()}
-    return eqn.replace(params=params) if any(params[k] is not eqn.params[k] for k in params) else eqn
-
-
-def _localise_param(key: str, value: Any, mesh: Mesh) -> Any:
-    if isinstance(value, NamedSharding) and value.mesh != mesh:
-        return NamedSharding(mesh, _kept_axes(value.spec, mesh))
-    if key == "mesh" and isinstance(value, (Mesh, AbstractMesh)) and value != mesh:
-        return mesh if dict(value.shape) == dict(mesh.shape) else value
-    if isinstance(value, _compat.JAXPR_TYPES):
-        return _compat.map_equations(value, lambda e: localise(e, mesh))
-    if isinstance(value, tuple) and any(isinstance(v, _compat.JAXPR_TYPES) for v in value):
-        return tuple(_localise_param(key, v, mesh) for v in value)
-    return value
-
-
-def _kept_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """A spec without the axes that a mesh lacks."""
-
-    def keep(entry: Any) -> Any:
-        if isinstance(entry, tuple):
-            return tuple(axis for axis in entry if axis in mesh.axis_names) or None
-        return entry if entry in (None, PartitionSpec.UNCONSTRAINED) or entry in mesh.axis_names else None
-
-    return PartitionSpec(*map(keep, spec))

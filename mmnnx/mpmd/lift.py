@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
 from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.placement import PlacementError, TaskSharding
+from mmnnx.sharding.placement import Match, PlacementError, TaskSharding
 from mmnnx.sharding.task import Task
 
 Path = tuple[Any, ...]
@@ -133,28 +133,23 @@ def _rules(prefix: Any, tree: Any, name: str) -> dict[int, tuple[Task | None, Sh
     used: dict[int, tuple[TaskSharding, set[int]]] = {}
 
     def give(entry: Any, subtree: Any) -> None:
-        for node in jax.tree.leaves(subtree, is_leaf=_is_node):
-            if entry is None:
-                continue
-            for path, value in nnx.iter_graph(node) if _is_node(node) else [((), node)]:
+        for node in jax.tree.leaves(subtree, is_leaf=_is_node) if entry is not None else ():
+            for value, paths in _paths(node):
                 arrays = _arrays(value)
                 if not arrays:
                     continue
                 if isinstance(entry, TaskSharding):
-                    try:
-                        match = entry.lookup(path, value)
-                    except PlacementError:
-                        if _compat.is_optimizer_slot(value):
-                            continue  # it follows its parameter
-                        raise
+                    match = _lookup(entry, paths, value)
+                    if match is None:
+                        continue
                     used.setdefault(id(entry), (entry, set()))[1].add(match.index)
                     given = (match.task, match.sharding)
+                elif isinstance(entry, nnx.StateSharding):
+                    given = (None, _on_mesh(entry.map_prefix(paths[0], value)))
                 else:
-                    found = entry.map_prefix(path, value) if isinstance(entry, nnx.StateSharding) else entry
-                    if found is None:
-                        continue
-                    given = (None, _on_mesh(found))
-                rules.update({id(a): given for a in arrays})
+                    given = (None, _on_mesh(entry))
+                if given[1] is not None:
+                    rules.update({id(a): given for a in arrays})
 
     try:
         jax.tree.map(give, prefix, tree, is_leaf=lambda x: x is None or _is_node(x))
@@ -167,7 +162,37 @@ def _rules(prefix: Any, tree: Any, name: str) -> dict[int, tuple[Task | None, Sh
     return rules
 
 
-def _on_mesh(sharding: Any) -> Sharding:
+def _paths(node: Any) -> list[tuple[Any, list[Path]]]:
+    """Every Variable and array under a node, with all the paths that lead to it (shared ones have several)."""
+    found: dict[int, tuple[Any, list[Path]]] = {}
+
+    def visit(value: Any, path: Path, above: tuple[int, ...]) -> None:
+        if isinstance(value, (nnx.Variable, jax.Array)):
+            found.setdefault(id(value), (value, []))[1].append(path)
+        elif id(value) not in above and (_is_node(value) or not jax.tree_util.all_leaves([value])):
+            for key, child in nnx.iter_children(value):
+                visit(child, (*path, key), (*above, id(value)))
+
+    visit(node, (), ())
+    return list(found.values())
+
+
+def _lookup(sharding: TaskSharding, paths: Sequence[Path], value: Any) -> Match | None:
+    """Where state goes that several paths may lead to: the first rule that matches any of them."""
+    matches, errors = [], []
+    for path in paths:
+        try:
+            matches.append(sharding.lookup(path, value))
+        except PlacementError as error:
+            errors.append(error)
+    if matches:
+        return min(matches, key=lambda match: match.index)
+    if _compat.is_optimizer_slot(value):
+        return None  # it follows its parameter
+    raise errors[0]
+
+
+def _on_mesh(sharding: Any) -> Sharding | None:
     if isinstance(sharding, PartitionSpec):
         multimesh = current_multimesh()
         if multimesh is None:

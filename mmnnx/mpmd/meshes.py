@@ -51,6 +51,8 @@ class Meshes:
     def _slice(self, mesh: Mesh) -> str | None:
         if self.multimesh is None:
             return None
+        if self.multimesh.mesh.devices.tolist() == mesh.devices.tolist():
+            return "all"
         for axis, size in self.multimesh.shape.items():
             for i in range(size if size > 1 else 0):
                 if self.multimesh.slice(**{axis: i}).devices.tolist() == mesh.devices.tolist():

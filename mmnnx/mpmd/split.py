@@ -14,8 +14,9 @@ from mmnnx import _compat
 from mmnnx.mpmd.accumulate import split_shared
 from mmnnx.mpmd.bind import binder, deliver, entering
 from mmnnx.mpmd.compile import compile_program, transferred
-from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut, localise
+from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
 from mmnnx.mpmd.lift import Leaf, Record
+from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.meshes import Meshes
 from mmnnx.mpmd.place import Placement, place
 from mmnnx.mpmd.program import Program, build

@@ -36,7 +36,9 @@ class Checkpoints:
         """The steps of the checkpoints kept, earliest first."""
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, nodes: dict[str, Any], extra: dict[str, Any], *, val_bits_per_byte: float) -> None:
+    def save(
+        self, step: int, nodes: dict[str, Any], extra: dict[str, Any], *, val_bits_per_byte: float
+    ) -> None:
         """Save the state of the NNX ``nodes`` and the JSON values ``extra``.
 
         Returns as soon as the state may change again, and writes in the background.

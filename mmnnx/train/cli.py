@@ -45,7 +45,11 @@ def main(args: Sequence[str] | None = None) -> int:
         tell(str(error))
         return 2
     except Diverged as error:
-        saved = "there was no checkpoint yet" if error.saved is None else f"the checkpoint of step {error.saved} is kept"
+        saved = (
+            "there was no checkpoint yet"
+            if error.saved is None
+            else f"the checkpoint of step {error.saved} is kept"
+        )
         tell(f"{error}; stopped, {saved} in {folder}. A lower --learning-rate or --clip may help")
         return 1
     except Interrupted as error:
@@ -58,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def parse(options: Sequence[str]) -> TrainConfig:
-    """The config that command-line ``options`` describe; of a run that is resumed, what they leave out is as it was.
+    """The config that command-line ``options`` describe; in a run resumed, what they leave out is as it was.
 
     Raises UserError for a run that cannot be resumed so, SystemExit for options that make no sense.
     """

@@ -22,11 +22,11 @@ class TrainConfig:
     """Folder to keep the run in, instead of runs/NAME."""
     resume: bool = False
     """Go on with the run in that folder, from its latest checkpoint. Its options are the defaults."""
-    steps: int = 240
+    steps: int = 200
     """Number of optimizer steps, counted from the start of the run."""
     seed: int = 0
     """Decides the first weights, the order of the data and the text sampled at the end."""
-    eval_every: int = 60
+    eval_every: int = 50
     """Measure the validation loss and save a checkpoint every this many steps."""
     sample: int = 200
     """Bytes of text to generate at the end."""
@@ -85,15 +85,35 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Raise UserError, naming the options, for values that cannot work together."""
-        for field in ("steps", "eval_every", "batch", "sequence", "stages", "tensor", "microbatches", "layers",
-                      "width", "heads", "kv_heads", "mlp", "learning_rate", "clip"):
+        for field in (
+            "steps",
+            "eval_every",
+            "batch",
+            "sequence",
+            "stages",
+            "tensor",
+            "microbatches",
+            "layers",
+            "width",
+            "heads",
+            "kv_heads",
+            "mlp",
+            "learning_rate",
+            "clip",
+        ):
             if not getattr(self, field) > 0:
                 raise UserError(f"{_option(field)} must be above zero, not {getattr(self, field)}")
         for field in ("warmup", "weight_decay", "seed", "sample"):
             if not getattr(self, field) >= 0:
                 raise UserError(f"{_option(field)} must not be below zero, not {getattr(self, field)}")
-        for whole, part in (("batch", "microbatches"), ("width", "heads"), ("heads", "kv_heads"), ("heads", "tensor"),
-                            ("kv_heads", "tensor"), ("mlp", "tensor")):
+        for whole, part in (
+            ("batch", "microbatches"),
+            ("width", "heads"),
+            ("heads", "kv_heads"),
+            ("heads", "tensor"),
+            ("kv_heads", "tensor"),
+            ("mlp", "tensor"),
+        ):
             if getattr(self, whole) % getattr(self, part):
                 raise UserError(
                     f"{_option(whole)} {getattr(self, whole)} must be a multiple of "
@@ -101,8 +121,8 @@ class TrainConfig:
                 )
         if self.width // self.heads % 2:
             raise UserError(
-                f"--width {self.width} over --heads {self.heads} leaves {self.width // self.heads} features a head; "
-                "rotary positions need an even number"
+                f"--width {self.width} over --heads {self.heads} leaves {self.width // self.heads} features "
+                "a head; rotary positions need an even number"
             )
         if 256 % self.tensor:
             raise UserError(f"--tensor {self.tensor} must divide the 256 byte values of the vocabulary")
@@ -124,15 +144,15 @@ class TrainConfig:
         return cls(**{**values, **paths})
 
     def check_resumes(self, saved: TrainConfig) -> None:
-        """Raise UserError unless this config only changes how long, where or in what order ``saved`` computes."""
+        """Raise UserError unless this config only changes how long, where or in what order is computed."""
         free = {"name", "out", "resume", "steps", "eval_every", "sample"}
         free |= {"stages", "tensor", "microbatches", "schedule"}
         for field in dataclasses.fields(self):
             before, now = _plain(getattr(saved, field.name)), _plain(getattr(self, field.name))
             if field.name not in free and before != now:
                 raise UserError(
-                    f"the run was started with {_option(field.name)} {before}; --resume cannot change it to {now}. "
-                    "Start another run with --name"
+                    f"the run was started with {_option(field.name)} {before}; --resume cannot change it "
+                    f"to {now}. Start another run with --name"
                 )
 
 

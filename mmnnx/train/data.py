@@ -28,14 +28,14 @@ class Corpus:
     @property
     def checksum(self) -> int:
         """A number that tells this text from any other."""
-        return zlib.crc32(self.valid, zlib.crc32(self.train))
+        return zlib.crc32(self.valid.data, zlib.crc32(self.train.data))
 
 
 def load_corpus(path: Path | None = None) -> Corpus:
     """Read a file or a folder of UTF-8 text; None is the source text of Python's standard library.
 
-    In a folder, hidden files and those that are not UTF-8 text are passed over. A file is held out when the checksum
-    of its path inside the folder says so, so that adding files moves none from one side to the other.
+    In a folder, hidden files and those that are not UTF-8 text are passed over. A file is held out when the
+    checksum of its path inside the folder says so: adding files moves none from one side to the other.
 
     Raises UserError when the path is missing, unreadable, empty or holds no text.
 
@@ -47,7 +47,11 @@ def load_corpus(path: Path | None = None) -> Corpus:
         raise UserError(f"--data {root}: there is no such file or folder")
     if not root.is_dir():
         return _split_file(root)
-    found = {name: text for name in _walk(root, "" if path else ".py") if (text := _read(root / name)) and is_text(text)}
+    found = {
+        name: text
+        for name in _walk(root, "" if path else ".py")
+        if (text := _read(root / name)) and is_text(text)
+    }
     if not found:
         raise UserError(f"--data {root}: the folder holds no UTF-8 text; name a folder of text files")
     valid = [name for name in found if zlib.crc32(name.encode()) % HELD_OUT == 0] or [max(found)]
@@ -71,7 +75,9 @@ def is_text(content: bytes) -> bool:
 def _walk(root: Path, suffix: str) -> Iterator[str]:
     """Paths of the files below ``root``, relative to it, in an order that does not depend on the machine."""
     for folder, folders, files in os.walk(root):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in ("site-packages", "dist-packages"))
+        folders[:] = sorted(
+            f for f in folders if not f.startswith(".") and f not in ("site-packages", "dist-packages")
+        )
         for file in sorted(files):
             if file.endswith(suffix) and not file.startswith("."):
                 yield (Path(folder) / file).relative_to(root).as_posix()
@@ -122,23 +128,23 @@ def train_batches(corpus: Corpus, batch: int, length: int, seed: int) -> grain.D
     windows = Windows(corpus.train, length)
     if len(windows) < batch:
         raise UserError(
-            f"--data has {len(corpus.train)} bytes to train on, less than one batch of {batch} sequences of {length}; "
-            "give more text, or a smaller --batch or --sequence"
+            f"--data has {len(corpus.train)} bytes to train on, less than one batch of {batch} sequences "
+            f"of {length}; give more text, or a smaller --batch or --sequence"
         )
     dataset = grain.MapDataset.source(windows).shuffle(seed=seed).repeat().batch(batch, drop_remainder=True)
     return iter(dataset.to_iter_dataset())
 
 
 def valid_batches(corpus: Corpus, batch: int, length: int, count: int = 4) -> np.ndarray:
-    """The same ``count`` batches of held-out text each time, int32 [count, batch, length + 1], spread over all of it.
+    """``count`` batches of held-out text, int32 [count, batch, length + 1], always the same, spread over it.
 
     Raises UserError when less than one sequence is held out.
     """
     windows = Windows(corpus.valid, length)
     if not len(windows):
         raise UserError(
-            f"--data has {len(corpus.valid)} bytes held out for validation, less than one sequence of {length}; "
-            "give more text, or a smaller --sequence"
+            f"--data has {len(corpus.valid)} bytes held out for validation, less than one sequence "
+            f"of {length}; give more text, or a smaller --sequence"
         )
     chosen = np.linspace(0, len(windows) - 1, count * batch).astype(int)
     return np.stack([windows[i] for i in chosen]).reshape(count, batch, length + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import numpy as np
 
@@ -11,13 +13,11 @@ from mmnnx.train.errors import UserError
 def choose_devices(count: int) -> np.ndarray:
     """The first ``count`` accelerators or, where there are fewer, ``count`` virtual CPU devices.
 
-    Must come before anything makes JAX look for devices; JAX cannot make CPU devices later, and a UserError says so.
-    Where accelerators are passed over, the CPU becomes JAX's default device.
+    Must come before anything makes JAX look for devices: it cannot make CPU devices later, and a UserError
+    says so. Where accelerators are passed over, the CPU becomes JAX's default device.
     """
-    try:
+    with contextlib.suppress(RuntimeError):  # JAX has started; it may have what we need all the same
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # JAX has started; it may have what we need all the same
-        pass
     devices = jax.devices()
     if len(devices) < count:
         devices = jax.devices("cpu")

@@ -12,8 +12,8 @@ from mmnnx.train.errors import UserError
 class RunFolder:
     """A folder with config.json, metrics.jsonl, the checkpoints and the pictures of one run.
 
-    metrics.jsonl has one row a step: ``{"step", "loss", "tokens_per_second"}``, the loss in nats a byte, and one row
-    a validation: ``{"step", "val_bits_per_byte"}``.
+    metrics.jsonl has one row a step: ``{"step", "loss", "tokens_per_second"}``, the loss in nats a byte, and
+    one row a validation: ``{"step", "val_bits_per_byte"}``.
     """
 
     def __init__(self, path: Path):
@@ -23,11 +23,13 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: TrainConfig) -> RunFolder:
-        """A new folder with its config. Raises UserError if there is something in it, or it cannot be written."""
+        """A new folder with its config. Raises UserError if it holds something, or cannot be written."""
         path = config.folder()
         try:
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise UserError(f"{path} exists; go on with that run by --resume, or choose another --name or --out")
+                raise UserError(
+                    f"{path} exists; go on with that run by --resume, or choose another --name or --out"
+                )
             path.mkdir(parents=True, exist_ok=True)
             folder = cls(path)
             folder.begin(config, 0)
@@ -42,7 +44,9 @@ class RunFolder:
         try:
             config = TrainConfig.from_json(file.read_text())
         except FileNotFoundError:
-            raise UserError(f"{path} is no run to resume: it has no config.json; check --name or --out") from None
+            raise UserError(
+                f"{path} is no run to resume: it has no config.json; check --name or --out"
+            ) from None
         except (OSError, ValueError) as error:
             raise UserError(f"{file} is not the config of a run that can be resumed ({error})") from error
         return cls(path), config

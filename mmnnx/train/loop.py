@@ -6,6 +6,7 @@ import contextlib
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import jax
@@ -27,8 +28,8 @@ from mmnnx.train.step import create, make_eval_step, make_train_step, place
 def train(config: TrainConfig) -> RunFolder:
     """Train the model that ``config`` describes; returns the folder that holds the run.
 
-    Raises UserError before anything runs if the config cannot be carried out, Diverged if a loss is not finite, and
-    Interrupted after a Ctrl-C, once the run is saved.
+    Raises UserError before anything runs if the config cannot be carried out, Diverged if a loss is not
+    finite, and Interrupted after a Ctrl-C, once the run is saved.
 
     >>> train(TrainConfig(out=Path("run"), stages=1, tensor=1, steps=10)).rows()[-1]
     {'step': 10, 'val_bits_per_byte': 4.9}
@@ -49,16 +50,20 @@ def train(config: TrainConfig) -> RunFolder:
         if start:
             extra = checkpoints.restore(start, nodes)
             if extra["text"] != corpus.checksum:
-                raise UserError(f"the text of the run in {folder.path} has changed since; start another with --name")
+                raise UserError(
+                    f"the text of the run in {folder.path} has changed since; start another with --name"
+                )
             batches.set_state(extra["batches"])
         folder.begin(config, start)
         train_step, validate = make_train_step(config), make_validate(held_out)
 
         with Display(config.steps, start) as display, ctrl_c() as stop, telling_last(checkpoints):
             size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+            platform = mesh.devices.flat[0].platform
             display.say(
-                f"{size:,} parameters on {config.stages} x {config.tensor} {mesh.devices.flat[0].platform} devices, "
-                f"{len(corpus.train) + len(corpus.valid):,} bytes of text in {corpus.files:,} files, run in {folder.path}"
+                f"{size:,} parameters on {config.stages} x {config.tensor} {platform} devices, "
+                f"{len(corpus.train) + len(corpus.valid):,} bytes of text in {corpus.files:,} files, "
+                f"run in {folder.path}"
             )
             meter = Meter(folder, display, tokens=config.batch * config.sequence)
             if not start:
@@ -78,7 +83,9 @@ def train(config: TrainConfig) -> RunFolder:
         timeline = train_step.program(model, optimizer, held_out[0]).simulate()
         draw_timeline(timeline.events).savefig(folder.path / "timeline.png")
         prompt = held_out[0, 0, : config.sequence // 4].astype(np.uint8).tobytes()
-        text = sample(model, prompt, config.sample, config.sequence, seed=config.seed).decode(errors="replace")
+        text = sample(model, prompt, config.sample, config.sequence, seed=config.seed).decode(
+            errors="replace"
+        )
         (folder.path / "sample.txt").write_text(text)
         display.say(f"--- a sample of its text:\n{text}\n---")
     return folder
@@ -95,15 +102,16 @@ def telling_last(checkpoints: Checkpoints) -> Iterator[None]:
 
 
 class Meter:
-    """Writes down and shows the losses, each fetched after the next step is dispatched: devices wait for no one.
+    """Writes down and shows the losses.
 
-    Raises Diverged at the first loss that is not finite.
+    Each is fetched after the next step is dispatched, so that the devices never wait for the host. Speeds
+    are means over ten steps, fewer after a validation. Raises Diverged at the first loss that is not finite.
     """
 
     def __init__(self, folder: RunFolder, display: Display, tokens: int):
         self._folder, self._display, self._tokens = folder, display, tokens
         self._pending: tuple[int, jax.Array] | None = None
-        self._clock = time.perf_counter()
+        self._times: deque[float] = deque([time.perf_counter()], maxlen=11)
 
     def step(self, step: int, loss: jax.Array) -> None:
         """``step`` is dispatched, and ``loss`` will be its loss."""
@@ -118,9 +126,8 @@ class Meter:
         self._pending = None
         if not math.isfinite(loss):
             raise Diverged(step, "the loss", loss)
-        now = time.perf_counter()
-        speed = self._tokens / (now - self._clock)
-        self._clock = now
+        self._times.append(time.perf_counter())
+        speed = self._tokens * (len(self._times) - 1) / (self._times[-1] - self._times[0])
         self._folder.add(step=step, loss=loss, tokens_per_second=round(speed, 1))
         self._display.step(step, loss, speed)
 
@@ -130,11 +137,11 @@ class Meter:
             raise Diverged(step, "the validation loss", bits)
         self._folder.add(step=step, val_bits_per_byte=bits)
         self._display.say(f"step {step}: validation {bits:.3f} bits per byte")
-        self._clock = time.perf_counter()
+        self._times = deque([time.perf_counter()], maxlen=11)
 
 
 def make_validate(held_out: np.ndarray) -> Callable[[nnx.Module], float]:
-    """``validate(model)``: the mean loss over the batches ``held_out`` [count, batch, length + 1], in bits a byte."""
+    """``validate(model)``: mean loss in bits a byte over batches ``held_out`` [count, batch, length + 1]."""
     eval_step = make_eval_step()
 
     def validate(model: nnx.Module) -> float:
@@ -146,7 +153,7 @@ def make_validate(held_out: np.ndarray) -> Callable[[nnx.Module], float]:
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[list[int]]:
-    """A list that is empty until Ctrl-C is pressed; pressed a second time, it interrupts as it always does."""
+    """A list that is empty until Ctrl-C is pressed; pressed again, it interrupts as it always does."""
     pressed: list[int] = []
 
     def press(number, frame):

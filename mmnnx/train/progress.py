@@ -41,7 +41,9 @@ class Display:
             left = _clock(took * (self._steps - step))
         text = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {left} left"
         self._bar.update(self._task, completed=step, description=text)
-        if not self.console.is_terminal and (step % self._every == 0 or step in (self._start + 1, self._steps)):
+        if not self.console.is_terminal and (
+            step % self._every == 0 or step in (self._start + 1, self._steps)
+        ):
             self.say(f"step {step}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:

@@ -10,8 +10,10 @@ import mmnnx as mm
 from mmnnx.modules import LM
 
 
-def sample(model: LM, prompt: bytes, count: int, window: int, *, seed: int = 0, temperature: float = 0.8) -> bytes:
-    """``prompt`` and ``count`` bytes that the model continues it with, looking back over ``window`` bytes at most.
+def sample(
+    model: LM, prompt: bytes, count: int, window: int, *, seed: int = 0, temperature: float = 0.8
+) -> bytes:
+    """``prompt`` and ``count`` bytes that the model continues it with, looking back over ``window`` bytes.
 
     Each byte takes one forward pass over the whole window: one shape, compiled once, no cache to keep.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +10,15 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.modules import LM, LMConfig
+from mmnnx.mpmd.jit import Jit
 from mmnnx.train.config import TrainConfig
 
 
 def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.TaskSharding]:
     """The mesh of ``config.stages * config.tensor`` devices, and where on it each weight of the model lives.
 
-    Each stage has a run of the blocks, of lengths as equal as can be; the first also the embedding, the last the
-    output layer. Inside a stage the logical axes named here are split over the stage's devices.
+    Each stage has a run of the blocks, of lengths as equal as can be; the first also the embedding, the last
+    the output layer. Inside a stage the logical axes named here are split over the stage's devices.
     """
     mesh = mm.MultiMesh(
         axis_sizes=(config.stages, config.tensor),
@@ -27,9 +26,7 @@ def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.Ta
         devices=devices.reshape(config.stages, config.tensor),
     )
     split = [(axis, "model") for axis in ("vocab", "heads", "kv_heads", "mlp")]
-    stages = [
-        mm.Task(f"stage{i}", mesh_slice={"stage": i}, logical_axes=split) for i in range(config.stages)
-    ]
+    stages = [mm.Task(f"stage{i}", mesh_slice={"stage": i}, logical_axes=split) for i in range(config.stages)]
     cuts = [config.layers * i // config.stages for i in range(config.stages + 1)]
     rules = {mm.path("embed"): (stages[0], None)}
     for stage, first, end in zip(stages, cuts, cuts[1:]):
@@ -80,8 +77,8 @@ def loss_fn(model: LM, tokens: jax.Array) -> jax.Array:
     return model.loss(tokens)
 
 
-def make_train_step(config: TrainConfig) -> Callable:
-    """``train_step(model, optimizer, tokens) -> loss``: one update in place, by the mean over all microbatches.
+def make_train_step(config: TrainConfig) -> Jit:
+    """``train_step(model, optimizer, tokens) -> loss``: one update in place, by the mean over microbatches.
 
     The state of model and optimizer is donated: the new takes the memory of the old.
     """
@@ -102,6 +99,6 @@ def make_train_step(config: TrainConfig) -> Callable:
     return mm.jit(train_step, donate_argnums=(0, 1))
 
 
-def make_eval_step() -> Callable:
+def make_eval_step() -> Jit:
     """``eval_step(model, tokens) -> loss``, in nats a byte."""
     return mm.jit(loss_fn)

@@ -60,6 +60,12 @@ def test_rows_are_named_after_meshes_from_the_top():
     assert bottom > top
 
 
+def test_rows_follow_the_pipeline_not_the_order_of_the_events():
+    events = [*reversed(pipeline(3, 2)), Event("stage2", -1, 0, "none")]
+    axes = draw_timeline(events).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["stage0", "stage1", "stage2"]
+
+
 def test_phases_have_colours_of_their_own():
     collections = draw_timeline(pipeline(2, 2)).axes[0].collections
     assert len({tuple(c.get_facecolor()[0]) for c in collections}) == len(collections) == 3

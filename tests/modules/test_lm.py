@@ -14,8 +14,18 @@ from mmnnx.modules.lm import rotate
 SMALL = dict(vocab=32, layers=2, width=16, heads=4, kv_heads=2, mlp=24)
 
 
-def build(seed: int = 0, **options) -> LM:
+def new(seed: int = 0, **options) -> LM:
     return LM(LMConfig(**(SMALL | options)), rngs=nnx.Rngs(seed))
+
+
+def build(seed: int = 0, **options) -> LM:
+    """A model whose blocks do something: a new one's pass on what they get."""
+    model = new(seed, **options)
+    keys = iter(jax.random.split(jax.random.key(seed), 100))
+    for block in model.blocks:
+        for layer in (block.attention.out, block.mlp.down):
+            layer.kernel.set_value(0.3 * jax.random.normal(next(keys), layer.kernel.shape))
+    return model
 
 
 def tokens(shape=(2, 10), seed: int = 0) -> jax.Array:
@@ -31,6 +41,12 @@ def test_logits_have_a_shape_and_are_float32_whatever_it_computes_in():
 def test_weights_are_float32_whatever_it_computes_in():
     state = nnx.state(build(dtype=jnp.bfloat16), nnx.Param)
     assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+
+
+def test_new_blocks_pass_on_what_they_get():
+    x = jax.random.normal(jax.random.key(0), (2, 10, 16))
+    np.testing.assert_array_equal(new().blocks[0](x), x)
+    assert jnp.abs(build().blocks[0](x) - x).max() > 0.1
 
 
 def test_no_position_sees_a_later_one():
@@ -55,7 +71,9 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
     np.testing.assert_allclose(jnp.linalg.norm(q, axis=-1), jnp.linalg.norm(x), rtol=1e-5)
     products = q @ k.T
     for distance in range(-5, 6):
-        np.testing.assert_allclose(jnp.diagonal(products, distance), products.diagonal(distance)[0], atol=1e-4)
+        np.testing.assert_allclose(
+            jnp.diagonal(products, distance), products.diagonal(distance)[0], atol=1e-4
+        )
     assert products[0].std() > 1e-3
 
 
@@ -80,14 +98,16 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_token():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_first_loss_is_that_of_a_uniform_guess(tied):
-    np.testing.assert_allclose(build(tied=tied).loss(tokens((8, 40))), np.log(32), atol=0.15)
+    np.testing.assert_allclose(new(tied=tied).loss(tokens((8, 40))), np.log(32), atol=0.15)
 
 
 def test_tied_output_is_the_embedding():
     untied, tied = build(), build(tied=True)
     assert hasattr(untied, "head") and not hasattr(tied, "head")
     grads = nnx.grad(lambda model: model.loss(tokens()))(tied)
-    assert (jnp.abs(grads["embed"]["embedding"][...]).sum(axis=1) > 0).all()  # tokens never read are predicted
+    assert (
+        jnp.abs(grads["embed"]["embedding"][...]).sum(axis=1) > 0
+    ).all()  # tokens never read are predicted
 
 
 def test_every_weight_names_its_axes():
@@ -104,14 +124,16 @@ def test_every_weight_names_its_axes():
 
 def test_names_of_axes_do_not_disturb_a_mesh_that_lacks_them():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))
-    with mesh, jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         model = build()
     np.testing.assert_array_equal(model(tokens()), build()(tokens()))
 
 
 def test_works_under_jit():
     model = build()
-    np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(model, tokens()), model(tokens()), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        nnx.jit(lambda m, x: m(x))(model, tokens()), model(tokens()), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

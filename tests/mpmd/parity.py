@@ -203,4 +203,6 @@ def assert_parity(
                     (loss, grads), nnx.jit(grad_fn)(make_model(), rows), rtol, "microbatches and whole batch"
                 )
             if placement is not None:
-                assert homes(split) == at_birth, f"step {step}: state moved from its home"
+                now = homes(split)
+                moved = {path: (at_birth[path], now[path]) for path in now if now[path] != at_birth[path]}
+                assert not moved, f"step {step}: state moved from its home: {moved}"

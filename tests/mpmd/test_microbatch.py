@@ -41,7 +41,8 @@ def run(request):
             else leaf
         )
         with mesh:
-            return mm.jit(f)(*jax.tree.map(on_mesh, args), **kwargs)
+            args = jax.tree.map(on_mesh, args, is_leaf=lambda x: isinstance(x, nnx.Module))
+            return mm.jit(f)(*args, **kwargs)
 
     return call
 

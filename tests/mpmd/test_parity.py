@@ -237,7 +237,6 @@ OPTIMIZERS = {
         optax.clip_by_global_norm(0.5),
         optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-2, 2, 10), eps=1e-1, weight_decay=0.1),
     ),
-    "gradients accumulated over steps": optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2),
 }
 
 

@@ -40,7 +40,7 @@ def transformer_program(microbatches=8, schedule="1f1b", tied=False, **options):
 
 def stage_of(submesh, mesh):
     """The number of the stage that a mesh is."""
-    return list(mesh.devices[:, 0].flat).index(submesh.devices.flat[0])
+    return list(mesh.devices.reshape(STAGES, -1)[:, 0]).index(submesh.devices.flat[0])
 
 
 def crossings(program, mesh):

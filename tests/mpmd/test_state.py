@@ -253,6 +253,6 @@ def test_a_donated_array_used_again():
 def test_later_task_options_are_refused_until_they_act():
     mesh, _ = pipeline(2)
     for option in ({"split_backprop": True}, {"loop_dependent_mesh_slice": lambda i: {"stage": i}}):
-        task = mm.Task("early", mesh_slice={"stage": 0}, **option)
         with mesh, pytest.raises(ValueError, match=next(iter(option))):
+            task = mm.Task("early", mesh_slice={"stage": 0}, **option)
             mm.jit(mm.task(lambda x: x + 1, task=task))(jnp.ones(2))

@@ -29,7 +29,7 @@ def validations(folder: RunFolder) -> dict[int, float]:
 
 @pytest.fixture
 def at_step(monkeypatch):
-    """``at_step(n, action)``: run ``action(loss)`` in place of the loss that step ``n`` of this process returns."""
+    """``at_step(n, action)``: step ``n`` of the next run returns ``action(loss)`` for its loss."""
 
     def install(number, action):
         make = mmnnx.train.loop.make_train_step
@@ -96,7 +96,9 @@ def test_microbatches_do_not_change_the_losses(config, whole):
     assert losses(train(config(microbatches=1))) == pytest.approx(losses(whole), abs=1e-4)
 
 
-def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(config, tmp_path, at_step, monkeypatch, whole):
+def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(
+    config, tmp_path, at_step, monkeypatch, whole
+):
     at_step(4, ctrl_c)
     with pytest.raises(Interrupted, match="stopped after step 4"):
         train(config())
@@ -105,7 +107,7 @@ def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(config, tmp_p
     assert len(losses(stopped)) == 4
     assert Checkpoints(stopped.checkpoints).latest == 4
 
-    resumed = train(config(resume=True))
+    resumed = train(config(resume=True, sample=4))
     assert losses(resumed) == losses(whole)
     assert validations(resumed)[7] == validations(whole)[7]
     assert (resumed.path / "sample.txt").read_bytes() == (whole.path / "sample.txt").read_bytes()

@@ -1,0 +1,41 @@
+"""Equations traced for one mesh, rewritten for the TaskMesh of their fragment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from mmnnx import _compat
+
+
+def localise(eqn: Any, mesh: Mesh) -> Any:
+    """An equation for one TaskMesh: constraints and shard_maps over another mesh become ones over this one.
+
+    A constraint keeps the axes that this mesh has. A shard_map is moved if its axes have the same sizes here.
+    """
+    params = {key: _localise_param(key, value, mesh) for key, value in eqn.params.items()}
+    return eqn.replace(params=params) if any(params[k] is not eqn.params[k] for k in params) else eqn
+
+
+def _localise_param(key: str, value: Any, mesh: Mesh) -> Any:
+    if isinstance(value, NamedSharding) and value.mesh != mesh:
+        return NamedSharding(mesh, _kept_axes(value.spec, mesh))
+    if key == "mesh" and isinstance(value, (Mesh, AbstractMesh)) and value != mesh:
+        return mesh if dict(value.shape) == dict(mesh.shape) else value
+    if isinstance(value, _compat.JAXPR_TYPES):
+        return _compat.map_equations(value, lambda e: localise(e, mesh))
+    if isinstance(value, tuple) and any(isinstance(v, _compat.JAXPR_TYPES) for v in value):
+        return tuple(_localise_param(key, v, mesh) for v in value)
+    return value
+
+
+def _kept_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """A spec without the axes that a mesh lacks."""
+
+    def keep(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return tuple(axis for axis in entry if axis in mesh.axis_names) or None
+        return entry if entry in (None, PartitionSpec.UNCONSTRAINED) or entry in mesh.axis_names else None
+
+    return PartitionSpec(*map(keep, spec))
