@@ -1,7 +1,5 @@
 """mmnnx: Flax NNX programs over several device submeshes (MPMD), on stock JAX."""
 
-from flax.nnx import shard_map as shard_map
-
 from mmnnx.mpmd.jit import ignore_transforms, jit
 from mmnnx.mpmd.microbatch import microbatch
 from mmnnx.mpmd.program import Program
@@ -14,6 +12,7 @@ from mmnnx.sharding import (
     clear_tasks,
     path,
     register_task,
+    shard_map,
     task,
     with_sharding_constraint,
 )

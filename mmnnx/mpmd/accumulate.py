@@ -62,7 +62,7 @@ def _split_loop(loop: Loop, body: Placement) -> tuple[list[Node], Loop, list[Nod
         parts: list[Var] = []
         for i, summands in enumerate(by_mesh.values()):
             if i:
-                zeros, (begin,) = inline(lambda a=start.aval: jnp.zeros(a.shape, a.dtype), scope=last.scope)
+                zeros, (begin,) = inline(lambda a=start.aval: jnp.copy(jnp.zeros(a.shape, a.dtype)), scope=last.scope)
                 before += zeros
                 running = jex.Var(enters.aval)
             else:

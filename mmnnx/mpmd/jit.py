@@ -112,6 +112,11 @@ class Jit:
         graph_updates: bool | None,
         **options: Any,
     ):
+        if inspect.ismethod(fun) and isinstance(fun.__self__, nnx.Module):
+            raise ValueError(
+                f"mm.jit of the bound method {fun.__qualname__}: decorate the method in its class, "
+                f"or give mm.jit({fun.__qualname__}) and pass the instance as first argument"
+            )
         functools.update_wrapper(self, fun)
         names = _static_names(fun, options["static_argnums"], options["static_argnames"])
         observer = Observer(in_shardings, out_shardings, names.positions)

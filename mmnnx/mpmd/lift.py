@@ -187,8 +187,8 @@ def _lookup(sharding: TaskSharding, paths: Sequence[Path], value: Any) -> Match 
             errors.append(error)
     if matches:
         return min(matches, key=lambda match: match.index)
-    if _compat.is_optimizer_slot(value):
-        return None  # it follows its parameter
+    if _compat.is_optimizer_slot(value) or all(not a.shape for a in _arrays(value)):
+        return None  # it follows its parameter; counters and keys need no place
     raise errors[0]
 
 

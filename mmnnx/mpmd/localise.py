@@ -19,10 +19,14 @@ def localise(eqn: Any, mesh: Mesh) -> Any:
 
 
 def _localise_param(key: str, value: Any, mesh: Mesh) -> Any:
-    if isinstance(value, NamedSharding) and value.mesh != mesh:
-        return NamedSharding(mesh, _kept_axes(value.spec, mesh))
-    if key == "mesh" and isinstance(value, (Mesh, AbstractMesh)) and value != mesh:
-        return mesh if dict(value.shape) == dict(mesh.shape) else value
+    if isinstance(value, NamedSharding) and value.mesh not in (mesh, mesh.abstract_mesh):
+        here = mesh.abstract_mesh if isinstance(value.mesh, AbstractMesh) else mesh
+        return NamedSharding(here, _kept_axes(value.spec, mesh))
+    if key in ("mesh", "context_mesh") and isinstance(value, (Mesh, AbstractMesh)):
+        sizes = {**mesh.shape}
+        if not value.empty and all(sizes.get(axis) in (n, 1) for axis, n in value.shape.items()):
+            return mesh.abstract_mesh if isinstance(value, AbstractMesh) else mesh
+        return value
     if isinstance(value, _compat.JAXPR_TYPES):
         return _compat.map_equations(value, lambda e: localise(e, mesh))
     if isinstance(value, tuple) and any(isinstance(v, _compat.JAXPR_TYPES) for v in value):

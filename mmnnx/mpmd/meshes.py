@@ -48,6 +48,10 @@ class Meshes:
             names[mesh] = name if name not in names.values() else f"{name}.{n}"
         return names
 
+    def labels(self) -> dict[Mesh, str]:
+        """The names with the numbers of the devices, for messages."""
+        return {m: f"{name} (devices {[d.id for d in m.devices.flat]})" for m, name in self.names().items()}
+
     def _slice(self, mesh: Mesh) -> str | None:
         if self.multimesh is None:
             return None

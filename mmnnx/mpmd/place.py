@@ -83,7 +83,7 @@ def place(
       task_of: from a name stack to the task scope that it lies in and that task's mesh.
       follows: results whose home is that of a state variable (outputs that follow their parameter).
     """
-    return _Region(nodes, inputs, task_of, follows, in_loop=False).run()
+    return _Region(nodes, inputs, task_of, follows).run()
 
 
 class _Region:
@@ -95,16 +95,18 @@ class _Region:
         inputs: dict[Var, Origin],
         task_of: TaskOf,
         follows: dict[Var, Var],
-        in_loop: bool,
+        roots: dict[Var, frozenset[Var]] | None = None,
+        microbatches: int | None = None,
     ):
         self.nodes = nodes
         self.task_of = task_of
-        self.in_loop = in_loop
+        self.in_loop = microbatches is not None
+        self.microbatches = microbatches or 1
         self.out = Placement()
         self.where, self.spots, self.positions = self.out.where, self.out.spots, self.out.positions
         self.where.update(inputs)
         # For every variable derived from state alone: the inputs it is derived from.
-        self.roots = {v: frozenset([v]) for v, o in inputs.items() if o.kind is Kind.STATE}
+        self.roots = {v: frozenset([v]) for v, o in inputs.items() if o.kind is Kind.STATE} | (roots or {})
         self.tied: set[Node] = set()
         self.maker: dict[Var, Node] = {v: n for n in nodes for v in n.outvars}
         self.users: dict[Var, list[Node]] = {}
@@ -367,6 +369,7 @@ class _Region:
         for v, a in zip(loop.carry_in, loop.init):
             home = self._of(a).home
             inputs[v] = FREE if home is None else Origin(Kind.STATE, home)
+        roots = {v: self.roots[v] for v in loop.captured if v in self.roots}
         follows = {
             o: self.out.follows[c]
             for o, c in zip(loop.carry_out, loop.carries)
@@ -374,7 +377,9 @@ class _Region:
         }
         while True:
             known = inputs | {s: self.where[s] for s in follows.values() if s not in inputs}
-            body = _Region(loop.body, known, self.task_of, follows, in_loop=True).run()
+            body = _Region(
+                loop.body, known, self.task_of, follows, roots, loop.spec.length
+            ).run()
             moved = {
                 v: Origin(Kind.STATE, body.where[o].home)
                 for v, o in zip(loop.carry_in, loop.carry_out)
@@ -467,8 +472,9 @@ class _Region:
                         edges.append((number[u], number[maker], -1))
                 elif u in at and at[u] > boundary and (u in self.tied or u in limit):
                     edges.append((value, 1, -1))
-            if wanted.get(maker, -1) > boundary:
-                edges.append((value, 1, -1))
+            if maker in number and wanted.get(maker, -1) > boundary:
+                # A gradient is summed where it is made and sent home once, not in every microbatch.
+                edges.append((number[maker], 1, max(1, nbytes(v) // self.microbatches)))
         beyond = sink_side(count, edges)
         return [e for e in movable if number[e] in beyond]
 

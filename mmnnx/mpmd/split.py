@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
 from mmnnx.mpmd.accumulate import split_shared
 from mmnnx.mpmd.bind import binder, deliver, entering
 from mmnnx.mpmd.compile import compile_program, transferred
+from mmnnx.mpmd.ends import find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
-from mmnnx.mpmd.lift import Leaf, Record
+from mmnnx.mpmd.lift import Record
 from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.meshes import Meshes
 from mmnnx.mpmd.place import Placement, place
@@ -60,23 +60,16 @@ def split(
 
     for scope in scopes_in(traced.jaxpr):
         task_of(scope)
-    given = [_given(x, leaf, meshes) for x, leaf in zip(leaves, record.inputs)]
-    rules = [_rule(leaf, meshes) for leaf in record.results]
-    spanning, divided = meshes.spanning(), meshes.tasks()
-    homes = [
-        None if g is None or not jnp.ndim(x) or g.mesh in spanning else g.mesh for g, x in zip(given, leaves)
-    ]
-    follows = _follows(record, leaves, traced.jaxpr.out_avals, homes)
-    asked = _asked(record, traced.jaxpr.out_avals, rules, follows, given, homes)
+    ends = find_ends(record, leaves, traced.jaxpr.out_avals, meshes)
+    given, homes, asked = ends.given, ends.homes, ends.asked
+    divided = meshes.tasks()
     if len(divided) == 1:
         flat, plan, results = _undivided(traced.jaxpr, divided[0], meshes.names())
         fixed: dict[Held, NamedSharding] = {}
     else:
-        flat = open_calls(traced.jaxpr, homes, lambda scope: (found := task_of(scope)) and found[1])
+        flat = open_calls(traced.jaxpr, homes, lambda scope: (found := task_of(scope)) and found[1], meshes.labels())
         origin = {v: _origin(h) for v, h in zip(flat.invars, homes)} | {v: FREE for v, _ in flat.constants}
-        led = {
-            v: flat.invars[n] for v, n in zip(flat.outvars, follows) if n is not None and is_var(v) and homes[n]
-        }
+        led = {v: flat.invars[n] for v, n in zip(flat.outvars, ends.follows) if n is not None and is_var(v)}
         nodes, placement = list(flat.nodes), None
         while nodes:
             placement = place(nodes, origin, task_of, led)
@@ -148,74 +141,6 @@ def _origin(home: Mesh | None) -> Origin:
     return FREE if home is None else Origin(Kind.STATE, home)
 
 
-def _given(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
-    """Where an argument lives: by in_shardings, else by its own sharding; None if nowhere in particular."""
-    rule = _rule(leaf, meshes)
-    if rule is not None:
-        return rule
-    if isinstance(x, jax.Array) and x.committed and isinstance(x.sharding, NamedSharding):
-        return meshes.sharding(x.sharding)
-    return None
-
-
-def _rule(leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
-    if leaf is None or leaf.rule is None:
-        return None
-    task, sharding = leaf.rule
-    if isinstance(sharding, NamedSharding):
-        return meshes.sharding(sharding, task.name if task is not None else None)
-    devices = list(sharding.device_set)
-    if len(devices) > 1:
-        raise ValueError(f"{leaf}: mm.jit places arrays by NamedSharding, PartitionSpec or TaskSharding, not {sharding}")
-    return NamedSharding(meshes.canonical(Mesh(devices, ("device",))), PartitionSpec())
-
-
-def _follows(
-    record: Record, leaves: Sequence[Any], types: Sequence[Any], homes: Sequence[Mesh | None]
-) -> list[int | None]:
-    """For each result: the input that it is the new value of, or whose path ends its own (a gradient, a slot)."""
-    by_end: dict[tuple, list[int]] = {}
-    for n, leaf in enumerate(record.inputs):
-        if leaf is not None and leaf.within and homes[n] is not None:
-            by_end.setdefault((leaf.within, jnp.shape(leaves[n])), []).append(n)
-    found: list[int | None] = []
-    for leaf, aval in zip(record.results, types):
-        n = leaf.updates if leaf is not None else None
-        if n is not None and homes[n] is None:
-            n = None
-        if leaf is not None and n is None and leaf.updates is None:
-            ends = (leaf.path[k:] for k in range(len(leaf.path)))
-            n = next((by_end[end, aval.shape][0] for end in ends if (end, aval.shape) in by_end), None)
-        found.append(n if n is None or jnp.shape(leaves[n]) == aval.shape else None)
-    return found
-
-
-def _asked(
-    record: Record,
-    types: Sequence[Any],
-    rules: Sequence[NamedSharding | None],
-    follows: Sequence[int | None],
-    given: Sequence[NamedSharding | None],
-    homes: Sequence[Mesh | None],
-) -> list[NamedSharding | None]:
-    """The sharding that each result must have: its rule's; a slot's or new value's is its parameter's."""
-    asked: list[NamedSharding | None] = []
-    parameters = {
-        (leaf.within[k:], aval.shape): rule
-        for leaf, aval, rule in zip(record.results, types, rules)
-        if leaf is not None and rule is not None and not leaf.slot
-        for k in range(min(2, len(leaf.within)))
-    }
-    for leaf, aval, rule, n in zip(record.results, types, rules, follows):
-        of_input = given[n] if n is not None and homes[n] is not None else None
-        if leaf is not None and leaf.slot and of_input is None:
-            ends = [(leaf.path[k:], aval.shape) for k in range(len(leaf.path))]
-            of_input = next((parameters[end] for end in ends if end in parameters), None)
-        slot_first = leaf is not None and leaf.slot and of_input is not None
-        asked.append(of_input if slot_first or rule is None else rule)
-    return asked
-
-
 class _Results:
     """Which meshes hold each result."""
 
@@ -250,7 +175,7 @@ class _Results:
 
 def _undivided(jaxpr: Any, mesh: Mesh, names: dict[Mesh, str]) -> tuple[Flat, Plan, list[list[Held]]]:
     """A function that touches one mesh: one fragment."""
-    flat = open_calls(jaxpr, [None] * len(jaxpr.in_avals), lambda scope: None, loops=False)
+    flat = open_calls(jaxpr, [None] * len(jaxpr.in_avals), lambda scope: None, names, loops=False)
     made = {v for e in flat.nodes for v in e.outvars}
     outvars = list(dict.fromkeys(v for v in flat.outvars if is_var(v) and v in made))
     read = {a for e in flat.nodes for a in e.invars if is_var(a)}

@@ -185,6 +185,7 @@ def open_calls(
     jaxpr: Any,
     homes: Sequence[Mesh | None],
     task_mesh: Callable[[str], Mesh | None],
+    names: dict[Mesh, str],
     loops: bool = True,
 ) -> Flat:
     """Inlines the calls of `jaxpr` that stand across tasks.
@@ -193,6 +194,7 @@ def open_calls(
       jaxpr: a closed jaxpr.
       homes: for each of its inputs, the mesh where that state lives, None for inputs that live nowhere.
       task_mesh: from a name stack to the mesh of the task it lies in, None outside tasks.
+      names: what messages call each mesh.
       loops: whether microbatch loops become a Loop; otherwise they stay a scan.
 
     Raises:
@@ -201,7 +203,7 @@ def open_calls(
     invars, outvars, eqns, consts = _compat.open_jaxpr(jaxpr)
     fresh = [jex.Var(v.aval) for v in invars]
     constants = [(jex.Var(v.aval), value) for v, value in consts]
-    opener = _Opener(task_mesh)
+    opener = _Opener(task_mesh, names)
     for var, home in zip(fresh, homes):
         opener.origin[var] = FREE if home is None else Origin(Kind.STATE, home)
     opener.constants += constants
@@ -228,8 +230,8 @@ def prune(nodes: Sequence[Node], outputs: Iterable[Atom]) -> list[Node]:
 class _Opener:
     """The state of one pass of `open_calls`: what every variable seen so far is made of."""
 
-    def __init__(self, task_mesh: Callable[[str], Mesh | None]):
-        self.task_mesh = task_mesh
+    def __init__(self, task_mesh: Callable[[str], Mesh | None], names: dict[Mesh, str]):
+        self.task_mesh, self.names = task_mesh, names
         self.origin: dict[Var, Origin] = {}
         self.constants: list[tuple[Var, Any]] = []
         self.layout_of: dict[Var, Var] = {}  # values that only lay out another one anew
@@ -248,7 +250,7 @@ class _Opener:
                 if name == "scan":
                     self._unroll(eqn, env, scope, out, in_loop)
                 elif name in ("cond", "while"):
-                    raise ValueError(_several_tasks(name, scope, meshes))
+                    raise ValueError(_several_tasks(name, scope, [self.names[m] for m in meshes]))
                 elif name == "shard_map":
                     out.append(self._keep(eqn, env, scope))
                 else:
@@ -431,16 +433,11 @@ def scopes_in(jaxpr: Any, prefix: str = "") -> Iterable[str]:
             yield from scopes_in(inner, scope)
 
 
-def _several_tasks(name: str, scope: str, meshes: set[Mesh]) -> str:
+def _several_tasks(name: str, scope: str, tasks: Sequence[str]) -> str:
     where = f" under scope {scope!r}" if scope else ""
-    devices = "; ".join(str([d.id for d in m.devices.flat]) for m in sorted(meshes, key=_first_device))
     return (
-        f"a {name!r} loop or branch{where} contains computation of {len(meshes)} TaskMeshes (devices {devices}). "
-        "Which branch or how many iterations run is known on one of them only. "
+        f"a {name!r}{where} contains computation of {len(tasks)} tasks: {', '.join(sorted(tasks))}. "
+        "Which branch or how many iterations run is known on one TaskMesh only. "
         f"Put the whole {name!r} in one task (mm.task), move the other tasks' work out of it, "
-        "or use a lax.scan / Python loop with a fixed trip count, which mm.jit unrolls."
+        "or use a lax.scan or Python loop with a fixed trip count, which mm.jit unrolls."
     )
-
-
-def _first_device(mesh: Mesh) -> int:
-    return mesh.devices.flat[0].id

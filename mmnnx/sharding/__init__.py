@@ -3,6 +3,7 @@
 from mmnnx.sharding.logical import with_sharding_constraint
 from mmnnx.sharding.mesh import MultiMesh, TaskMesh
 from mmnnx.sharding.placement import PlacementError, TaskSharding, path
+from mmnnx.sharding.shard_map import shard_map
 from mmnnx.sharding.task import Task, clear_tasks, register_task, task
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "clear_tasks",
     "path",
     "register_task",
+    "shard_map",
     "task",
     "with_sharding_constraint",
 ]

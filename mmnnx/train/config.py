@@ -29,7 +29,7 @@ class TrainConfig:
     eval_every: int = 50
     """Measure the validation loss and save a checkpoint every this many steps."""
     sample: int = 200
-    """Bytes of text to generate at the end."""
+    """Bytes of text to generate at the end; 0 for none."""
 
     # --- the data
 

@@ -82,12 +82,11 @@ def train(config: TrainConfig) -> RunFolder:
         draw_loss(folder.rows()).savefig(folder.path / "loss.png")
         timeline = train_step.program(model, optimizer, held_out[0]).simulate()
         draw_timeline(timeline.events).savefig(folder.path / "timeline.png")
-        prompt = held_out[0, 0, : config.sequence // 4].astype(np.uint8).tobytes()
-        text = sample(model, prompt, config.sample, config.sequence, seed=config.seed).decode(
-            errors="replace"
-        )
-        (folder.path / "sample.txt").write_text(text)
-        display.say(f"--- a sample of its text:\n{text}\n---")
+        if config.sample:
+            prompt = held_out[0, 0, : config.sequence // 4].astype(np.uint8).tobytes()
+            text = sample(model, prompt, config.sample, config.sequence, seed=config.seed)
+            (folder.path / "sample.txt").write_bytes(text)
+            display.say(f"--- a sample of its text:\n{text.decode(errors='replace')}\n---")
     return folder
 
 

@@ -176,7 +176,8 @@ def assert_parity(
     # size.
     optimizer = optimizer or optax.adamw(3e-2, eps=1e-1, weight_decay=1e-2)
     options = dict(microbatch=microbatch, schedule=schedule, reduce=reduce, has_aux=has_aux, wrt=wrt)
-    whole = nnx.jit(make_model)()
+    init = nnx.jit(make_model)
+    whole = init()
     whole_optimizer = nnx.Optimizer(whole, optimizer, wrt=wrt)
     whole_step = train_step(nnx.jit, loss_fn, **options)
 
@@ -200,7 +201,7 @@ def assert_parity(
             if step == 0 and whole_batch:
                 grad_fn = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
                 assert_same(
-                    (loss, grads), nnx.jit(grad_fn)(make_model(), rows), rtol, "microbatches and whole batch"
+                    (loss, grads), nnx.jit(grad_fn)(init(), rows), rtol, "microbatches and whole batch"
                 )
             if placement is not None:
                 now = homes(split)

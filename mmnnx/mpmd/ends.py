@@ -1,0 +1,93 @@
+"""The two ends of a function: where its arguments live, and where its results must."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmnnx.mpmd.lift import Leaf, Record
+from mmnnx.mpmd.meshes import Meshes
+
+
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """What is known of the arguments and results of a function, in flat order.
+
+    Attributes:
+      given: the sharding that each argument has or is given; None for one that lives nowhere in particular.
+      homes: the mesh of each piece of placed state; None for other arguments, and for scalars, which are
+        copied to every mesh that reads them.
+      follows: for each result, the placed argument that it is the new value, the gradient or a slot of.
+      asked: the sharding that each result must have; None for one that stays where it is computed.
+    """
+
+    given: list[NamedSharding | None]
+    homes: list[Mesh | None]
+    follows: list[int | None]
+    asked: list[NamedSharding | None]
+
+
+def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshes: Meshes) -> Ends:
+    """Works out both ends from what was traced, the arguments of a call, and the types of the results."""
+    given = [_given(x, leaf, meshes) for x, leaf in zip(leaves, record.inputs)]
+    rules = [_rule(leaf, meshes) for leaf in record.results]
+    spanning = meshes.spanning()
+    placed = [None if g is None or g.mesh in spanning else g for g in given]
+    homes = [None if g is None or not jnp.ndim(x) else g.mesh for g, x in zip(placed, leaves)]
+    shapes = [jnp.shape(x) for x in leaves]
+    by_end: dict[tuple, int] = {}
+    for n, leaf in enumerate(record.inputs):
+        if leaf is not None and leaf.within and homes[n] is not None:
+            by_end.setdefault((leaf.within, shapes[n]), n)
+    # Parameters among the results, for the slots of an optimizer that is made together with its model.
+    made = {
+        (leaf.within[k:], aval.shape): rule
+        for leaf, aval, rule in zip(record.results, types, rules)
+        if leaf is not None and rule is not None and not leaf.slot
+        for k in range(min(2, len(leaf.within)))
+    }
+    follows: list[int | None] = []
+    asked: list[NamedSharding | None] = []
+    for leaf, aval, rule in zip(record.results, types, rules):
+        follow, sharding = None, rule
+        if leaf is not None and leaf.updates is not None:
+            same = shapes[leaf.updates] == aval.shape
+            follow = leaf.updates if same and homes[leaf.updates] is not None else None
+            sharding = rule or (placed[leaf.updates] if same else None)
+        elif leaf is not None:
+            endings = [(leaf.path[k:], aval.shape) for k in range(len(leaf.path))]
+            follow = next((by_end[e] for e in endings if e in by_end), None)
+            of_parameter = given[follow] if follow is not None else None
+            if leaf.slot and of_parameter is None:
+                of_parameter = next((made[e] for e in endings if e in made), None)
+            sharding = of_parameter or rule if leaf.slot else rule or of_parameter
+        follows.append(follow)
+        asked.append(sharding)
+    return Ends(given, homes, follows, asked)
+
+
+def _given(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
+    """Where an argument lives: by in_shardings, else by its own sharding; None if nowhere in particular."""
+    rule = _rule(leaf, meshes)
+    if rule is not None:
+        return rule
+    if isinstance(x, jax.Array) and x.committed and isinstance(x.sharding, NamedSharding):
+        return meshes.sharding(x.sharding)
+    return None
+
+
+def _rule(leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
+    if leaf is None or leaf.rule is None:
+        return None
+    task, sharding = leaf.rule
+    if isinstance(sharding, NamedSharding):
+        return meshes.sharding(sharding, task.name if task is not None else None)
+    devices = list(sharding.device_set)
+    if len(devices) > 1:
+        raise ValueError(f"{leaf}: mm.jit places arrays by NamedSharding, PartitionSpec or TaskSharding, not {sharding}")
+    return NamedSharding(meshes.canonical(Mesh(devices, ("device",))), PartitionSpec())

@@ -1,0 +1,60 @@
+"""`nnx.shard_map`, with the mesh of the task that it is used in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from mmnnx.sharding.mesh import MultiMesh, current_multimesh
+from mmnnx.sharding.task import current_task
+
+
+def shard_map(
+    fun: Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | AbstractMesh | MultiMesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    **options: Any,
+) -> Any:
+    """`nnx.shard_map`: a function over shards, lifted to NNX objects.
+
+    Args:
+      fun: the function; without it, a decorator is returned.
+      mesh: what to map over. Default: the mesh of the task this is called in, else the current MultiMesh.
+      in_specs, out_specs: PartitionSpecs, `nnx.StateSharding` or `TaskSharding`, or prefix trees of them.
+      **options: those of `nnx.shard_map` (`axis_names`, `check_vma`, `graph`, `graph_updates`).
+
+    Raises:
+      ValueError: when called, if there is neither a mesh, nor a task, nor a current MultiMesh.
+
+    Example:
+      >>> @mm.shard_map(in_specs=P("model"), out_specs=P())
+      ... def total(x):
+      ...     return jax.lax.psum(jnp.sum(x), "model")
+    """
+    if fun is None:
+        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+
+    @functools.wraps(fun)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        chosen = _mesh(mesh)
+        return nnx.shard_map(fun, mesh=chosen, in_specs=in_specs, out_specs=out_specs, **options)(*args, **kwargs)
+
+    return mapped
+
+
+def _mesh(mesh: Mesh | AbstractMesh | MultiMesh | None) -> Mesh | AbstractMesh:
+    if isinstance(mesh, MultiMesh):
+        return mesh.mesh
+    if mesh is not None:
+        return mesh
+    if (task := current_task()) is not None:
+        return task.to_mesh()
+    if (multimesh := current_multimesh()) is not None:
+        return multimesh.mesh
+    raise ValueError("shard_map needs a mesh: give mesh=, or use it in a task or inside `with MultiMesh(...):`")
