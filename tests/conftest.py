@@ -2,6 +2,8 @@
 
 import os
 
+import hypothesis
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FLAGS = [
     "--xla_force_host_platform_device_count=8",
@@ -10,8 +12,6 @@ FLAGS = [
     "--xla_llvm_disable_expensive_passes=true",
 ]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
-
-import hypothesis
 
 # A run that decides whether a change is taken tries the same examples every time; at home, new ones.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from mmnnx.mpmd.place import Placement
 from mmnnx.mpmd.trace import Atom, Equation, Loop, Node, Var, inline, is_var
 
 _ADDS = ("add", "add_any")
 
 
-def split_shared(nodes: Sequence[Node], placement: Placement) -> list[Node] | None:
-    """Gives a running sum whose terms come from several meshes one accumulator on each of them.
+def split_sums(nodes: Sequence[Node], group_of: Callable[[Loop, Var], Hashable]) -> list[Node]:
+    """Gives a running sum of several terms one accumulator for each group of its terms.
 
-    Without it a term made on another mesh would be sent in every microbatch; with it the accumulators are
-    sent once, after the loop.
+    With groups by mesh, a term made away from home is not sent in every microbatch: its accumulator is sent
+    once, after the loop.
+
+    Args:
+      nodes: all nodes, in order.
+      group_of: from a loop and a term (a body variable) to the group of that term.
 
     Returns:
-      The rewritten nodes, or None if there is no such sum.
+      The nodes, with loops replaced that hold such sums.
     """
     out: list[Node] = []
-    changed = False
     for node in nodes:
-        if isinstance(node, Loop):
-            before, loop, after = _split_loop(node, placement.bodies[node])
-            changed |= loop is not node
-            out += [*before, loop, *after]
-        else:
-            out.append(node)
-    return out if changed else None
+        out += _split_loop(node, group_of) if isinstance(node, Loop) else [node]
+    return out
 
 
-def _split_loop(loop: Loop, body: Placement) -> tuple[list[Node], Loop, list[Node]]:
+def _split_loop(loop: Loop, group_of: Callable[[Loop, Var], Hashable]) -> list[Node]:
     maker = {v: e for e in loop.body for v in e.outvars}
     uses = Counter(a for e in loop.body for a in e.invars if is_var(a))
     uses.update([*loop.carry_out, *loop.ys])
@@ -49,10 +46,10 @@ def _split_loop(loop: Loop, body: Placement) -> tuple[list[Node], Loop, list[Nod
     for start, enters, leaves, total in zip(loop.init, loop.carry_in, loop.carry_out, loop.carries):
         last = maker.get(leaves)
         terms, adds = _terms(last, enters, maker, uses) if last is not None else ([], [])
-        by_mesh: dict[Mesh, list[Var]] = {}
+        groups: dict[Hashable, list[Var]] = {}
         for term in terms:
-            by_mesh.setdefault(body.mesh_of(term), []).append(term)
-        if len(by_mesh) < 2 or None in by_mesh:
+            groups.setdefault(group_of(loop, term), []).append(term)
+        if len(groups) < 2:
             init.append(start)
             carry_in.append(enters)
             carry_out.append(leaves)
@@ -60,27 +57,25 @@ def _split_loop(loop: Loop, body: Placement) -> tuple[list[Node], Loop, list[Nod
             continue
         dropped.update(adds)
         parts: list[Var] = []
-        for i, summands in enumerate(by_mesh.values()):
-            if i:
-                zeros, (begin,) = inline(lambda a=start.aval: jnp.copy(jnp.zeros(a.shape, a.dtype)), scope=last.scope)
+        for i, summands in enumerate(groups.values()):
+            begin, running = start, enters
+            if i:  # the first group takes over the accumulator there was
+                aval = start.aval
+                zeros, (begin,) = inline(lambda a=aval: jnp.copy(jnp.zeros(a.shape, a.dtype)), scope=last.scope)
                 before += zeros
                 running = jex.Var(enters.aval)
-            else:
-                begin, running = start, enters
-            carry_in.append(running)
             init.append(begin)
+            carry_in.append(running)
             for term in summands:
                 equations, (running,) = inline(jnp.add, running, term, scope=last.scope)
                 added += equations
             carry_out.append(running)
             parts.append(jex.Var(total.aval))
-            carries.append(parts[-1])
-        equations, (result,) = inline(lambda *xs: sum(xs[1:], xs[0]), *parts, scope="")
-        *head, final = equations
-        assert final.outvars == [result]
-        after += [*head, Equation(final.eqn.replace(outvars=[total]), "")]
+        carries += parts
+        sums, _ = inline(lambda *xs: functools.reduce(jnp.add, xs), *parts, scope="")
+        after += [*sums[:-1], Equation(sums[-1].eqn.replace(outvars=[total]), "")]
     if not dropped:
-        return [], loop, []
+        return [loop]
     new = dataclasses.replace(
         loop,
         body=(*(e for e in loop.body if e not in dropped), *added),
@@ -89,7 +84,7 @@ def _split_loop(loop: Loop, body: Placement) -> tuple[list[Node], Loop, list[Nod
         carry_out=tuple(carry_out),
         carries=tuple(carries),
     )
-    return before, new, after
+    return [*before, new, *after]
 
 
 def _terms(

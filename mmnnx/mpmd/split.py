@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
-from mmnnx.mpmd.accumulate import split_shared
+from mmnnx.mpmd.accumulate import split_sums
 from mmnnx.mpmd.bind import binder, deliver, entering
 from mmnnx.mpmd.compile import compile_program, transferred
 from mmnnx.mpmd.ends import find_ends
@@ -70,13 +70,14 @@ def split(
         flat = open_calls(traced.jaxpr, homes, lambda scope: (found := task_of(scope)) and found[1], meshes.labels())
         origin = {v: _origin(h) for v, h in zip(flat.invars, homes)} | {v: FREE for v, _ in flat.constants}
         led = {v: flat.invars[n] for v, n in zip(flat.outvars, ends.follows) if n is not None and is_var(v)}
-        nodes, placement = list(flat.nodes), None
-        while nodes:
+        nodes = flat.nodes
+        # Where each term of a sum is made is known when the terms are placed one by one.
+        apart = split_sums(nodes, lambda loop, term: term)
+        placement = place(apart, origin, task_of, led)
+        if apart != list(nodes):
+            where = {v: o for body in placement.bodies.values() for v, o in body.where.items()}
+            nodes = split_sums(nodes, lambda loop, term: where[term].home)
             placement = place(nodes, origin, task_of, led)
-            rewritten = split_shared(nodes, placement)
-            if rewritten is None:
-                break
-            nodes = rewritten
         places = _Results(flat, placement, asked, divided, multimesh)
         results = [places.of(n) for n in range(len(flat.outvars))]
         plan = cut(nodes, placement, [h for held in results for h in held], meshes.names())

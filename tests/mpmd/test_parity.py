@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import assert_parity, assert_same, pipeline, place, train_step
+from tests.mpmd.parity import assert_parity, assert_same, pipeline, place, train_step, values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,9 +300,12 @@ def test_auxiliary_outputs():
 # Precision
 
 
-@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
-def test_bfloat16(param_dtype):
-    """Computing in bfloat16, with float32 parameters and with bfloat16 ones: equal within a few roundings."""
+@pytest.mark.parametrize("param_dtype, rtol", [(jnp.float32, 3e-2), (jnp.bfloat16, 4e-2)])
+def test_bfloat16(param_dtype, rtol):
+    """Computing in bfloat16, with float32 parameters and with bfloat16 ones.
+
+    With bfloat16 parameters one device is itself up to 2e-2 off float32, so two runs may be twice that apart.
+    """
     mesh, tasks = pipeline(2)
     assert_parity(
         make(models.Transformer, layers=2, dtype=jnp.bfloat16, param_dtype=param_dtype),
@@ -313,8 +316,29 @@ def test_bfloat16(param_dtype):
         microbatch=4,
         optimizer=optax.sgd(0.1),
         steps=2,
-        rtol=3e-2,
+        rtol=rtol,
     )
+
+
+def test_bfloat16_is_as_near_to_float32_as_on_one_device():
+    """Splitting adds no error of its own: gradients are as far from those of float32 as unsplit ones are."""
+    mesh, tasks = pipeline(2)
+    half = make(models.Transformer, layers=2, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    batch = models.tokens()
+    grad_fn = nnx.grad(models.cross_entropy)
+    whole = nnx.jit(half)()
+    full = make(models.Transformer, layers=2)()
+    nnx.update(full, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.state(whole)))
+    truth = values(nnx.jit(grad_fn)(full, batch))
+    with mesh:
+        split = mm.jit(half, out_shardings=place(tasks, *TRANSFORMER))()
+        step = mm.jit(mm.microbatch(grad_fn, dim=0, size=4, argnum=1, reduce="mean"))
+        got, expected = values(step(split, batch)), values(nnx.jit(grad_fn)(whole, batch))
+
+    def error(grads):
+        return max(np.abs(grads[path] - want).max() / np.abs(want).max() for path, want in truth.items())
+
+    assert 0 < error(got) <= 1.5 * error(expected)
 
 
 def test_casts_by_hand():
