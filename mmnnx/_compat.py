@@ -90,6 +90,11 @@ def replace_pure_function(jitted: Any, replacement: Any) -> None:
     jitted.jitted_fn = replacement
 
 
+def in_graph_mode(jitted: Any) -> bool:
+    """Whether an `nnx.jit` object walks graphs and updates them (Flax's default) at every call."""
+    return isinstance(jitted, nnx.transforms.compilation.JitWrapped)
+
+
 def inner_traced(traced: Any) -> Any:
     """What `replacement.trace` returned, out of the stage object that `nnx.jit(...).trace` wraps it in."""
     return traced.traced

@@ -16,6 +16,7 @@ from flax import nnx
 from mmnnx import _compat
 from mmnnx.mpmd.lift import Observer, Record
 from mmnnx.mpmd.program import Program
+from mmnnx.mpmd.repeat import Shortcut, learn, take_apart
 from mmnnx.mpmd.split import Split, split
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task import splitting
@@ -123,9 +124,24 @@ class Jit:
         self._lifted = nnx.jit(observer.around_user(fun), graph=graph, graph_updates=graph_updates, **options)
         self._flat = FlatJit(_compat.pure_function(self._lifted), observer, names, mesh, options)
         _compat.replace_pure_function(self._lifted, self._flat)
+        self._in_graph_mode = _compat.in_graph_mode(self._lifted)
+        self._shortcuts: dict[Any, Shortcut] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lifted(*args, **kwargs)
+        if not self._in_graph_mode or _ignoring.get():
+            return self._lifted(*args, **kwargs)
+        with self._flat.context():
+            arguments = take_apart(*self._flat.static.divide(args, kwargs))
+            if arguments is not None and (shortcut := self._shortcuts.get(arguments.key)) is not None:
+                return shortcut(arguments)
+            out = self._lifted(*args, **kwargs)
+            call, self._flat.last = self._flat.last, None
+            if arguments is not None and call is not None and call.record.out_tree is not None:
+                updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
+                shortcut = learn(arguments, call.leaves, updates, call.run, call.record.out_tree)
+                if shortcut is not None:
+                    self._shortcuts[arguments.key] = shortcut
+            return out
 
     def __get__(self, obj: Any, objtype: type | None = None) -> Any:
         return self if obj is None else functools.partial(self, obj)
@@ -191,6 +207,15 @@ def _static_names(fun: Callable, numbers: Any, names: Any) -> _Static:
     return _Static(frozenset(numbers), frozenset(names))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call that was just made: its flat inputs, what ran, and what the trace showed."""
+
+    leaves: list[Any]
+    run: Callable[[Sequence[Any]], list[Any]]
+    record: Record
+
+
 class FlatJit:
     """Stands where `nnx.jit` has a `jax.jit`: over arrays in pytrees, it splits and runs programs."""
 
@@ -206,7 +231,8 @@ class FlatJit:
         self.nested = jax.jit(pure, **options)
         self.whole = jax.jit(observer.around_flat(pure, lambda a, k: jax.tree.leaves(static.divide(a, k)[0])), **options)
         self.traces: dict[Any, tuple[jax.stages.Traced, Record]] = {}
-        self.splits: dict[Any, tuple[Split, Any]] = {}
+        self.splits: dict[Any, tuple[Split, Any, Record]] = {}
+        self.last: _Call | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         moving, held = self.static.divide(args, kwargs)
@@ -216,17 +242,20 @@ class FlatJit:
         if _ignoring.get():
             one = jax.tree.unflatten(tree, jax.device_put(leaves, jax.devices()[0]))
             return self.nested(*_restore(one[0], held[0]), **one[1], **dict(held[1]))
-        with self._mesh():
+        with self.context():
             key = (tree, held, current_multimesh(), *map(_signature, leaves))
             if key not in self.splits:
                 traced = self._trace(args, kwargs, leaves, tree, held)
-                self.splits[key] = (traced.split(), traced.out_tree)
-            found, out_tree = self.splits[key]
+                self.splits[key] = (traced.split(), traced.out_tree, traced.record)
+            found, out_tree, record = self.splits[key]
             if found.prepare is None:
                 return self.whole(*args, **kwargs)
-            return jax.tree.unflatten(out_tree, found.prepare()(leaves))
+            run = found.prepare()
+            self.last = _Call(leaves, run, record)
+            return jax.tree.unflatten(out_tree, run(leaves))
 
-    def _mesh(self) -> Any:
+    def context(self) -> Any:
+        """What makes the mesh of this function the current one."""
         return self.mesh if self.mesh is not None else contextlib.nullcontext()
 
     def _trace(self, args: tuple, kwargs: dict, leaves: list[Any], tree: Any, held: Any) -> FlatTraced:
@@ -246,7 +275,7 @@ class FlatJit:
     def trace(self, *args: Any, **kwargs: Any) -> FlatTraced:
         moving, held = self.static.divide(args, kwargs)
         leaves, tree = jax.tree.flatten(moving)
-        with self._mesh():
+        with self.context():
             return self._trace(args, kwargs, leaves, tree, held)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:

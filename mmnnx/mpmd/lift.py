@@ -48,10 +48,17 @@ class Leaf:
 
 @dataclasses.dataclass
 class Record:
-    """What one trace showed: every input and every result, in flat order."""
+    """What one trace showed.
+
+    Attributes:
+      inputs, results: every input and every result, in flat order.
+      out_tree: structure of what the function returned, if that is arrays alone and the structure of its
+        arguments is as before; else None.
+    """
 
     inputs: list[Leaf | None] = dataclasses.field(default_factory=list)
     results: list[Leaf | None] = dataclasses.field(default_factory=list)
+    out_tree: Any = None
 
 
 class Observer:
@@ -66,6 +73,7 @@ class Observer:
         self._arrived: dict[int, Leaf] = {}
         self._updated: dict[int, Leaf] = {}
         self._made: dict[int, Leaf] = {}
+        self._out_tree: Any = None
         self._alive: list[Any] = []  # the tracers, so that an id stays theirs
 
     def around_user(self, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +82,11 @@ class Observer:
         @functools.wraps(fun)
         def watched(*args, **kwargs):
             self._arrived = dict(self._leaves((args, kwargs), self._argument_rules(args)))
+            before = nnx.graphdef((args, kwargs))
             out = fun(*args, **kwargs)
+            nodes = any(_is_node(x) for x in jax.tree.leaves(out, is_leaf=_is_node))
+            same = not nodes and before == nnx.graphdef((args, kwargs))
+            self._out_tree = jax.tree.structure(out) if same else None
             self._updated = dict(self._leaves((args, kwargs), {}))
             self._made = dict(self._leaves((out,), _rules(self.out_shardings, out, "out_shardings")))
             return out
@@ -95,7 +107,7 @@ class Observer:
                 if leaf is not None:
                     leaf = dataclasses.replace(leaf, updates=number.get(leaf.path))
                 results.append(leaf or self._made.get(id(a)))
-            self.record = Record(inputs, results)
+            self.record = Record(inputs, results, self._out_tree)
             self._arrived, self._updated, self._made, self._alive = {}, {}, {}, []
             return out
 

@@ -350,7 +350,7 @@ class _Region:
             mesh = scoped[1]
         else:
             heaviest = max(weight.values())
-            mesh = [m for m in weight if weight[m] == heaviest][-1]
+            mesh = next(m for m in weight if weight[m] == heaviest)
         # In a loop, sums of gradients and the like join the fragment that made what they sum.
         joined = [s for s in arriving if s.mesh == mesh and s.position is not None] if self.in_loop else []
         if joined:
