@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from mmnnx import _compat
 from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.place import Placement
+from mmnnx.mpmd.residuals import recomputed
 from mmnnx.mpmd.trace import LAYOUT, Equation, Kind, Loop, Node, Var, is_var, nbytes
 
 # A value on a mesh: the unit in which data is needed, made, sent and freed.
@@ -122,6 +123,7 @@ class _Cutter:
         self.name_of = name_of
         self.maker: dict[Var, Node] = {v: n for n in nodes for v in n.outvars}
         self.kept = self._kept()
+        self.recomputed = recomputed(nodes, placement)
         # For each variable, the meshes that need it, each with the group of the first equation that does.
         self.needs: dict[Var, dict[Mesh, Group]] = {}
         self.readers: dict[Held, int] = {}  # which fragments read a value, as a bit set
@@ -138,7 +140,7 @@ class _Cutter:
         for node in reversed(self.nodes):
             if isinstance(node, Loop):
                 self._add_loop(node)
-            elif not self._copied(node):
+            elif not self._copied(node) and (node.eqn.effects or any(v in self.needs for v in node.outvars)):
                 for mesh in self._meshes(node):
                     self._add(node, mesh)
         steps = self._finish()
@@ -165,9 +167,15 @@ class _Cutter:
                 kept.add(node)
         return kept
 
-    def _copied(self, node: Node) -> bool:
-        """Whether an equation is repeated in every fragment that reads it."""
-        if isinstance(node, Loop) or node in self.kept:
+    def _copied(self, node: Node, group: Group | None = None) -> bool:
+        """Whether an equation is repeated in every fragment that reads it, or in the given group's."""
+        if isinstance(node, Loop):
+            return False
+        if node in self.recomputed and group is not None and group[1] == "backward":
+            spot = self.placement.spots[node]
+            if (spot.mesh, spot.position) == (group[0], group[2]):
+                return True
+        if node in self.kept:
             return False
         if node not in self.placement.spots or _expands(node):
             return True
@@ -184,7 +192,7 @@ class _Cutter:
         if not is_var(atom):
             return
         maker = self.maker.get(atom)
-        if maker is not None and self._copied(maker):
+        if maker is not None and self._copied(maker, group):
             if (atom, mesh, fragment) not in self.copied_into:
                 self.copied_into.add((atom, mesh, fragment))
                 for a in maker.invars:
@@ -338,7 +346,7 @@ class _Cutter:
                 if not is_var(a) or a in done or a in present:
                     continue
                 maker = self.maker.get(a)
-                if maker is not None and self._copied(maker):
+                if maker is not None and self._copied(maker, self.groups[f]):
                     emit(maker)
                 else:
                     invars.setdefault(a)
