@@ -61,7 +61,9 @@ def _split_loop(loop: Loop, group_of: Callable[[Loop, Var], Hashable]) -> list[N
             begin, running = start, enters
             if i:  # the first group takes over the accumulator there was
                 aval = start.aval
-                zeros, (begin,) = inline(lambda a=aval: jnp.copy(jnp.zeros(a.shape, a.dtype)), scope=last.scope)
+                zeros, (begin,) = inline(
+                    lambda a=aval: jnp.copy(jnp.zeros(a.shape, a.dtype)), scope=last.scope
+                )
                 before += zeros
                 running = jex.Var(enters.aval)
             init.append(begin)

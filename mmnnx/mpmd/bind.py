@@ -49,8 +49,6 @@ def everywhere(arrays: Sequence[jax.Array], target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
 
 
-
-
 def deliver(
     var: Any,
     number: int | None,

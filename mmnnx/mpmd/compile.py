@@ -154,7 +154,9 @@ def _donations(
         mine = {
             n
             for n, s in enumerate(call.inputs)
-            if s in call.frees and s not in received and (s not in program.inputs or s in donated)
+            if s in call.frees
+            and s not in received
+            and (s not in program.inputs or s in donated)
             and call.inputs.count(s) == 1
         }
         possible[call.fragment] = possible.get(call.fragment, mine) & mine

@@ -89,5 +89,7 @@ def _rule(leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
         return meshes.sharding(sharding, task.name if task is not None else None)
     devices = list(sharding.device_set)
     if len(devices) > 1:
-        raise ValueError(f"{leaf}: mm.jit places arrays by NamedSharding, PartitionSpec or TaskSharding, not {sharding}")
+        raise ValueError(
+            f"{leaf}: mm.jit places arrays by NamedSharding, PartitionSpec or TaskSharding, not {sharding}"
+        )
     return NamedSharding(meshes.canonical(Mesh(devices, ("device",))), PartitionSpec())

@@ -229,7 +229,9 @@ class FlatJit:
     ):
         self.observer, self.static, self.mesh = observer, static, mesh
         self.nested = jax.jit(pure, **options)
-        self.whole = jax.jit(observer.around_flat(pure, lambda a, k: jax.tree.leaves(static.divide(a, k)[0])), **options)
+        self.whole = jax.jit(
+            observer.around_flat(pure, lambda a, k: jax.tree.leaves(static.divide(a, k)[0])), **options
+        )
         self.traces: dict[Any, tuple[jax.stages.Traced, Record]] = {}
         self.splits: dict[Any, tuple[Split, Any, Record]] = {}
         self.last: _Call | None = None

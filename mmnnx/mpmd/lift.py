@@ -208,7 +208,9 @@ def _on_mesh(sharding: Any) -> Sharding | None:
     if isinstance(sharding, PartitionSpec):
         multimesh = current_multimesh()
         if multimesh is None:
-            raise ValueError(f"{sharding} needs a mesh: use it inside `with MultiMesh(...):`, or give a NamedSharding")
+            raise ValueError(
+                f"{sharding} needs a mesh: use it inside `with MultiMesh(...):`, or give a NamedSharding"
+            )
         return NamedSharding(multimesh.mesh, sharding)
     return sharding
 

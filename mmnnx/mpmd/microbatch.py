@@ -237,9 +237,7 @@ def _count(tree: Any, dim: int, size: int) -> int:
         name = jax.tree_util.keystr(path) or "the argument"
         shape = jnp.shape(leaf)
         if not -len(shape) <= dim < len(shape):
-            raise ValueError(
-                f"microbatch: {name} has shape {shape}, which has no dimension {dim} to slice"
-            )
+            raise ValueError(f"microbatch: {name} has shape {shape}, which has no dimension {dim} to slice")
         sizes[name] = shape[dim]
     if not sizes:
         raise ValueError("microbatch: the sliced argument holds no arrays")
@@ -277,5 +275,7 @@ def _broadcast(prefix: Any, tree: Any) -> Sequence[str]:
     try:
         jax.tree.map(lambda name, sub: names.extend([name] * len(jax.tree.leaves(sub))), prefix, tree)
     except ValueError as error:
-        raise ValueError(f"microbatch: reduce={prefix!r} is no prefix of the results of fun: {error}") from None
+        raise ValueError(
+            f"microbatch: reduce={prefix!r} is no prefix of the results of fun: {error}"
+        ) from None
     return names

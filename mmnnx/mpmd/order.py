@@ -76,7 +76,9 @@ def _play(
     while len(order) < total:
         best: tuple[int, int, Instance, deque | None] | None = None
         for number, mesh in enumerate(pending):
-            choices: list[tuple[Instance, deque | None]] = [(i, None) for i in pending[mesh][: 2 * len(fragments)]]
+            choices: list[tuple[Instance, deque | None]] = [
+                (i, None) for i in pending[mesh][: 2 * len(fragments)]
+            ]
             for queue in queues.get(mesh, ()):
                 if queue:
                     position, action = queue[0]

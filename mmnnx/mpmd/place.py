@@ -23,7 +23,20 @@ from collections.abc import Callable, Sequence
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.cut import sink_side
-from mmnnx.mpmd.trace import CONST, FREE, Atom, Equation, Kind, Loop, Node, Origin, Var, combine, is_var, nbytes
+from mmnnx.mpmd.trace import (
+    CONST,
+    FREE,
+    Atom,
+    Equation,
+    Kind,
+    Loop,
+    Node,
+    Origin,
+    Var,
+    combine,
+    is_var,
+    nbytes,
+)
 from mmnnx.sharding.task import Task, is_backward
 
 
@@ -218,7 +231,9 @@ class _Region:
     def _flow(self, e: Node, kinds: tuple[str, ...]) -> list[Spot]:
         """Spots of the operands that equations of the given classes made."""
         makers = (self.maker.get(a) for a in e.invars if is_var(a))
-        return [self.spots[m] for m in makers if m is not None and self.classes[m] in kinds and m in self.spots]
+        return [
+            self.spots[m] for m in makers if m is not None and self.classes[m] in kinds and m in self.spots
+        ]
 
     def _state_homes(self, e: Equation) -> dict[Mesh, int]:
         """Bytes of state that an equation reads, by home."""
@@ -371,15 +386,11 @@ class _Region:
             inputs[v] = FREE if home is None else Origin(Kind.STATE, home)
         roots = {v: self.roots[v] for v in loop.captured if v in self.roots}
         follows = {
-            o: self.out.follows[c]
-            for o, c in zip(loop.carry_out, loop.carries)
-            if c in self.out.follows
+            o: self.out.follows[c] for o, c in zip(loop.carry_out, loop.carries) if c in self.out.follows
         }
         while True:
             known = inputs | {s: self.where[s] for s in follows.values() if s not in inputs}
-            body = _Region(
-                loop.body, known, self.task_of, follows, roots, loop.spec.length
-            ).run()
+            body = _Region(loop.body, known, self.task_of, follows, roots, loop.spec.length).run()
             moved = {
                 v: Origin(Kind.STATE, body.where[o].home)
                 for v, o in zip(loop.carry_in, loop.carry_out)
@@ -430,9 +441,7 @@ class _Region:
                 limit[e] = min(bounds)
         new = dict(at)
         for boundary in range(last):
-            movable = [
-                e for e in flow if e not in self.tied and at[e] <= boundary < limit.get(e, -1)
-            ]
+            movable = [e for e in flow if e not in self.tied and at[e] <= boundary < limit.get(e, -1)]
             if movable:
                 for e in self._cut(movable, at, limit, wanted, boundary):
                     new[e] = max(new[e], boundary + 1)

@@ -151,7 +151,9 @@ class Program:
             mesh_out = i.mesh if isinstance(i, Call) else i.target_mesh
             for s in i.inputs:
                 if s not in live:
-                    raise VerificationError(f"{where}: reads {self._value(s)} before it is made or after it is freed")
+                    raise VerificationError(
+                        f"{where}: reads {self._value(s)} before it is made or after it is freed"
+                    )
                 if live[s][1] != mesh_in:
                     raise VerificationError(
                         f"{where}: reads {self._value(s)}, which is on {self._mesh(live[s][1])}, on {self._mesh(mesh_in)}"
@@ -261,9 +263,7 @@ def _free(instructions: Sequence[Instruction], inputs: Sequence[int], results: s
             if s not in seen:
                 seen.add(s)
                 dead.setdefault(number, set()).add(s)
-    return [
-        dataclasses.replace(i, frees=tuple(sorted(dead.get(n, ())))) for n, i in enumerate(instructions)
-    ]
+    return [dataclasses.replace(i, frees=tuple(sorted(dead.get(n, ())))) for n, i in enumerate(instructions)]
 
 
 class _Builder:

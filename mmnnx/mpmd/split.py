@@ -67,7 +67,9 @@ def split(
         flat, plan, results = _undivided(traced.jaxpr, divided[0], meshes.names())
         fixed: dict[Held, NamedSharding] = {}
     else:
-        flat = open_calls(traced.jaxpr, homes, lambda scope: (found := task_of(scope)) and found[1], meshes.labels())
+        flat = open_calls(
+            traced.jaxpr, homes, lambda scope: (found := task_of(scope)) and found[1], meshes.labels()
+        )
         origin = {v: _origin(h) for v, h in zip(flat.invars, homes)} | {v: FREE for v, _ in flat.constants}
         led = {v: flat.invars[n] for v, n in zip(flat.outvars, ends.follows) if n is not None and is_var(v)}
         nodes = flat.nodes

@@ -371,7 +371,11 @@ class _Opener:
             tuple(ys),
             carries,
             stacks,
-            {v: self.layout_of[v] for v in (*init, *(v for row in slices for v in row)) if v in self.layout_of},
+            {
+                v: self.layout_of[v]
+                for v in (*init, *(v for row in slices for v in row))
+                if v in self.layout_of
+            },
         )
         out.append(loop)
         stacked = [self._emit(lambda *ys: jnp.stack(ys), row, scope, out)[0] for row in stacks]

@@ -43,7 +43,9 @@ def shard_map(
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         chosen = _mesh(mesh)
-        return nnx.shard_map(fun, mesh=chosen, in_specs=in_specs, out_specs=out_specs, **options)(*args, **kwargs)
+        return nnx.shard_map(fun, mesh=chosen, in_specs=in_specs, out_specs=out_specs, **options)(
+            *args, **kwargs
+        )
 
     return mapped
 
@@ -57,4 +59,6 @@ def _mesh(mesh: Mesh | AbstractMesh | MultiMesh | None) -> Mesh | AbstractMesh:
         return task.to_mesh()
     if (multimesh := current_multimesh()) is not None:
         return multimesh.mesh
-    raise ValueError("shard_map needs a mesh: give mesh=, or use it in a task or inside `with MultiMesh(...):`")
+    raise ValueError(
+        "shard_map needs a mesh: give mesh=, or use it in a task or inside `with MultiMesh(...):`"
+    )

@@ -213,6 +213,9 @@ def test_differentiated_from_outside(run):
         (dict(size=2, reduce="median"), X, r"median.*sum"),
         (dict(size=2, reduce={"nowhere": "sum"}), X, "nowhere"),
         (dict(size=2, argnum=3), X, r"argnum"),
+        (dict(size=2, interleave=2), X, "interleave"),
+        (dict(size=2, unrolling="loop"), X, "unrolling"),
+        (dict(size=2, custom_schedule=lambda: None), X, "custom_schedule"),
     ],
 )
 @pytest.mark.parametrize("jitted", [False, True])
@@ -229,6 +232,14 @@ def test_bad_input(jitted, options, batch, message):
         g = mm.microbatch(f, **options)
         (mm.jit(g) if jitted else g)(batch, A)
     assert not called or "reduce" in options
+
+
+def test_another_number_of_stages_than_was_asked_for():
+    mesh, _ = pipeline(2)
+    a, b = (jax.device_put(leaf, NamedSharding(mesh.slice(stage=i), P())) for i, leaf in enumerate((A, B)))
+    loss = mm.microbatch(two_layers, 0, 2, argnum=2, reduce="concat", num_stages=3)
+    with mesh, pytest.raises(ValueError, match=r"3.*2"):
+        mm.jit(loss)(a, b, X)
 
 
 def test_a_structure_that_changes_in_the_loop_is_refused():
