@@ -49,7 +49,7 @@ def _split_loop(loop: Loop, group_of: Callable[[Loop, Var], Hashable]) -> list[N
         groups: dict[Hashable, list[Var]] = {}
         for term in terms:
             groups.setdefault(group_of(loop, term), []).append(term)
-        if len(groups) < 2:
+        if last is None or len(groups) < 2:
             init.append(start)
             carry_in.append(enters)
             carry_out.append(leaves)

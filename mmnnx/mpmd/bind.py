@@ -14,7 +14,7 @@ from mmnnx.sharding.mesh import MultiMesh
 
 
 def entering(aval: Any, mesh: Mesh, given: NamedSharding | None) -> NamedSharding:
-    """The sharding on `mesh` of an input that has no home: its own spec, as far as the mesh and sizes allow."""
+    """The sharding on `mesh` of an input that is not at home there: its own spec, as far as that fits."""
     spec = given.spec if given is not None else PartitionSpec()
 
     def keep(entry: Any, size: int) -> Any:
@@ -36,9 +36,9 @@ def binder(x: Any, target: NamedSharding) -> Callable[[Any], jax.Array] | None:
     own = x.sharding if isinstance(x, jax.Array) and x.committed else None
     if own is not None and own.is_equivalent_to(target, x.ndim):
         return None
-    if own is not None and own.is_fully_replicated and own.device_set > target.device_set:
-        if target.is_fully_replicated:
-            return lambda x: spread(x, target)
+    replicated = own is not None and own.is_fully_replicated and target.is_fully_replicated
+    if own is not None and replicated and own.device_set > target.device_set:
+        return lambda x: spread(x, target)
     return lambda x: jax.device_put(x, target)
 
 
@@ -66,6 +66,7 @@ def deliver(
       multimesh: whose devices a value that is held on every mesh is spread over.
     """
     if len(held) > 1:
+        assert multimesh is not None  # without one, a result is held once
         target = NamedSharding(multimesh.mesh, PartitionSpec())
         return lambda values, arrays: everywhere(arrays, target)
     if held and asked is not None:

@@ -18,6 +18,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.fragments import Fragment, Held
 from mmnnx.mpmd.program import Call, Program, Transfer
+from mmnnx.mpmd.trace import Var
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Executable:
+    """A compiled fragment.
+
+    Attributes:
+      call: takes the fragment's inputs and returns its results, in orders of its own.
+      inputs, outputs: which input (result) of the fragment comes where in them.
+    """
+
+    call: Callable[..., Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,11 +40,13 @@ class Compiled:
     """A program with an executable for each fragment and a sharding for each slot."""
 
     program: Program
-    executables: dict[Fragment, Callable[..., Any]]
+    executables: dict[Fragment, Executable]
     shardings: tuple[NamedSharding, ...]
 
 
-def compile_program(program: Program, fixed: dict[Held, NamedSharding], donated: set[int]) -> Compiled:
+def compile_program(
+    program: Program, fixed: dict[Held, NamedSharding], donated: set[int], successors: dict[Var, Var]
+) -> Compiled:
     """Compiles every fragment of a program.
 
     Args:
@@ -37,12 +54,10 @@ def compile_program(program: Program, fixed: dict[Held, NamedSharding], donated:
       fixed: shardings that are decided: of inputs, results and carries.
       donated: input slots whose arrays may be overwritten.
     """
-    shardings: list[NamedSharding | None] = [None] * len(program.values)
     fixed = fixed | _replicated(program, fixed)
-    for slot in program.inputs:
-        shardings[slot] = fixed[program.values[slot]]
-    donations = _donations(program, fixed, donated)
-    executables: dict[Fragment, Callable[..., Any]] = {}
+    shardings = {slot: fixed[held] for slot, held in program.inputs.items()}
+    donations = _donations(program, fixed, donated, successors)
+    executables: dict[Fragment, Executable] = {}
     made: dict[Fragment, tuple[NamedSharding, ...]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         while len(made) < len(program.fragments):
@@ -52,12 +67,14 @@ def compile_program(program: Program, fixed: dict[Held, NamedSharding], donated:
                 for f, call in ready.items()
             }
             for f, compiled in zip(lowered, pool.map(lambda low: low.compile(), lowered.values())):
-                executables[f] = compiled
+                inputs, outputs = _orders(f, donations[f])
+                executables[f] = Executable(compiled, inputs, outputs)
+                results = jax.tree.leaves(compiled.output_shardings)
                 made[f] = tuple(
-                    NamedSharding(f.mesh, s.spec) for s in jax.tree.leaves(compiled.output_shardings)
+                    NamedSharding(f.mesh, results[outputs.index(n)].spec) for n in range(len(outputs))
                 )
     _propagate(program, made, shardings)
-    return Compiled(program, executables, tuple(shardings))
+    return Compiled(program, executables, tuple(shardings[s] for s in range(len(program.values))))
 
 
 def transferred(sharding: NamedSharding, mesh: Mesh) -> NamedSharding:
@@ -90,14 +107,14 @@ def _replicated(program: Program, fixed: dict[Held, NamedSharding]) -> dict[Held
 def _propagate(
     program: Program,
     made: dict[Fragment, tuple[NamedSharding, ...]],
-    shardings: list[NamedSharding | None],
+    shardings: dict[int, NamedSharding],
 ) -> dict[Fragment, Call]:
     """Fills in the shardings that are known, and returns the fragments that can be compiled now."""
     ready: dict[Fragment, Call] = {}
     for i in program.instructions:
         if isinstance(i, Transfer):
-            source = shardings[i.inputs[0]]
-            if source is None or shardings[i.outputs[0]] is not None:
+            source = shardings.get(i.inputs[0])
+            if source is None or i.outputs[0] in shardings:
                 continue
             same = _same_shape(i.source_mesh, i.target_mesh)
             shardings[i.outputs[0]] = (
@@ -106,47 +123,55 @@ def _propagate(
         elif i.fragment in made:
             for s, sharding in zip(i.outputs, made[i.fragment]):
                 shardings[s] = sharding
-        elif i.fragment not in ready and all(shardings[s] is not None for s in i.inputs):
+        elif i.fragment not in ready and all(s in shardings for s in i.inputs):
             ready[i.fragment] = i
     return ready
 
 
+Pairs = list[tuple[int, int]]  # (number of an input, number of the result that takes over its buffer)
+
+
+def _orders(f: Fragment, pairs: Pairs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Inputs and results with the pairs in front, in step: JAX pairs donated inputs with results in order."""
+    first, second = [i for i, _ in pairs], [o for _, o in pairs]
+    inputs = (*first, *(n for n in range(len(f.invars)) if n not in first))
+    return inputs, (*second, *(n for n in range(len(f.outvars)) if n not in second))
+
+
 def _lower(
-    f: Fragment,
-    inputs: list[NamedSharding],
-    fixed: dict[Held, NamedSharding],
-    donate: tuple[int, ...],
+    f: Fragment, shardings: list[NamedSharding], fixed: dict[Held, NamedSharding], pairs: Pairs
 ) -> jax.stages.Lowered:
-    outputs = [fixed.get((v, f.mesh)) for v in f.outvars]
-    if not inputs:  # nothing else tells XLA which devices to run on
-        outputs = [o or NamedSharding(f.mesh, PartitionSpec()) for o in outputs]
-    fun = jex.jaxpr_as_fun(f.jaxpr)
-    fun = _named(fun, f.name)
-    jitted = jax.jit(
-        fun, in_shardings=tuple(inputs), out_shardings=outputs, donate_argnums=donate, keep_unused=True
-    )
-    avals = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s, weak_type=v.aval.weak_type)
-        for v, s in zip(f.invars, inputs)
-    ]
-    return jitted.trace(*avals).lower()
+    results = [fixed.get((v, f.mesh)) for v in f.outvars]
+    if not shardings:  # nothing else tells XLA which devices to run on
+        results = [s or NamedSharding(f.mesh, PartitionSpec()) for s in results]
+    inputs, outputs = _orders(f, pairs)
+    compute = jex.jaxpr_as_fun(f.jaxpr)
 
-
-def _named(fun: Callable, name: str) -> Callable:
     def call(*args):
-        return fun(*args)
+        made = compute(*(args[inputs.index(n)] for n in range(len(args))))
+        return [made[n] for n in outputs]
 
-    call.__name__ = "".join(c if c.isalnum() else "_" for c in name)
-    return call
+    call.__name__ = "".join(c if c.isalnum() else "_" for c in f.name)
+    jitted = jax.jit(
+        call,
+        in_shardings=tuple(shardings[n] for n in inputs),
+        out_shardings=[results[n] for n in outputs],
+        donate_argnums=tuple(range(len(pairs))),
+        keep_unused=True,
+    )
+    types = [(f.invars[n].aval, shardings[n]) for n in inputs]
+    return jitted.trace(
+        *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type) for a, s in types)
+    ).lower()
 
 
 def _donations(
-    program: Program, fixed: dict[Held, NamedSharding], donated: set[int]
-) -> dict[Fragment, tuple[int, ...]]:
-    """For each fragment, the inputs whose buffers its results take over.
+    program: Program, fixed: dict[Held, NamedSharding], donated: set[int], successors: dict[Var, Var]
+) -> dict[Fragment, Pairs]:
+    """For each fragment, the inputs whose buffers their next values take over.
 
     An input qualifies if every call of the fragment is its last use, it is the program's to overwrite, and
-    a result of the same type has the same decided sharding.
+    its next value is of the same type and sharding.
     """
     received = {t.outputs[0] for t in program.transfers}
     possible: dict[Fragment, set[int]] = {}
@@ -160,15 +185,17 @@ def _donations(
             and call.inputs.count(s) == 1
         }
         possible[call.fragment] = possible.get(call.fragment, mine) & mine
-    chosen: dict[Fragment, tuple[int, ...]] = {}
+
+    def kind(v: Var, mesh: Mesh) -> Any:
+        return v.aval.shape, v.aval.dtype, fixed.get((v, mesh))
+
+    chosen: dict[Fragment, Pairs] = {}
     for f, numbers in possible.items():
-        free = [(v.aval.shape, v.aval.dtype, fixed.get((v, f.mesh))) for v in f.outvars]
-        taken = []
-        for n in sorted(numbers):
-            v = f.invars[n]
-            kind = (v.aval.shape, v.aval.dtype, fixed.get((v, f.mesh)))
-            if kind[2] is not None and kind in free:
-                free.remove(kind)
-                taken.append(n)
-        chosen[f] = tuple(taken)
+        made = {v: n for n, v in enumerate(f.outvars)}
+        nexts = {n: successors.get(f.invars[n]) for n in sorted(numbers)}
+        chosen[f] = [
+            (n, made[v])
+            for n, v in nexts.items()
+            if v in made and kind(f.invars[n], f.mesh) == kind(v, f.mesh) and (v, f.mesh) in fixed
+        ]
     return chosen

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.lift import Leaf, Record
-from mmnnx.mpmd.meshes import Meshes
+from mmnnx.mpmd.meshes import Meshes, mesh_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
     rules = [_rule(leaf, meshes) for leaf in record.results]
     spanning = meshes.spanning()
     placed = [None if g is None or g.mesh in spanning else g for g in given]
-    homes = [None if g is None or not jnp.ndim(x) else g.mesh for g, x in zip(placed, leaves)]
+    homes = [None if g is None or not jnp.ndim(x) else mesh_of(g) for g, x in zip(placed, leaves)]
     shapes = [jnp.shape(x) for x in leaves]
     by_end: dict[tuple, int] = {}
     for n, leaf in enumerate(record.inputs):

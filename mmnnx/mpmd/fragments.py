@@ -52,7 +52,7 @@ class LoopPlan:
 
     Attributes:
       loop: what it was cut from.
-      body: the plan of one microbatch.
+      body: the fragments of one microbatch.
       carried: for each carry, the meshes that hold it between microbatches.
       kept: for each result that is kept per microbatch, the meshes that hold it.
       reads: the outer values that the loop reads.
@@ -60,11 +60,25 @@ class LoopPlan:
     """
 
     loop: Loop
-    body: Plan
+    body: Body
     carried: tuple[tuple[Mesh, ...], ...]
     kept: tuple[tuple[Mesh, ...], ...]
     reads: tuple[Held, ...]
     depths: dict[int, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """The plan of one microbatch: of fragments alone, for inside a Loop there is no other.
+
+    Attributes:
+      fragments: each after those it needs in the same microbatch.
+      homes, needs: as in Plan.
+    """
+
+    fragments: tuple[Fragment, ...]
+    homes: dict[Var, Mesh]
+    needs: tuple[Held, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,8 +114,8 @@ def cut(
 _COSTLY = {
     "random_bits", "threefry2x32", "rng_bit_generator", "dot_general", "conv_general_dilated", "sort", "scan",
     "while", "cond", "cumsum", "cumprod", "cumlogsumexp", "cummax", "reduce_window_sum", "top_k", "fft",
-    "cholesky", "eigh", "svd", "qr", "lu", "triangular_solve", "custom_jvp_call", "custom_vjp_call", "shard_map",
-    "remat2", "checkpoint",
+    "cholesky", "eigh", "svd", "qr", "lu", "triangular_solve", "custom_jvp_call", "custom_vjp_call",
+    "shard_map", "remat2", "checkpoint",
 }  # fmt: skip
 _SMALL = 1024  # bytes: below this nothing is costly
 
@@ -128,10 +142,9 @@ class _Cutter:
         self.needs: dict[Var, dict[Mesh, Group]] = {}
         self.readers: dict[Held, int] = {}  # which fragments read a value, as a bit set
         self.copied_into: set[tuple[Var, Mesh, int | None]] = set()
-        self.loops: dict[Node, LoopPlan] = {}
-        # Per fragment: its group (None for a loop), its equations, and the fragments that come after it.
-        self.groups: list[Group | None] = []
-        self.contents: list[list[Node]] = []
+        # Per fragment: its group (for a loop, its plan), its equations, and the fragments that come after it.
+        self.groups: list[Group | LoopPlan] = []
+        self.contents: list[list[Equation]] = []
         self.after: list[int] = []
 
     def run(self) -> Plan:
@@ -167,11 +180,9 @@ class _Cutter:
                 kept.add(node)
         return kept
 
-    def _copied(self, node: Node, group: Group | None = None) -> bool:
+    def _copied(self, node: Equation, group: Group | LoopPlan | None = None) -> bool:
         """Whether an equation is repeated in every fragment that reads it, or in the given group's."""
-        if isinstance(node, Loop):
-            return False
-        if node in self.recomputed and group is not None and group[1] == "backward":
+        if node in self.recomputed and isinstance(group, tuple) and group[1] == "backward":
             spot = self.placement.spots[node]
             if (spot.mesh, spot.position) == (group[0], group[2]):
                 return True
@@ -192,7 +203,7 @@ class _Cutter:
         if not is_var(atom):
             return
         maker = self.maker.get(atom)
-        if maker is not None and self._copied(maker, group):
+        if isinstance(maker, Equation) and self._copied(maker, group):
             if (atom, mesh, fragment) not in self.copied_into:
                 self.copied_into.add((atom, mesh, fragment))
                 for a in maker.invars:
@@ -222,7 +233,7 @@ class _Cutter:
         while True:
             required = [(v, m) for v, meshes in zip(loop.carry_out, carried) for m in meshes]
             required += [(v, m) for v, meshes in zip(loop.ys, kept) for m in meshes]
-            body = _Cutter(loop.body, placement, required, self.name_of).run()
+            body = _body(_Cutter(loop.body, placement, required, self.name_of).run())
             grown = False
             for v, meshes in zip(loop.carry_in, carried):
                 missing = [m for w, m in body.needs if w is v and m not in meshes]
@@ -268,9 +279,8 @@ class _Cutter:
             self._read(a, mesh, group, f)
 
     def _add_loop(self, loop: Loop) -> None:
-        plan = self.loops[loop] = self._plan_loop(loop)
-        f = self._new(None)
-        self.contents[f].append(loop)
+        plan = self._plan_loop(loop)
+        f = self._new(plan)
         outputs = set(loop.outvars)
         targets = 0
         for (v, _), fragments in self.readers.items():
@@ -280,7 +290,7 @@ class _Cutter:
         for a, mesh in plan.reads:
             self._read(a, mesh, (mesh, "none", None), f)
 
-    def _new(self, group: Group | None) -> int:
+    def _new(self, group: Group | LoopPlan) -> int:
         self.groups.append(group)
         self.contents.append([])
         self.after.append(0)
@@ -310,20 +320,21 @@ class _Cutter:
         return order
 
     def _finish(self) -> tuple[Fragment | LoopPlan, ...]:
-        assembled = {f: self._assemble(f) for f, group in enumerate(self.groups) if group is not None}
+        assembled = {f: self._assemble(f) for f in range(len(self.groups))}
         crossing = {*self.required}
         for f, group in enumerate(self.groups):
-            if group is None:
-                crossing.update(self.loops[self.contents[f][0]].reads)
+            if isinstance(group, LoopPlan):
+                crossing.update(group.reads)
             else:
                 crossing.update((v, group[0]) for v in assembled[f][1])
         crossing = {(v, self._made_on(v, m)) for v, m in crossing if v in self.maker}
         steps: list[Fragment | LoopPlan] = []
         for f in self._order():
-            if self.groups[f] is None:
-                steps.append(self.loops[self.contents[f][0]])
+            group = self.groups[f]
+            if isinstance(group, LoopPlan):
+                steps.append(group)
                 continue
-            mesh, phase, position = self.groups[f]
+            mesh, phase, position = group
             eqns, invars = assembled[f]
             outvars = [v for n in self.contents[f] for v in n.outvars if (v, mesh) in crossing]
             task = self.placement.positions[position].task if position is not None else None
@@ -346,7 +357,7 @@ class _Cutter:
                 if not is_var(a) or a in done or a in present:
                     continue
                 maker = self.maker.get(a)
-                if maker is not None and self._copied(maker, self.groups[f]):
+                if isinstance(maker, Equation) and self._copied(maker, self.groups[f]):
                     emit(maker)
                 else:
                     invars.setdefault(a)
@@ -370,14 +381,19 @@ def _expands(node: Equation) -> bool:
     return node.name == "broadcast_in_dim" and sum(map(nbytes, node.invars)) < sum(map(nbytes, node.outvars))
 
 
-def _depths(body: Plan) -> dict[int, int]:
+def _body(plan: Plan) -> Body:
+    fragments = tuple(step for step in plan.steps if isinstance(step, Fragment))  # which are all
+    return Body(fragments, plan.homes, plan.needs)
+
+
+def _depths(body: Body) -> dict[int, int]:
     """How many stages come before each position of a loop body, along the forward flow."""
     made: dict[Var, int] = {}
     depths: dict[int, int] = {}
-    for step in body.steps:
-        if step.phase == "forward" and step.position is not None:
-            from_ = [made[v] for v in step.invars if v in made and made[v] != step.position]
+    for f in body.fragments:
+        if f.phase == "forward" and f.position is not None:
+            from_ = [made[v] for v in f.invars if v in made and made[v] != f.position]
             depth = max((depths[p] + 1 for p in from_), default=0)
-            depths[step.position] = max(depth, depths.get(step.position, 0))
-            made.update(dict.fromkeys(step.outvars, step.position))
+            depths[f.position] = max(depth, depths.get(f.position, 0))
+            made.update(dict.fromkeys(f.outvars, f.position))
     return depths

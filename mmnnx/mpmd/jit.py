@@ -17,7 +17,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.lift import Observer, Record
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import Shortcut, learn, take_apart
-from mmnnx.mpmd.split import Split, split
+from mmnnx.mpmd.split import Run, Split, split
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task import splitting
 
@@ -212,7 +212,7 @@ class _Call:
     """A call that was just made: its flat inputs, what ran, and what the trace showed."""
 
     leaves: list[Any]
-    run: Callable[[Sequence[Any]], list[Any]]
+    run: Run
     record: Record
 
 
@@ -310,23 +310,25 @@ class FlatTraced:
 
     def lower(self, **kwargs: Any) -> Any:
         found = self.split()
-        return self.traced.lower(**kwargs) if found.prepare is None else FlatLowered(self, found)
+        if found.prepare is None:
+            return self.traced.lower(**kwargs)
+        return FlatLowered(self, found.program, found.prepare)
 
 
 class FlatLowered:
     """A function cut into fragments, to be compiled."""
 
-    def __init__(self, traced: FlatTraced, found: Split):
-        self.traced, self.found = traced, found
+    def __init__(self, traced: FlatTraced, program: Program, prepare: Callable[[], Run]):
+        self.traced, self.program, self.prepare = traced, program, prepare
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.traced, name)
 
     def as_text(self, *args: Any, **kwargs: Any) -> str:
-        return str(self.found.program)
+        return str(self.program)
 
     def compile(self, compiler_options: Any = None) -> FlatCompiled:
-        self.found.prepare()
+        self.prepare()
         return FlatCompiled(self)
 
 
@@ -341,8 +343,7 @@ class FlatCompiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = jax.tree.leaves(self.lowered.traced.owner.static.divide(args, kwargs)[0])
-        found = self.lowered.found
-        return jax.tree.unflatten(self.lowered.traced.out_tree, found.prepare()(leaves))
+        return jax.tree.unflatten(self.lowered.traced.out_tree, self.lowered.prepare()(leaves))
 
 
 def _restore(moving: tuple, held: tuple) -> list[Any]:

@@ -150,18 +150,20 @@ def _rules(prefix: Any, tree: Any, name: str) -> dict[int, tuple[Task | None, Sh
                 arrays = _arrays(value)
                 if not arrays:
                     continue
+                task: Task | None = None
+                sharding: Sharding | None
                 if isinstance(entry, TaskSharding):
                     match = _lookup(entry, paths, value)
                     if match is None:
                         continue
                     used.setdefault(id(entry), (entry, set()))[1].add(match.index)
-                    given = (match.task, match.sharding)
+                    task, sharding = match.task, match.sharding
                 elif isinstance(entry, nnx.StateSharding):
-                    given = (None, _on_mesh(entry.map_prefix(paths[0], value)))
+                    sharding = _on_mesh(entry.map_prefix(paths[0], value))
                 else:
-                    given = (None, _on_mesh(entry))
-                if given[1] is not None:
-                    rules.update({id(a): given for a in arrays})
+                    sharding = _on_mesh(entry)
+                if sharding is not None:
+                    rules.update({id(a): (task, sharding) for a in arrays})
 
     try:
         jax.tree.map(give, prefix, tree, is_leaf=lambda x: x is None or _is_node(x))
@@ -175,7 +177,7 @@ def _rules(prefix: Any, tree: Any, name: str) -> dict[int, tuple[Task | None, Sh
 
 
 def _paths(node: Any) -> list[tuple[Any, list[Path]]]:
-    """Every Variable and array under a node, with all the paths that lead to it (shared ones have several)."""
+    """Every Variable and array under a node, with all paths that lead to it (several if it is shared)."""
     found: dict[int, tuple[Any, list[Path]]] = {}
 
     def visit(value: Any, path: Path, above: tuple[int, ...]) -> None:

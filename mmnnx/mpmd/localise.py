@@ -12,7 +12,8 @@ from mmnnx import _compat
 def localise(eqn: Any, mesh: Mesh) -> Any:
     """An equation for one TaskMesh: constraints and shard_maps over another mesh become ones over this one.
 
-    A constraint keeps the axes that this mesh has. A shard_map is moved if its axes have the same sizes here.
+    A constraint keeps the axes that this mesh has. A shard_map is moved if each of its axes
+    has the same size here, or size 1.
     """
     params = {key: _localise_param(key, value, mesh) for key, value in eqn.params.items()}
     return eqn.replace(params=params) if any(params[k] is not eqn.params[k] for k in params) else eqn

@@ -9,6 +9,17 @@ from jax.sharding import Mesh, NamedSharding
 from mmnnx.sharding.mesh import MultiMesh
 
 
+def mesh_of(sharding: NamedSharding) -> Mesh:
+    """The mesh of devices that a sharding of arrays is over.
+
+    Raises:
+      ValueError: for a sharding over an AbstractMesh.
+    """
+    if isinstance(sharding.mesh, Mesh):
+        return sharding.mesh
+    raise ValueError(f"{sharding} is over an AbstractMesh, which has no devices: give mm.jit one over a Mesh")
+
+
 class Meshes:
     """Makes equal groups of devices one Mesh object, and names them for messages and pictures."""
 
@@ -26,7 +37,7 @@ class Meshes:
 
     def sharding(self, sharding: NamedSharding, name: str | None = None) -> NamedSharding:
         """The same sharding on the canonical mesh, where axis names agree."""
-        mesh = self.canonical(sharding.mesh, name)
+        mesh = self.canonical(mesh_of(sharding), name)
         return NamedSharding(mesh, sharding.spec) if mesh.axis_names == sharding.mesh.axis_names else sharding
 
     def spanning(self) -> set[Mesh]:

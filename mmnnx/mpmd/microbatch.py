@@ -136,7 +136,8 @@ def microbatch(
     ):
         if value is not None:
             raise ValueError(
-                f"microbatch: {name}={value!r} belongs to schedules that this release does not have; leave it out"
+                f"microbatch: {name}={value!r} belongs to schedules that this release does not have; "
+                "leave it out"
             )
     schedule = schedule or "1f1b"
     get_schedule(schedule)  # an unknown name fails here, not in the first step
@@ -173,8 +174,9 @@ def microbatch(
             graphdef_after, state_after = nnx.split(fresh)
             if graphdef_after != graphdef:
                 raise ValueError(
-                    f"microbatch: {getattr(fun, '__name__', fun)!r} adds or removes Variables or submodules of its "
-                    "arguments. Every microbatch must leave their structure as it was: create them before the loop."
+                    f"microbatch: {getattr(fun, '__name__', fun)!r} adds or removes Variables or submodules "
+                    "of its arguments. Every microbatch must leave their structure as it was: "
+                    "create them before the loop."
                 )
             return out, jax.tree.leaves(state_after)
 
@@ -247,7 +249,8 @@ def _count(tree: Any, dim: int, size: int) -> int:
     (total,) = set(sizes.values())
     if total == 0 or total % size:
         raise ValueError(
-            f"microbatch: size {size} does not divide dimension {dim} of the sliced argument, which is {total}"
+            f"microbatch: size {size} does not divide dimension {dim} of the sliced argument, "
+            f"which is {total}"
         )
     return total // size
 

@@ -12,8 +12,10 @@ from jax.sharding import Mesh
 
 from mmnnx.mpmd.fragments import Fragment, LoopPlan
 from mmnnx.mpmd.schedule import Action, get_schedule
+from mmnnx.mpmd.trace import Var
 
 Instance = tuple[int, int]  # (index of a fragment in the body, microbatch)
+Queue = deque[tuple[int, Action]]  # of a position: what its schedule asks for, in order
 
 
 def order_loop(plan: LoopPlan) -> list[Instance]:
@@ -23,7 +25,7 @@ def order_loop(plan: LoopPlan) -> list[Instance]:
       ValueError: if the loop has another number of stages than was asked for, or if its schedule asks for
         something before what it depends on.
     """
-    spec, fragments = plan.loop.spec, plan.body.steps
+    spec, fragments = plan.loop.spec, plan.body.fragments
     num_stages = max(plan.depths.values(), default=0) + 1
     if spec.num_stages is not None and spec.num_stages != num_stages:
         raise ValueError(
@@ -38,7 +40,7 @@ def order_loop(plan: LoopPlan) -> list[Instance]:
             by_action.setdefault((f.position, f.phase), []).append(index)
         else:
             unordered.append(index)
-    queues: dict[Mesh, list[deque[tuple[int, Action]]]] = {}
+    queues: dict[Mesh, list[Queue]] = {}
     for position, depth in plan.depths.items():
         actions = schedule(depth, num_stages, spec.length)
         mine = deque((position, a) for a in actions if (position, a.phase) in by_action)
@@ -50,10 +52,10 @@ def order_loop(plan: LoopPlan) -> list[Instance]:
 def _play(
     plan: LoopPlan,
     by_action: dict[tuple[int, str], list[int]],
-    queues: dict[Mesh, list[deque[tuple[int, Action]]]],
+    queues: dict[Mesh, list[Queue]],
     unordered: list[int],
 ) -> list[Instance]:
-    fragments, length = plan.body.steps, plan.loop.spec.length
+    fragments, length = plan.body.fragments, plan.loop.spec.length
     waits = _dependencies(plan)
     finished: dict[Instance, int] = {}
     idle_from: dict[Mesh, int] = {}
@@ -74,15 +76,15 @@ def _play(
 
     total = len(fragments) * length
     while len(order) < total:
-        best: tuple[int, int, Instance, deque | None] | None = None
+        best: tuple[int, int, Instance, Queue | None] | None = None
         for number, mesh in enumerate(pending):
-            choices: list[tuple[Instance, deque | None]] = [
+            choices: list[tuple[Instance, Queue | None]] = [
                 (i, None) for i in pending[mesh][: 2 * len(fragments)]
             ]
-            for queue in queues.get(mesh, ()):
-                if queue:
-                    position, action = queue[0]
-                    choices.append(((by_action[position, action.phase][0], action.microbatch), queue))
+            for asked in queues.get(mesh, ()):
+                if asked:
+                    position, action = asked[0]
+                    choices.append(((by_action[position, action.phase][0], action.microbatch), asked))
             for instance, queue in choices:
                 start = earliest(instance)
                 if start is not None and (best is None or (start, number) < best[:2]):
@@ -113,23 +115,25 @@ def _play(
 
 def _dependencies(plan: LoopPlan) -> list[list[tuple[int, int]]]:
     """For each fragment of the body: the fragments it waits for, of how many microbatches before."""
-    made: dict = {}
-    for index, f in enumerate(plan.body.steps):
+    fragments = plan.body.fragments
+    made: dict[Var, list[int]] = {}
+    for index, f in enumerate(fragments):
         for v in f.outvars:
             made.setdefault(v, []).append(index)
     leaves = dict(zip(plan.loop.carry_in, plan.loop.carry_out))
 
-    def makers(var: object, f: Fragment) -> list[int]:
+    def makers(var: Var, f: Fragment) -> list[int]:
         home = plan.body.homes.get(var)
-        return [i for i in made.get(var, ()) if plan.body.steps[i].mesh == (home or f.mesh)]
+        return [i for i in made.get(var, ()) if fragments[i].mesh == (home or f.mesh)]
 
     waits: list[list[tuple[int, int]]] = []
-    for f in plan.body.steps:
+    for f in fragments:
         found: dict[tuple[int, int], None] = {}
         for v in f.invars:
             before = leaves.get(v)
-            found.update({(i, 0): None for i in makers(v, f)} if before is None else {})
-            if before is not None:
+            if before is None:
+                found.update({(i, 0): None for i in makers(v, f)})
+            else:
                 found.update({(i, 1): None for i in makers(before, f)})
         waits.append(list(found))
     return waits

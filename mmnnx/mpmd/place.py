@@ -145,20 +145,18 @@ class _Region:
         self.loose = self._loose(forward)
         for _ in range(2):  # once, and again after backward equations settled
             for node in self.nodes:
-                match self.classes[node]:
-                    case "loop":
-                        self._place_loop(node)
-                    case "backward":
-                        if node not in self.spots:
-                            self._place_backward(node)
-                    case "late":
-                        self._place_late(node)
+                if isinstance(node, Loop):
+                    self._place_loop(node)
+                elif self.classes[node] == _LATE:
+                    self._place_late(node)
+                elif self.classes[node] == _BACKWARD and node not in self.spots:
+                    self._place_backward(node)
             self._settle(self._all(_BACKWARD))
         self._join_backward()
         return self.out
 
     def _all(self, kind: str) -> list[Equation]:
-        return [n for n in self.nodes if self.classes[n] == kind]
+        return [n for n in self.nodes if isinstance(n, Equation) and self.classes[n] == kind]
 
     def _classify(self) -> dict[Node, str]:
         """Forward; backward; loop; or late, which is whatever depends on a backward equation or a loop."""
@@ -205,7 +203,7 @@ class _Region:
             self.where[v] = Origin(kind, spot.mesh)
 
     def _stays(self, e: Equation) -> bool:
-        """Places what is computed from free values alone (nowhere) or from state of one home alone (there)."""
+        """Places what is made of free values alone (nowhere) or of one home's state (there), else False."""
         if self.task_of(e.scope) is not None:
             return False
         origin = combine(self._of(a) for a in e.invars)
@@ -213,7 +211,7 @@ class _Region:
             return False
         if origin.kind is Kind.STATE:
             self.roots.update(dict.fromkeys(e.outvars, self._roots(e)))
-            self._set(e, Spot(origin.home), "none", Kind.STATE)
+            self._set(e, Spot(origin.mesh), "none", Kind.STATE)
         else:
             self.where.update(dict.fromkeys(e.outvars, origin))
         return True
@@ -239,8 +237,8 @@ class _Region:
         """Bytes of state that an equation reads, by home."""
         homes: dict[Mesh, int] = {}
         for a in e.invars:
-            if self._of(a).kind is Kind.STATE:
-                homes[self._of(a).home] = homes.get(self._of(a).home, 0) + nbytes(a)
+            if (origin := self._of(a)).kind is Kind.STATE:
+                homes[origin.mesh] = homes.get(origin.mesh, 0) + nbytes(a)
         return homes
 
     def _place_forward(self, e: Equation) -> None:
@@ -252,7 +250,7 @@ class _Region:
             task, mesh = scoped
             position = self._position(mesh, task, before)
         elif homes:
-            mesh = max(homes, key=homes.get)
+            mesh = max(homes, key=homes.__getitem__)
             ahead = any(p.mesh == mesh for p in self.positions[max(before, 0) :])
             if before >= 0 and not ahead and self._roots(e) & self.used_state:
                 # Shared state used again further on: it is sent there, rather than the flow sent back.
@@ -280,7 +278,7 @@ class _Region:
         origin = self._of(atom)
         if origin.kind is Kind.STATE:
             uses = set().union(*(self.state_uses.get(r, ()) for r in self.roots.get(atom, ())))
-            return uses or {Spot(origin.home, self._last_position(origin.home))}
+            return uses or {Spot(origin.mesh, self._last_position(origin.mesh))}
         if origin.kind is not Kind.ACTIVATION:
             return None
         makers = [self.maker[atom], *self.users.get(atom, ())]
@@ -305,7 +303,7 @@ class _Region:
 
     def _join_backward(self) -> None:
         """Moves loose equations to where the backward that reads them went."""
-        for e in reversed([n for n in self.nodes if n in self.loose]):
+        for e in reversed([n for n in self._all(_FORWARD) if n in self.loose]):
             users = {self.spots[u] for v in e.outvars for u in self.users.get(v, ()) if u in self.spots}
             if len(users) == 1:
                 (spot,) = users
@@ -358,14 +356,13 @@ class _Region:
         arriving = self._flow(e, (_FORWARD, _BACKWARD, _LATE))
         if scoped is None and not weight:
             for a in e.invars:
-                if self._of(a).kind is Kind.ACTIVATION:
-                    home = self._of(a).home
-                    weight[home] = weight.get(home, 0) + nbytes(a)
-        if scoped is not None:
-            mesh = scoped[1]
-        else:
-            heaviest = max(weight.values())
-            mesh = next(m for m in weight if weight[m] == heaviest)
+                if (origin := self._of(a)).kind is Kind.ACTIVATION:
+                    weight[origin.mesh] = weight.get(origin.mesh, 0) + nbytes(a)
+            # Sums and scalings of a gradient are done at the home of its parameter, if a part of it is there.
+            state = self.out.follows.get(e.outvars[0])
+            if state is not None and self.where[state].mesh in weight:
+                weight = {self.where[state].mesh: 0}
+        mesh = scoped[1] if scoped is not None else max(weight, key=weight.__getitem__)
         # In a loop, sums of gradients and the like join the fragment that made what they sum.
         joined = [s for s in arriving if s.mesh == mesh and s.position is not None] if self.in_loop else []
         if joined:
@@ -413,16 +410,16 @@ class _Region:
         For each boundary: of all ways to divide the movable equations between its two sides, with no value
         flowing upstream, the one in which the values that cross have the fewest bytes.
         """
-        flow = [e for e in equations if e in self.spots and self.spots[e].position is not None]
+        flow = {e: p for e in equations if e in self.spots and (p := self.spots[e].position) is not None}
         if not flow or len(self.positions) < 2:
             return
         last = len(self.positions) - 1
-        backward = self.classes[flow[0]] == _BACKWARD
+        backward = self.classes[equations[0]] == _BACKWARD  # as all of them
 
         def coordinate(position: int) -> int:
             return last - position if backward else position
 
-        at = {e: coordinate(self.spots[e].position) for e in flow}
+        at: dict[Node, int] = {e: coordinate(p) for e, p in flow.items()}
         limit: dict[Node, int] = {}  # an equation can move up to where its results are needed
         wanted: dict[Node, int] = {}  # ... by equations of other lists: the home of the state they follow
         for e in reversed(flow):
@@ -433,7 +430,7 @@ class _Region:
                         bounds += [at[u]] if u in self.tied else [limit[u]] if u in limit else []
                 state = self.out.follows.get(v) if backward else None
                 if state is not None:
-                    position = self._last_position(self.where[state].home, self.spots[e].position)
+                    position = self._last_position(self.where[state].mesh, flow[e])
                     if position is not None and coordinate(position) >= at[e]:
                         wanted[e] = coordinate(position)
                         bounds.append(wanted[e])
@@ -463,7 +460,7 @@ class _Region:
         boundary: int,
     ) -> list[Equation]:
         """The movable equations that belong beyond the boundary."""
-        number = {e: i + 2 for i, e in enumerate(movable)}
+        number: dict[Node, int] = {e: i + 2 for i, e in enumerate(movable)}
         edges: list[tuple[int, int, int]] = [(0, 1, 0)]
         count = len(movable) + 2
         values = [a for e in movable for a in (*e.invars, *e.outvars) if is_var(a)]

@@ -144,7 +144,6 @@ class Program:
         """
         live = dict(self.inputs)
         results = {s for slots in self.outputs for s in slots}
-        read = set(results)
         for number, i in enumerate(self.instructions):
             where = f"instruction {number}, {self.describe(i)}"
             mesh_in = i.mesh if isinstance(i, Call) else i.source_mesh
@@ -156,9 +155,9 @@ class Program:
                     )
                 if live[s][1] != mesh_in:
                     raise VerificationError(
-                        f"{where}: reads {self._value(s)}, which is on {self._mesh(live[s][1])}, on {self._mesh(mesh_in)}"
+                        f"{where}: reads {self._value(s)}, which is on {self._mesh(live[s][1])}, "
+                        f"on {self._mesh(mesh_in)}"
                     )
-                read.add(s)
             for s in i.outputs:
                 if s in live:
                     raise VerificationError(f"{where}: makes {self._value(s)} a second time")
@@ -199,8 +198,8 @@ class Program:
 
     def __str__(self) -> str:
         lines = [
-            f"Program: {len(self.fragments)} fragments, {len(self.calls)} calls, {len(self.transfers)} transfers "
-            f"({sum(t.nbytes for t in self.transfers):,} bytes)"
+            f"Program: {len(self.fragments)} fragments, {len(self.calls)} calls, "
+            f"{len(self.transfers)} transfers ({sum(t.nbytes for t in self.transfers):,} bytes)"
         ]
         for mesh, name in self.names.items():
             lines.append(f"  {name}: devices {[d.id for d in mesh.devices.flat]}, {dict(mesh.shape)}")
@@ -245,7 +244,7 @@ def build(
     builder.emit(plan)
     outputs = tuple(tuple(builder.slot(v, m) for v, m in held) for held in results)
     return Program(
-        tuple(_free(builder.instructions, builder.inputs, {s for slots in outputs for s in slots})),
+        tuple(_free(builder.instructions, {s for slots in outputs for s in slots})),
         {s: builder.values[s] for s in builder.inputs},
         outputs,
         tuple(builder.values),
@@ -253,7 +252,7 @@ def build(
     )
 
 
-def _free(instructions: Sequence[Instruction], inputs: Sequence[int], results: set[int]) -> list[Instruction]:
+def _free(instructions: Sequence[Instruction], results: set[int]) -> list[Instruction]:
     """Has every slot dropped at its last use; what nobody reads, where it is made."""
     dead: dict[int, set[int]] = {}
     seen = set(results)
@@ -278,7 +277,7 @@ class _Builder:
         self.slots: dict[tuple[Var, Mesh, int | None], int] = {}
 
     def emit(self, plan: Plan) -> None:
-        readers = _readers(plan)
+        readers = _readers(plan.steps, plan.homes)
         self.homes = {v: m for v, m in self.given.items() if m is not None} | plan.homes
         for step in plan.steps:
             if isinstance(step, Fragment):
@@ -300,11 +299,11 @@ class _Builder:
         if home is None or home == mesh:
             self.inputs.append(self._new(var, mesh, None))
             return self.inputs[-1]
-        return self._send(var, var, self.slot(var, home), home, mesh, None)
+        return self._send(var, self.slot(var, home), home, mesh, None)
 
-    def _send(self, var: Var, as_var: Var, source: int, home: Mesh, mesh: Mesh, m: int | None) -> int:
-        """Sends a value of microbatch m; it arrives under the name `as_var`."""
-        target = self._new(as_var, mesh, m)
+    def _send(self, var: Var, source: int, home: Mesh, mesh: Mesh, m: int | None) -> int:
+        """Sends a value of microbatch m from the slot that holds it at home; returns the slot it fills."""
+        target = self._new(var, mesh, m)
         self.instructions.append(
             Transfer(
                 self.names[home],
@@ -330,7 +329,7 @@ class _Builder:
         for v, s in zip(f.outvars, outputs):
             for mesh in readers.get(v, ()):
                 if (v, mesh, m) not in self.slots:
-                    self._send(v, v, s, f.mesh, mesh, m)
+                    self._send(v, s, f.mesh, mesh, m)
 
     def _loop(self, plan: LoopPlan) -> None:
         loop, body = plan.loop, plan.body
@@ -341,8 +340,8 @@ class _Builder:
         leaves = dict(zip(loop.carry_in, loop.carry_out))
         slices = dict(zip(loop.slice_vars, loop.slices))
         # Placed carries return to their home after each microbatch; results that are kept, to theirs.
-        readers = _readers(body)
-        for v, out, meshes in zip(loop.carry_in, loop.carry_out, plan.carried):
+        readers = _readers(body.fragments, body.homes)
+        for out, meshes in zip(loop.carry_out, plan.carried):
             if out in body.homes:
                 readers.setdefault(out, []).extend(m for m in meshes if m != body.homes[out])
 
@@ -362,12 +361,12 @@ class _Builder:
             """A carry read away from its home."""
             if (var, mesh, m) not in self.slots:
                 home = placed[var]
-                self._send(var, var, find(var, home, m), home, mesh, m)
+                self._send(var, find(var, home, m), home, mesh, m)
             return self.slots[var, mesh, m]
 
         carried = dict(zip(loop.carry_in, plan.carried))
         for index, m in order_loop(plan):
-            f = body.steps[index]
+            f = body.fragments[index]
             self._call(f, m, tuple(find(v, f.mesh, m) for v in f.invars), readers)
         last = loop.spec.length - 1
         for out, after, meshes in zip(loop.carry_out, loop.carries, plan.carried):
@@ -379,12 +378,12 @@ class _Builder:
                     self.slots[v, mesh, None] = self.slots[y, mesh, m]
 
 
-def _readers(plan: Plan) -> dict[Var, list[Mesh]]:
+def _readers(steps: Sequence[Fragment | LoopPlan], homes: dict[Var, Mesh]) -> dict[Var, list[Mesh]]:
     """For each variable that is made on one mesh, the other meshes that read it."""
     readers: dict[Var, dict[Mesh, None]] = {}
-    for step in plan.steps:
+    for step in steps:
         reads = step.reads if isinstance(step, LoopPlan) else [(v, step.mesh) for v in step.invars]
         for v, mesh in reads:
-            if v in plan.homes and plan.homes[v] != mesh:
+            if v in homes and homes[v] != mesh:
                 readers.setdefault(v, {})[mesh] = None
     return {v: list(meshes) for v, meshes in readers.items()}

@@ -22,7 +22,7 @@ class Arguments:
     """The arguments of one call, taken apart: equal keys run the same program on `values`."""
 
     key: Any
-    variables: list[nnx.Variable | None]  # the Variable that holds each value, None for a plain one
+    variables: dict[int, nnx.Variable]  # by number of the value: the Variable that holds it, if one does
     values: list[Any]
 
 
@@ -51,7 +51,10 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
     """
     leaves, tree = jax.tree.flatten(moving, is_leaf=lambda x: isinstance(x, nnx.Variable))
     seen: dict[int, int] = {}
-    shared, types, values, variables = [], [], [], []
+    shared: list[int] = []
+    types: list[Any] = []
+    values: list[Any] = []
+    variables: dict[int, nnx.Variable] = {}
     for leaf in leaves:
         variable = leaf if isinstance(leaf, nnx.Variable) else None
         first = seen.setdefault(id(leaf), len(values)) if variable is not None else len(values)
@@ -67,8 +70,9 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
             types.append(jax.typeof(value) if _is_number(value) else None)
             if types[-1] is None:
                 return None
+        if variable is not None:
+            variables[len(values)] = variable
         values.append(value)
-        variables.append(variable)
     key = (tree, tuple(shared), tuple(types), held, current_multimesh())
     try:
         hash(key)
@@ -98,7 +102,7 @@ def learn(
         return None
     inputs = tuple(number[id(x)] for x in leaves)
     written = [(result, inputs[n]) for result, n in enumerate(updates) if n is not None]
-    if any(arguments.variables[n] is None for _, n in written):
+    if any(n not in arguments.variables for _, n in written):
         return None
     return Shortcut(run, inputs, tuple(written), out_tree)
 

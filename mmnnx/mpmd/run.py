@@ -23,7 +23,9 @@ def runner(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Arra
     steps = []
     for i in program.instructions:
         if isinstance(i, Call):
-            steps.append((compiled.executables[i.fragment], i.inputs, i.outputs, i.frees))
+            e = compiled.executables[i.fragment]
+            inputs, outputs = tuple(i.inputs[n] for n in e.inputs), tuple(i.outputs[n] for n in e.outputs)
+            steps.append((e.call, inputs, outputs, i.frees))
         else:
             dtype = program.values[i.inputs[0]][0].aval.dtype
             send = sender(shardings[i.inputs[0]], shardings[i.outputs[0]], dtype)

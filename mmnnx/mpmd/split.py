@@ -17,11 +17,11 @@ from mmnnx.mpmd.ends import find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
 from mmnnx.mpmd.lift import Record
 from mmnnx.mpmd.localise import localise
-from mmnnx.mpmd.meshes import Meshes
+from mmnnx.mpmd.meshes import Meshes, mesh_of
 from mmnnx.mpmd.place import Placement, place
 from mmnnx.mpmd.program import Program, build
 from mmnnx.mpmd.run import runner
-from mmnnx.mpmd.trace import FREE, Flat, Kind, Origin, Var, is_var, open_calls, scopes_in
+from mmnnx.mpmd.trace import FREE, Equation, Flat, Kind, Node, Origin, Var, is_var, open_calls, scopes_in
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import find_task
 
@@ -72,7 +72,7 @@ def split(
         )
         origin = {v: _origin(h) for v, h in zip(flat.invars, homes)} | {v: FREE for v, _ in flat.constants}
         led = {v: flat.invars[n] for v, n in zip(flat.outvars, ends.follows) if n is not None and is_var(v)}
-        nodes = flat.nodes
+        nodes: Sequence[Node] = flat.nodes
         # Where each term of a sum is made is known when the terms are placed one by one.
         apart = split_sums(nodes, lambda loop, term: term)
         placement = place(apart, origin, task_of, led)
@@ -102,8 +102,9 @@ def split(
     bindings, donated = [], set()
     for slot, (v, mesh) in program.inputs.items():
         n = number[v]
-        at_home = sources[n] is not None and sources[n].mesh == mesh
-        target = sources[n] if at_home else entering(v.aval, mesh, sources[n])
+        source = sources[n]
+        at_home = source if source is not None and source.mesh == mesh else None
+        target = at_home or entering(v.aval, mesh, source)
         fixed.setdefault((v, mesh), target)
         bindings.append((n, binder(values[n], fixed[v, mesh])))
         if n < len(donates) and donates[n] and v not in flat.outvars and bindings[-1][1] is None:
@@ -112,12 +113,20 @@ def split(
         deliver(v, number.get(v) if is_var(v) else None, sharding, held, multimesh)
         for v, sharding, held in zip(flat.outvars, asked, results)
     ]
+    successors = {
+        flat.invars[leaf.updates]: v
+        for leaf, v in zip(record.results, flat.outvars)
+        if leaf is not None and leaf.updates is not None and is_var(v)
+    }
+    for step in plan.steps:
+        if isinstance(step, LoopPlan):
+            successors |= dict(zip(step.loop.carry_in, step.loop.carry_out))
     gone = [n for n, d in enumerate(donates) if d and flat.invars[n] not in flat.outvars]
     constants = [value for _, value in flat.constants]
     names = [str(leaf) if leaf is not None else f"argument {n}" for n, leaf in enumerate(record.inputs)]
 
     def prepare() -> Run:
-        execute = runner(compile_program(program, fixed, donated))
+        execute = runner(compile_program(program, fixed, donated, successors))
 
         def run(leaves: Sequence[Any]) -> list[Any]:
             for n, x in enumerate(leaves):
@@ -150,7 +159,7 @@ class _Results:
     def __init__(
         self,
         flat: Flat,
-        placement: Placement | None,
+        placement: Placement,
         asked: Sequence[NamedSharding | None],
         divided: Sequence[Mesh],
         multimesh: MultiMesh | None,
@@ -169,7 +178,7 @@ class _Results:
         if not is_var(v) or (v in self.inputs and sharding is None):
             return []
         if sharding is not None:
-            return [(v, sharding.mesh)]
+            return [(v, mesh_of(sharding))]
         home = self.placement.where[v].home
         if home is not None:
             return [(v, home)]
@@ -179,19 +188,20 @@ class _Results:
 def _undivided(jaxpr: Any, mesh: Mesh, names: dict[Mesh, str]) -> tuple[Flat, Plan, list[list[Held]]]:
     """A function that touches one mesh: one fragment."""
     flat = open_calls(jaxpr, [None] * len(jaxpr.in_avals), lambda scope: None, names, loops=False)
-    made = {v for e in flat.nodes for v in e.outvars}
+    equations = [n for n in flat.nodes if isinstance(n, Equation)]  # which are all
+    made = {v for e in equations for v in e.outvars}
     outvars = list(dict.fromkeys(v for v in flat.outvars if is_var(v) and v in made))
-    read = {a for e in flat.nodes for a in e.invars if is_var(a)}
+    read = {a for e in equations for a in e.invars if is_var(a)}
     invars = [v for v in (*flat.invars, *(c for c, _ in flat.constants)) if v in read]
-    closed = _compat.close_jaxpr(invars, outvars, [localise(e.eqn, mesh) for e in flat.nodes])
+    closed = _compat.close_jaxpr(invars, outvars, [localise(e.eqn, mesh) for e in equations])
     fragment = Fragment(names[mesh], mesh, "none", None, closed, tuple(invars), tuple(outvars))
-    steps = (fragment,) if flat.nodes else ()
+    steps = (fragment,) if equations else ()
     plan = Plan(steps, dict.fromkeys(outvars, mesh), tuple((v, mesh) for v in invars))
     return flat, plan, [[(v, mesh)] if is_var(v) and v in made else [] for v in flat.outvars]
 
 
 def _carried(
-    plan: Plan, placement: Placement | None, given: dict[Var, NamedSharding | None]
+    plan: Plan, placement: Placement, given: dict[Var, NamedSharding | None]
 ) -> dict[Held, NamedSharding]:
     """Decides the shardings of what loops carry and slice: they must be the same for every microbatch."""
     fixed: dict[Held, NamedSharding] = {}
@@ -202,9 +212,10 @@ def _carried(
         for i, meshes in enumerate(step.carried):
             state = placement.follows.get(loop.carries[i]) or loop.sources.get(loop.init[i])
             for mesh in meshes:
-                sharding = given.get(state)
-                if sharding is None or sharding.mesh != mesh or state.aval.shape != loop.init[i].aval.shape:
-                    sharding = NamedSharding(mesh, PartitionSpec())
+                sharding = NamedSharding(mesh, PartitionSpec())
+                if state is not None and state.aval.shape == loop.init[i].aval.shape:
+                    own = given.get(state)
+                    sharding = own if own is not None and own.mesh == mesh else sharding
                 for v in (loop.init[i], loop.carry_in[i], loop.carry_out[i], loop.carries[i]):
                     fixed[v, mesh] = sharding
         for row in loop.slices:

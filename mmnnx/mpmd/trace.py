@@ -79,7 +79,7 @@ class Loop:
         """Outer variables that the body names."""
         own = {*self.carry_in, *self.slice_vars, *(v for e in self.body for v in e.outvars)}
         used = [a for e in self.body for a in e.invars if is_var(a)]
-        used += [v for v in (*self.carry_out, *self.ys)]
+        used += [*self.carry_out, *self.ys]
         return list(dict.fromkeys(v for v in used if v not in own))
 
     @property
@@ -149,10 +149,16 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """The kind of a value and, for state, its home."""
+    """The kind of a value, and its home: that of state, and of an activation the mesh it was placed on."""
 
     kind: Kind
     home: Mesh | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The home of what has one: state, and activations that are placed."""
+        assert self.home is not None
+        return self.home
 
 
 CONST, FREE, ACTIVATION = Origin(Kind.CONST), Origin(Kind.FREE), Origin(Kind.ACTIVATION)
@@ -173,7 +179,7 @@ def combine(origins: Iterable[Origin]) -> Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """A function as one flat list: `nodes` computing `outvars` from `invars`, constants among them."""
+    """A function as one flat list: `nodes` computing `outvars` from `invars` and constants."""
 
     invars: tuple[Var, ...]
     constants: tuple[tuple[Var, Any], ...]
@@ -354,7 +360,7 @@ class _Opener:
                 (atom,) = self._emit(jnp.copy, [atom], scope, body)
             results.append(atom)
         carry_out, ys = results[:num_carry], results[num_carry:]
-        invariant, body = _split_invariant(prune(body, results), {*carry_in, *slice_vars})
+        invariant, varying = _split_invariant(prune(body, results), {*carry_in, *slice_vars})
         out += invariant
         carries = tuple(jex.Var(v.aval) for v in carry_in)
         stacks = tuple(tuple(jex.Var(y.aval) for _ in range(length)) for y in ys)
@@ -362,7 +368,7 @@ class _Opener:
         self.origin.update((v, ACTIVATION) for row in stacks for v in row)
         loop = Loop(
             dataclasses.replace(spec, length=length),
-            tuple(body),
+            tuple(varying),
             tuple(init),
             tuple(carry_in),
             tuple(carry_out),
@@ -386,7 +392,7 @@ class _Opener:
 LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev", "copy"}
 
 
-def _split_invariant(body: Sequence[Any], varying: set[Var]) -> tuple[list[Any], list[Any]]:
+def _split_invariant(body: Sequence[Any], varying: set[Var]) -> tuple[list[Equation], list[Equation]]:
     """Separates what does not depend on the microbatch, to be done once before the loop, from what does."""
     varying = set(varying)
     own = {v for e in body for v in e.outvars}
