@@ -1,0 +1,506 @@
+"""The way past the graph traversal of `nnx.jit`: taken by calls like an earlier one, by no others, and unseen."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+from mmnnx.mpmd import jit as jit_module
+from mmnnx.mpmd.repeat import Shortcut
+from tests.mpmd.parity import assert_same, born, pipeline
+
+X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
+
+
+class Pair(nnx.Module):
+    """Two layers, one on each mesh, a counter and a static attribute."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.second = nnx.Linear(4, 4, rngs=rngs)
+        self.count = nnx.BatchStat(jnp.zeros((), jnp.int32))
+        self.scale = 1.0
+
+    def __call__(self, x):
+        return self.scale * self.second(self.dropout(jnp.tanh(self.first(x))))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Grows by one with every call that goes past the traversal."""
+    calls = []
+    whole = Shortcut.__call__
+
+    def watched(self, arguments):
+        calls.append(self)
+        return whole(self, arguments)
+
+    monkeypatch.setattr(Shortcut, "__call__", watched)
+    return calls
+
+
+@pytest.fixture
+def mesh():
+    mesh, tasks = pipeline(2)
+    mesh.tasks = tasks
+    with mesh:
+        yield mesh
+
+
+@pytest.fixture
+def model(mesh):
+    return new_model(mesh)
+
+
+def new_model(mesh):
+    model = born(Pair, mm.TaskSharding({mm.path("first"): mesh.tasks[0], mm.path(...): mesh.tasks[1]}))
+    model.eval()
+    return model
+
+
+def forward(model, x):
+    return model(x)
+
+
+def by_hand(model, x):
+    """The same on the host."""
+    first, second = (
+        (np.asarray(layer.kernel[...]), np.asarray(layer.bias[...])) for layer in (model.first, model.second)
+    )
+    return model.scale * (np.tanh(x @ first[0] + first[1]) @ second[0] + second[1])
+
+
+def test_a_call_like_an_earlier_one_takes_it(model, taken):
+    f = mm.jit(forward)
+    once = f(model, X)
+    assert not taken
+    twice = f(model, X)
+    assert len(taken) == 1
+    assert_same(twice, once)
+    assert twice.sharding == once.sharding
+    assert_same(f(model, 2 * X), by_hand(model, 2 * X).astype(np.float32), rtol=1e-5)  # other values
+    assert len(taken) == 2
+
+
+def test_another_model_of_the_same_structure_takes_it(mesh, model, taken):
+    f = mm.jit(forward)
+    f(model, X)
+    other = new_model(mesh)
+    other.first.kernel[...] *= 2
+    assert_same(f(other, X), by_hand(other, X))
+    assert len(taken) == 1
+    assert_same(f(model, X), by_hand(model, X))
+
+
+def test_training_is_the_same_with_it(mesh, taken):
+    """Losses, parameters, optimizer and counters after steps that take it are those of nnx.jit."""
+
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        model.count[...] += 1
+        return {"loss": loss, "more": (grads["first"]["bias"], None)}
+
+    whole, split = Pair(), born(
+        Pair, mm.TaskSharding({mm.path("first"): mesh.tasks[0], mm.path(...): mesh.tasks[1]})
+    )
+    make = lambda model: nnx.Optimizer(model, optax.adam(1e-2, eps=1e-2), wrt=nnx.Param)
+    whole_optimizer, split_optimizer = make(whole), mm.jit(make)(split)
+    f, g = nnx.jit(step), mm.jit(step)
+    kernel = split.first.kernel
+    for i in range(5):
+        assert_same(g(split, split_optimizer, X + i), f(whole, whole_optimizer, X + i))
+        assert_same(split, whole)
+        assert_same(split_optimizer, whole_optimizer)
+    assert len(taken) >= 3
+    assert split.first.kernel is kernel, "the Variable itself was replaced"
+
+
+# What must not take it
+
+
+def grow(model):
+    model.more = nnx.Param(jnp.ones(3))
+
+
+def shrink(model):
+    model.second.bias = nnx.data(None)
+
+
+def rescale(model):
+    model.scale = 3.0
+
+
+def halve(model):
+    model.second.kernel[...] = model.second.kernel[...].astype(jnp.bfloat16)
+
+
+def retype(model):
+    model.second.kernel = nnx.BatchStat(model.second.kernel[...])
+
+
+def train(model):
+    model.train()
+
+
+def share(model):
+    model.second.bias = model.first.bias
+
+
+def annotate(model):
+    model.second.kernel.set_metadata("twice", True)
+
+
+def describe(model, x):
+    """Depends on everything about a model that a trace can see."""
+    metadata = model.second.kernel.get_metadata()
+    variables = {type(v).__name__ + str(v[...].dtype): None for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable) and not isinstance(v, nnx.RngState)}
+    facts = [
+        len(jax.tree.leaves(nnx.state(model))),
+        model.scale,
+        model.dropout.deterministic,
+        len(variables),
+        sum(map(len, variables)),
+        bool(metadata.get("twice")),
+        model.second.bias is model.first.bias,
+    ]
+    return x @ model.first.kernel[...] @ model.second.kernel[...].astype(jnp.float32), [
+        jnp.float32(f) for f in facts
+    ]
+
+
+@pytest.mark.parametrize("change", [grow, shrink, rescale, halve, retype, train, share, annotate])
+def test_a_changed_model_does_not_take_a_stale_one(model, taken, change):
+    """Variables added, removed, shared, of another dtype or type; attributes, mode, metadata."""
+    f = mm.jit(describe)
+    f(model, X)
+    f(model, X)
+    change(model)
+    assert_same(f(model, X), nnx.jit(describe)(_on_host(model), X), rtol=1e-4)
+
+
+def _on_host(model):
+    """A copy of the model on one device."""
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.array(jax.device_get(x)) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.device_put(x, jax.devices()[0]), state))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [X[:1], X.astype(np.int32), jnp.asarray(X, jnp.bfloat16), X.T @ X, {"x": X}, [X]],
+    ids=["rows", "int", "bfloat16", "square", "dict", "list"],
+)
+def test_another_argument_does_not_take_a_stale_one(model, taken, x):
+    """Another shape, dtype or pytree."""
+    f = mm.jit(lambda model, x: (model(jax.tree.leaves(x)[0]).astype(jnp.float32), jax.tree.structure(x).num_nodes + x_dtype(x)))
+    f(model, X)
+    f(model, X)
+    y, told = f(model, x)
+    (leaf,) = jax.tree.leaves(x)
+    assert_same(y, by_hand(model, np.asarray(leaf, np.float32)).astype(np.float32), rtol=2e-2)
+    assert int(told) == jax.tree.structure(x).num_nodes + x_dtype(x)
+    assert len(taken) == 1
+
+
+def x_dtype(x):
+    return 10 * jax.tree.leaves(x)[0].dtype.itemsize
+
+
+def test_weak_types_are_told_apart(model, taken):
+    f = mm.jit(lambda model, x, s: (model(x) * s, jnp.bfloat16(1) * s))
+    f(model, X, 2.0)
+    assert f(model, X, 2.0)[1].dtype == jnp.bfloat16
+    assert f(model, X, np.float32(2.0))[1].dtype == jnp.float32
+    assert f(model, X, 2)[1].dtype == jnp.bfloat16
+
+
+def test_another_home_does_not_take_a_stale_one(mesh, model, taken):
+    """State that moved is used, and stays, where it is now."""
+
+    def f(model):
+        model.first.bias[...] += 1
+        return jnp.sum(model.first.bias[...]) + jnp.sum(model.second.bias[...])
+
+    f = mm.jit(f)
+    f(model)
+    f(model)
+    target = NamedSharding(mesh.slice(stage=1), P())
+    for variable in (model.first.kernel, model.first.bias):
+        variable[...] = jax.device_put(variable[...], target)
+    assert float(f(model)) == 12.0
+    assert model.first.bias[...].sharding.device_set == target.device_set
+
+
+def test_another_sharding_of_an_argument(mesh, model, taken):
+    f = mm.jit(forward)
+    for stage in (0, 1, 0, 1):
+        x = jax.device_put(X, NamedSharding(mesh.slice(stage=stage), P()))
+        assert_same(f(model, x), by_hand(model, X))
+    assert len(taken) == 2
+
+
+def test_static_arguments(model, taken):
+    f = mm.jit(lambda model, x, n, *, flip=False: model(x) * (-n if flip else n), static_argnums=2, static_argnames=("n", "flip"))
+    for n in (1, 3):
+        for flip in (False, True):
+            for _ in range(2):
+                expected = by_hand(model, X) * (-n if flip else n)
+                assert_same(f(model, X, n, flip=flip), expected)
+                assert_same(f(model, X, n=n, flip=flip), expected)
+    assert len(taken) == 8
+
+
+def test_another_mesh(model, taken):
+    """The same arguments under another MultiMesh are another program."""
+    f = mm.jit(forward)
+    f(model, X)
+    other = mm.MultiMesh(axis_sizes=(1, 2), axis_names=("data", "stage"))
+    with other:
+        assert_same(f(model, X), by_hand(model, X))
+    assert not taken
+
+
+def test_ignored_transforms_do_not_take_it(model, taken):
+    f = mm.jit(forward)
+    f(model, X)
+    with mm.ignore_transforms():
+        y = f(model, X)
+    assert not taken
+    assert len(y.sharding.device_set) == 1
+    assert_same(y, by_hand(model, X))
+
+
+def test_under_a_transformation_it_is_not_taken(model, taken):
+    f = mm.jit(forward)
+    f(model, X)
+    g = jax.jit(lambda x: f(model, x))(X)
+    assert not taken
+    assert_same(g, by_hand(model, X))
+
+
+def test_an_attribute_that_cannot_be_hashed(model, taken):
+    """Then there is nothing to look up: such calls go the long way, and right."""
+    model.scale = nnx.static(np.float32(2))
+    model.note = nnx.static([1, 2])
+    f = mm.jit(forward)
+    try:
+        expected = nnx.jit(forward)(_on_host(model), X)
+    except (TypeError, ValueError):
+        pytest.xfail("nnx.jit itself refuses such a module")
+    for _ in range(2):
+        assert_same(f(model, X), expected)
+    assert not taken
+
+
+# Results and references
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [lambda m, x: (m, m(x)), lambda m, x: m.first, lambda m, x: {"bias": m.second.bias, "y": m(x)}],
+    ids=["the model", "a submodule", "a Variable"],
+)
+def test_results_that_are_nodes_do_not_use_it(model, taken, fun):
+    """What is returned is the caller's own object, by identity, at every call."""
+    f = mm.jit(fun)
+    is_node = lambda x: isinstance(x, (nnx.Module, nnx.Variable))
+    own = (model, model.first, model.second.bias)
+    for _ in range(3):
+        nodes = [x for x in jax.tree.leaves(f(model, X), is_leaf=is_node) if is_node(x)]
+        assert len(nodes) == 1 and any(nodes[0] is node for node in own)
+    assert not taken
+
+
+def test_structure_that_changes_inside_does_not_use_it(model, taken):
+    """A Variable that the function adds at its first call is there, and adding goes on at each."""
+
+    def f(model, x):
+        name = f"extra{sum(1 for a in vars(model) if a.startswith('extra'))}"
+        setattr(model, name, nnx.Param(jnp.sum(x)))
+        return model(x)
+
+    f = mm.jit(f)
+    for n in range(1, 4):
+        assert_same(f(model, X * n), by_hand(model, X * n))
+        assert float(getattr(model, f"extra{n - 1}")[...]) == pytest.approx(float(n * X.sum()), rel=1e-5)
+    assert not taken
+
+
+def test_shared_variables(model, taken):
+    """One Variable under two names and in two arguments is one, and is not one when it is two."""
+    model.tied = model.first
+
+    def f(a, b, x):
+        a.first.bias[...] += 1
+        b.tied.bias[...] += 10
+        b.second.bias[...] += 100
+        return a.second(a.first(x))
+
+    f = mm.jit(f)
+    for n in range(1, 4):
+        f(model, model, X)
+        assert_same(model.first.bias[...], np.full(4, 11.0 * n, np.float32))
+        assert_same(model.second.bias[...], np.full(4, 100.0 * n, np.float32))
+    assert len(taken) == 2
+    other = nnx.clone(model)
+    f(model, other, X)
+    assert_same(model.first.bias[...], np.full(4, 34.0, np.float32))
+    assert_same(other.first.bias[...], np.full(4, 43.0, np.float32))
+
+
+def test_two_variables_that_hold_one_array(model, taken):
+    """They were one array at first, and are two after."""
+    model.first.bias[...] = jax.device_put(jnp.zeros(4), model.first.bias[...].sharding)
+    model.twin = nnx.Param(model.first.bias[...])
+
+    def f(model):
+        model.first.bias[...] += 1
+        model.twin[...] += 10
+        return jnp.sum(model.second.bias[...])
+
+    f = mm.jit(f)
+    for n in range(1, 4):
+        f(model)
+        assert_same(model.first.bias[...], np.full(4, 1.0 * n, np.float32))
+        assert_same(model.twin[...], np.full(4, 10.0 * n, np.float32))
+
+
+def test_one_array_as_two_arguments(model, taken):
+    """Learned from a call with two arrays, used for one with the same array twice, and the other way round."""
+    f = mm.jit(lambda model, x, y: model(x) - 2 * model(y))
+    for x, y in ((X, 3 * X), (X, X), (3 * X, X)):
+        assert_same(f(model, x, y), by_hand(model, x) - 2 * by_hand(model, y))
+    g = mm.jit(lambda model, x, y: model(x) - 2 * model(y))
+    for x, y in ((X, X), (X, 3 * X), (3 * X, X)):
+        assert_same(g(model, x, y), by_hand(model, x) - 2 * by_hand(model, y))
+
+
+def test_changes_made_between_calls_are_seen(model, taken):
+    """By the user's own hand: a new value, in place or not, or a new Variable."""
+    f = mm.jit(forward)
+    f(model, X)
+    model.first.kernel[...] = model.first.kernel[...] * 2
+    assert_same(f(model, X), by_hand(model, X))
+    model.second.kernel = nnx.Param(model.second.kernel[...] + 1)
+    assert_same(f(model, X), by_hand(model, X))
+    nnx.update(model, jax.tree.map(lambda x: x + 1 if x.dtype == jnp.float32 else x, nnx.state(model, nnx.Param)))
+    assert_same(f(model, X), by_hand(model, X))
+    assert len(taken) == 3
+
+
+def test_updates_are_seen_by_who_holds_the_variable(model, taken):
+    def f(model):
+        model.count[...] += 1
+        model.first.bias[...] += 1
+        return jnp.sum(model.second.bias[...])
+
+    f = mm.jit(f)
+    bias, count = model.first.bias, model.count
+    for n in range(1, 4):
+        f(model)
+        assert int(count[...]) == n and float(bias[...][0]) == n
+    assert len(taken) >= 1
+
+
+def test_random_streams_move_on(mesh, model, taken):
+    model.train()
+    f = mm.jit(lambda model, x: model.dropout(x) + 0 * jnp.sum(model.first(x)) + 0 * model.second(x))
+    seen = {np.asarray(f(model, np.ones((8, 4), np.float32))).tobytes() for _ in range(4)}
+    assert len(seen) == 4
+    assert len(taken) >= 2
+
+
+# Donation
+
+
+def test_donated(model, taken):
+    def f(model, x):
+        model.first.bias[...] += 1
+        model.second.bias[...] += 1
+        return jnp.sum(x)
+
+    f = mm.jit(f, donate_argnums=0)
+    for n in range(1, 4):
+        old = [model.first.bias[...], model.second.bias[...]]
+        assert float(f(model, X)) == pytest.approx(float(X.sum()), rel=1e-5)
+        assert all(a.is_deleted() for a in old), f"call {n}"
+        assert float(model.first.bias[...][0]) == n
+        assert not any(x.is_deleted() for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert len(taken) == 2
+
+
+def test_a_donated_array_used_again_is_named(mesh, model, taken):
+    f = mm.jit(lambda model, x: model(x["rows"]) + 1, donate_argnums=1)
+    place = lambda: {"rows": jax.device_put(X, NamedSharding(mesh.slice(stage=0), P()))}
+    for _ in range(2):
+        x = place()
+        f(model, x)
+        assert x["rows"].is_deleted()
+    with pytest.raises(ValueError, match=r"rows was donated"):
+        f(model, x)
+    assert len(taken) >= 1
+    assert_same(f(model, place()), by_hand(model, X) + 1)
+
+
+# Threads
+
+
+def in_thread(fun):
+    """What `fun` returns, run in a thread of its own."""
+    out = []
+    thread = threading.Thread(target=lambda: out.append(fun()))
+    thread.start()
+    thread.join()
+    return out[0]
+
+
+def test_from_another_thread(mesh, model, taken):
+    """A thread has no current MultiMesh until it enters one; calls from both, in turn, are right."""
+    f = mm.jit(forward)
+
+    def there():
+        with mesh:
+            return f(model, X)
+
+    for n in range(3):
+        model.first.bias[...] += n
+        assert_same(f(model, X), by_hand(model, X))
+        assert_same(in_thread(there), by_hand(model, X))
+    assert len(taken) == 5
+
+
+def test_two_threads_at_once(mesh, model, monkeypatch):
+    """Two calls that overlap each learn from their own, whichever ends first."""
+    f = mm.jit(lambda model, x, n: model(x) * n, static_argnums=2)
+    inside = threading.Barrier(2, timeout=20)
+    whole = jit_module.FlatJit.__call__
+
+    def wait_for_the_other(self, *args, **kwargs):
+        out = whole(self, *args, **kwargs)
+        inside.wait()
+        return out
+
+    def call(n):
+        with mesh:
+            return f(model, x, n)
+
+    x = jnp.asarray(X)
+    with monkeypatch.context() as patch:
+        patch.setattr(jit_module.FlatJit, "__call__", wait_for_the_other)
+        other = threading.Thread(target=call, args=(2,))
+        other.start()
+        call(1)
+        other.join()
+    for n in (1, 2):
+        assert_same(f(model, x, n), n * by_hand(model, X), what=f"results of n={n}")

@@ -1,0 +1,345 @@
+"""What mmnnx takes from JAX and Flax without a promise: each still is what `mmnnx._compat` thinks it is.
+
+A test that fails here after an upgrade says which entry of `_compat` to mend.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mmnnx import _compat
+
+CONSTANT = np.arange(3, dtype=np.float32)
+
+
+def with_constant(x):
+    return jnp.sin(x) * jnp.asarray(CONSTANT) + jax.jit(jnp.cos)(x)
+
+
+@pytest.fixture
+def closed():
+    return jax.make_jaxpr(with_constant)(jnp.ones(3))
+
+
+def find(jaxpr, name):
+    """The first equation of a primitive, in a jaxpr or in those inside it."""
+    for eqn in _compat.open_jaxpr(jaxpr)[2]:
+        if eqn.primitive.name == name:
+            return eqn
+        for inner in _compat.subjaxprs(eqn):
+            if (found := find(inner, name)) is not None:
+                return found
+    return None
+
+
+def test_every_function_is_tested_here():
+    own = [name for name, f in vars(_compat).items() if getattr(f, "__module__", "") == _compat.__name__]
+    here = inspect.getsource(inspect.getmodule(test_every_function_is_tested_here))
+    untested = [name for name in own if not re.search(rf"_compat\.{name}\b", here)]
+    assert not untested
+
+
+def test_jaxpr_types(closed):
+    """What make_jaxpr returns and what equations hold are jaxprs by these types, and nothing else is."""
+    assert isinstance(closed, _compat.JAXPR_TYPES), type(closed)
+    assert isinstance(getattr(closed, "jaxpr", closed), _compat.JAXPR_TYPES)
+    assert not isinstance(closed.eqns[0], _compat.JAXPR_TYPES)
+
+
+def test_open_jaxpr(closed):
+    """Inputs, results, equations and constants with their values, for a closed jaxpr."""
+    invars, outvars, eqns, consts = _compat.open_jaxpr(closed)
+    assert len(invars) == len(outvars) == 1 and invars[0].aval.shape == (3,)
+    assert [e.primitive.name for e in eqns][0] == "sin" and eqns[-1].outvars == outvars
+    assert [np.asarray(value).tolist() for _, value in consts] in ([], [CONSTANT.tolist()])
+    read = {a for e in eqns for a in e.invars if not isinstance(a, jex.Literal)}
+    assert read <= {*invars, *(v for v, _ in consts), *(v for e in eqns for v in e.outvars)}, (
+        "an equation reads what is neither input, constant nor result"
+    )
+
+
+def test_open_jaxpr_of_an_open_one():
+    """The body of a checkpointed function is an open jaxpr without constants."""
+    closed = jax.make_jaxpr(jax.checkpoint(lambda x: jnp.sin(x) * 2))(1.0)
+    (eqn,) = _compat.open_jaxpr(closed)[2]
+    (body,) = _compat.subjaxprs(eqn)
+    invars, outvars, eqns, consts = _compat.open_jaxpr(body)
+    assert (len(invars), len(outvars), consts) == (1, 1, [])
+    assert [e.primitive.name for e in eqns] == ["sin", "mul"]
+
+
+def test_close_jaxpr(closed):
+    """Parts taken from one jaxpr make another that can be evaluated; constants have become inputs."""
+    invars, outvars, eqns, consts = _compat.open_jaxpr(closed)
+    made = _compat.close_jaxpr([*invars, *(v for v, _ in consts)], outvars, eqns)
+    assert isinstance(made, _compat.JAXPR_TYPES)
+    assert not _compat.open_jaxpr(made)[3]
+    x = jnp.linspace(0.0, 1.0, 3)
+    (y,) = jax.jit(jex.jaxpr_as_fun(made))(x, *(value for _, value in consts))
+    np.testing.assert_allclose(y, with_constant(x), rtol=1e-6)
+
+
+def test_close_jaxpr_of_nothing():
+    x = jax.make_jaxpr(jnp.sin)(1.0)
+    (var,), _, _, _ = _compat.open_jaxpr(x)
+    made = _compat.close_jaxpr([var], [var], [])
+    assert jex.jaxpr_as_fun(made)(2.0) == [2.0]
+
+
+def test_close_jaxpr_keeps_effects():
+    """An equation with an effect (here a callback) makes the jaxpr one with it, so that XLA keeps it."""
+    seen = []
+
+    def f(x):
+        jax.debug.callback(lambda x: seen.append(float(x)), x)
+        return x + 1
+
+    made = _compat.close_jaxpr(*_compat.open_jaxpr(jax.make_jaxpr(f)(1.0))[:3])
+    assert made.effects
+    jax.block_until_ready(jax.jit(jex.jaxpr_as_fun(made))(2.0))
+    jax.effects_barrier()
+    assert seen == [2.0]
+
+
+def test_close_jaxpr_gives_no_deprecation_warning(closed, recwarn):
+    invars, outvars, eqns, consts = _compat.open_jaxpr(closed)
+    _compat.close_jaxpr([*invars, *(v for v, _ in consts)], outvars, eqns)
+    assert not [str(w.message) for w in recwarn if issubclass(w.category, DeprecationWarning)]
+
+
+def sines_to_cosines(eqn):
+    if eqn.primitive.name != "sin":
+        return eqn
+    return find(jax.make_jaxpr(jnp.cos)(jnp.ones(3)), "cos").replace(
+        invars=eqn.invars, outvars=eqn.outvars
+    )
+
+
+def test_map_equations(closed):
+    """Equations are replaced, the rest stays; a jaxpr in which nothing changes is the same object."""
+    changed = _compat.map_equations(closed, sines_to_cosines)
+    x = jnp.linspace(0.0, 1.0, 3)
+    np.testing.assert_allclose(
+        jex.jaxpr_as_fun(changed)(x)[0], jnp.cos(x) * CONSTANT + jnp.cos(x), rtol=1e-6
+    )
+    assert find(closed, "sin") is not None, "the original was changed"
+    assert _compat.map_equations(closed, lambda e: e) is closed
+
+
+def test_map_equations_of_an_open_one():
+    (eqn,) = _compat.open_jaxpr(jax.make_jaxpr(jax.checkpoint(jnp.sin))(jnp.ones(3)))[2]
+    (body,) = _compat.subjaxprs(eqn)
+    changed = _compat.map_equations(body, sines_to_cosines)
+    assert type(changed) is type(body)
+    assert [e.primitive.name for e in _compat.open_jaxpr(changed)[2]] == ["cos"]
+    assert _compat.map_equations(body, lambda e: e) is body
+
+
+@jax.custom_vjp
+def custom(x):
+    return jnp.sin(x)
+
+
+custom.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+
+
+@pytest.mark.parametrize(
+    "primitive, fun, bodies",
+    [
+        (("jit", "pjit"), jax.jit(jnp.sin), 1),
+        (("scan",), lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=2)[0], 1),
+        (("while",), lambda x: jax.lax.while_loop(lambda x: x < 1, jnp.sin, x), 2),
+        (("cond",), lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), 2),
+        (("remat2", "checkpoint", "remat"), jax.checkpoint(jnp.sin), 1),
+        (("custom_vjp_call", "custom_vjp_call_jaxpr"), custom, 1),
+        (("custom_jvp_call",), jax.nn.relu, 1),
+    ],
+    ids=["jit", "scan", "while", "cond", "remat", "custom_vjp", "custom_jvp"],
+)
+def test_subjaxprs(primitive, fun, bodies):
+    """The primitives that mmnnx looks into hold their bodies as jaxprs among their parameters."""
+    jaxpr = jax.make_jaxpr(fun)(0.5)
+    eqn = next((e for name in primitive if (e := find(jaxpr, name)) is not None), None)
+    assert eqn is not None, f"none of {primitive} in {jaxpr}"
+    found = _compat.subjaxprs(eqn)
+    assert len(found) == bodies, eqn
+    assert all(isinstance(j, _compat.JAXPR_TYPES) for j in found)
+    assert any(len(_compat.open_jaxpr(j)[2]) for j in found)
+
+
+def test_subjaxprs_of_a_plain_equation():
+    assert _compat.subjaxprs(find(jax.make_jaxpr(jnp.sin)(1.0), "sin")) == []
+
+
+def test_scan_counts():
+    """Constants first, then carries, then what is sliced: in that order among the inputs."""
+
+    def f(consts, carry, xs):
+        def body(carry, x):
+            a, b = carry
+            return (a * consts[0] + x, b + consts[1] + consts[2]), a
+
+        return jax.lax.scan(body, carry, xs)
+
+    consts = (jnp.ones((1,)), jnp.ones((2,)), jnp.ones((2,)))
+    eqn = find(jax.make_jaxpr(f)(consts, (jnp.ones((1,)), jnp.ones((2,))), jnp.ones((7, 1))), "scan")
+    num_consts, num_carry = _compat.scan_counts(eqn.params)
+    assert (num_consts, num_carry) == (3, 2)
+    assert [a.aval.shape for a in eqn.invars[num_consts + num_carry :]] == [(7, 1)]
+    assert len(_compat.open_jaxpr(eqn.params["jaxpr"])[0]) == len(eqn.invars)
+    assert eqn.params["length"] == 7 and eqn.params["reverse"] is False
+
+
+def test_scan_counts_without_constants_and_without_carries():
+    no_consts = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c + 1, c), x, None, length=2))(1.0)
+    assert _compat.scan_counts(find(no_consts, "scan").params) == (0, 1)
+    no_carry = jax.make_jaxpr(lambda a, x: jax.lax.map(lambda y: y * a, x))(2.0, jnp.ones(3))
+    assert _compat.scan_counts(find(no_carry, "scan").params) == (1, 0)
+
+
+@pytest.mark.parametrize("spec", [P(), P("model"), P(None, "model")])
+def test_copy_to(spec):
+    """A copy on other devices, sharded as asked, shard by shard; the original stays usable."""
+    one, other = (Mesh(np.array(jax.devices()[n : n + 2]), ("model",)) for n in (0, 2))
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    given = jax.device_put(x, NamedSharding(one, spec))
+    target = NamedSharding(other, spec)
+    copy = _compat.copy_to(given, target)
+    assert copy.sharding == target and copy.committed
+    assert (copy.shape, copy.dtype, copy.weak_type) == ((2, 4), jnp.float32, False)
+    for mine, theirs in zip(given.addressable_shards, copy.addressable_shards, strict=True):
+        assert mine.index == theirs.index and mine.device != theirs.device
+    np.testing.assert_array_equal(copy, x)
+    given.delete()
+    np.testing.assert_array_equal(jnp.add(copy, 1), x + 1)
+
+
+class Counter(nnx.Module):
+    def __init__(self):
+        self.count = nnx.BatchStat(jnp.zeros(()))
+
+
+def increment(counter, x):
+    counter.count[...] += 1
+    return x * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"graph": False}, {"graph_updates": False}])
+def test_pure_function_and_its_replacement(options):
+    """nnx.jit runs what is put in place of its jax.jit, on pytrees of arrays, and applies the updates."""
+    jitted = nnx.jit(increment, **options)
+    pure = _compat.pure_function(jitted)
+    assert callable(pure) and not hasattr(pure, "lower"), "not the function below jax.jit"
+    calls = []
+
+    def replacement(*args, **kwargs):
+        calls.append(jax.tree.leaves((args, kwargs)))
+        return pure(*args, **kwargs)
+
+    _compat.replace_pure_function(jitted, replacement)
+    counter = Counter()
+    assert float(jitted(counter, jnp.float32(3))) == 6
+    assert float(counter.count[...]) == 1, "the update is lost"
+    (leaves,) = calls
+    assert sorted(map(float, leaves)) == [0, 3]
+
+
+def test_in_graph_mode():
+    """Flax's default walks graphs; the other modes take their arguments as pytrees."""
+    assert _compat.in_graph_mode(nnx.jit(increment)) is True
+    assert _compat.in_graph_mode(nnx.jit(increment, graph=True, graph_updates=True)) is True
+    assert _compat.in_graph_mode(nnx.jit(increment, graph=False)) is False
+    assert _compat.in_graph_mode(nnx.jit(increment, graph_updates=False)) is False
+
+
+@pytest.mark.parametrize("options", [{}, {"graph": False}])
+def test_inner_traced(options):
+    """`trace` of an nnx.jit whose function was replaced asks the replacement, and wraps what it gave."""
+    jitted = nnx.jit(increment, **options)
+    answer = jax.jit(_compat.pure_function(jitted))
+    given = []
+
+    class Replacement:
+        def trace(self, *args, **kwargs):
+            given.append(answer.trace(*args, **kwargs))
+            return given[-1]
+
+    _compat.replace_pure_function(jitted, Replacement())
+    assert _compat.inner_traced(jitted.trace(Counter(), jnp.float32(3))) is given[0]
+
+
+def test_is_optimizer_slot():
+    """mu, nu and what else optax keeps; never a model's own state."""
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    slots = [v for _, v in nnx.iter_graph(optimizer.opt_state) if is_variable(v)]
+    assert len(slots) == 5  # adam's count, and mu and nu of kernel and bias
+    assert all(_compat.is_optimizer_slot(v) for v in slots)
+    assert not any(_compat.is_optimizer_slot(v) for v in (model.kernel, model.bias, nnx.BatchStat(1)))
+    assert not _compat.is_optimizer_slot(jnp.ones(2))
+
+
+def test_module_is_pytree():
+    class Default(nnx.Module):
+        pass
+
+    class Inheriting(Default):
+        pass
+
+    class Plain(nnx.Module, pytree=False):
+        pass
+
+    assert [_compat.module_is_pytree(c) for c in (Default, Inheriting, Plain, nnx.Linear)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_current_name_stack():
+    """The scopes around what is being traced, as they will stand on the equations."""
+    seen = []
+
+    def f(x):
+        with jax.named_scope("outer"), jax.named_scope("inner"):
+            seen.append(_compat.current_name_stack())
+            return jnp.sin(x)
+
+    assert _compat.current_name_stack() == ""
+    jaxpr = jax.make_jaxpr(f)(1.0)
+    assert seen == ["outer/inner"] == [str(find(jaxpr, "sin").source_info.name_stack)]
+
+
+def test_current_name_stack_in_the_backward_rule_of_a_custom_vjp():
+    """The rule runs outside the scope of its forward, which the name stack knows all the same."""
+    seen = []
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x)
+
+    def backward(x, g):
+        seen.append(_compat.current_name_stack())
+        return (g * jnp.cos(x),)
+
+    f.defvjp(lambda x: (jnp.sin(x), x), backward)
+
+    def scoped(x):
+        with jax.named_scope("task[0:a]"):
+            return f(x)
+
+    jax.make_jaxpr(jax.grad(scoped))(1.0)
+    assert seen and all("task[0:a]" in stack and "transpose(" in stack for stack in seen), seen
