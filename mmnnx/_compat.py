@@ -95,6 +95,11 @@ def in_graph_mode(jitted: Any) -> bool:
     return isinstance(jitted, nnx.transforms.compilation.JitWrapped)
 
 
+def in_cached_partial() -> bool:
+    """Whether the call comes from `nnx.cached_partial`, which needs `nnx.jit` itself to take its cache."""
+    return nnx.graphlib.GRAPH_CONTEXT.tmp_static_cache is not None
+
+
 def inner_traced(traced: Any) -> Any:
     """What `replacement.trace` returned, out of the stage object that `nnx.jit(...).trace` wraps it in."""
     return traced.traced

@@ -61,7 +61,7 @@ def test_open_jaxpr(closed):
     """Inputs, results, equations and constants with their values, for a closed jaxpr."""
     invars, outvars, eqns, consts = _compat.open_jaxpr(closed)
     assert len(invars) == len(outvars) == 1 and invars[0].aval.shape == (3,)
-    assert [e.primitive.name for e in eqns][0] == "sin" and eqns[-1].outvars == outvars
+    assert eqns[0].primitive.name == "sin" and eqns[-1].outvars == outvars
     assert [np.asarray(value).tolist() for _, value in consts] in ([], [CONSTANT.tolist()])
     read = {a for e in eqns for a in e.invars if not isinstance(a, jex.Literal)}
     assert read <= {*invars, *(v for v, _ in consts), *(v for e in eqns for v in e.outvars)}, (
@@ -121,18 +121,14 @@ def test_close_jaxpr_gives_no_deprecation_warning(closed, recwarn):
 def sines_to_cosines(eqn):
     if eqn.primitive.name != "sin":
         return eqn
-    return find(jax.make_jaxpr(jnp.cos)(jnp.ones(3)), "cos").replace(
-        invars=eqn.invars, outvars=eqn.outvars
-    )
+    return find(jax.make_jaxpr(jnp.cos)(jnp.ones(3)), "cos").replace(invars=eqn.invars, outvars=eqn.outvars)
 
 
 def test_map_equations(closed):
     """Equations are replaced, the rest stays; a jaxpr in which nothing changes is the same object."""
     changed = _compat.map_equations(closed, sines_to_cosines)
     x = jnp.linspace(0.0, 1.0, 3)
-    np.testing.assert_allclose(
-        jex.jaxpr_as_fun(changed)(x)[0], jnp.cos(x) * CONSTANT + jnp.cos(x), rtol=1e-6
-    )
+    np.testing.assert_allclose(jex.jaxpr_as_fun(changed)(x)[0], jnp.cos(x) * CONSTANT + jnp.cos(x), rtol=1e-6)
     assert find(closed, "sin") is not None, "the original was changed"
     assert _compat.map_equations(closed, lambda e: e) is closed
 

@@ -17,6 +17,7 @@ import jax.extend.core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.fragments import Fragment, Held
+from mmnnx.mpmd.meshes import transferred
 from mmnnx.mpmd.program import Call, Program, Transfer
 from mmnnx.mpmd.trace import Var
 
@@ -75,16 +76,6 @@ def compile_program(
                 )
     _propagate(program, made, shardings)
     return Compiled(program, executables, tuple(shardings[s] for s in range(len(program.values))))
-
-
-def transferred(sharding: NamedSharding, mesh: Mesh) -> NamedSharding:
-    """The sharding of a copy on another mesh of the same shape: the same spec, axis by axis."""
-    renamed = dict(zip(sharding.mesh.axis_names, mesh.axis_names))
-
-    def rename(entry: Any) -> Any:
-        return tuple(renamed[a] for a in entry) if isinstance(entry, tuple) else renamed.get(entry)
-
-    return NamedSharding(mesh, PartitionSpec(*map(rename, sharding.spec)))
 
 
 def _same_shape(a: Mesh, b: Mesh) -> bool:

@@ -12,27 +12,50 @@ from mmnnx import _compat
 def localise(eqn: Any, mesh: Mesh) -> Any:
     """An equation for one TaskMesh: constraints and shard_maps over another mesh become ones over this one.
 
-    A constraint keeps the axes that this mesh has. A shard_map is moved if each of its axes
-    has the same size here, or size 1.
+    A constraint keeps the axes that this mesh has. A shard_map can be moved if this mesh has its axes, in the
+    same sizes where it uses them.
+
+    Raises:
+      ValueError: for a shard_map that uses an axis which has another size here.
     """
-    params = {key: _localise_param(key, value, mesh) for key, value in eqn.params.items()}
+    params = {key: _moved(value, mesh) for key, value in eqn.params.items()}
+    for key in ("mesh", "context_mesh"):
+        over = params.get(key)
+        if (
+            isinstance(over, (Mesh, AbstractMesh))
+            and not over.empty
+            and over not in (mesh, mesh.abstract_mesh)
+        ):
+            if eqn.primitive.name == "shard_map":
+                _check_axes(eqn, over, mesh)
+            params[key] = mesh.abstract_mesh if isinstance(over, AbstractMesh) else mesh
     return eqn.replace(params=params) if any(params[k] is not eqn.params[k] for k in params) else eqn
 
 
-def _localise_param(key: str, value: Any, mesh: Mesh) -> Any:
+def _moved(value: Any, mesh: Mesh) -> Any:
     if isinstance(value, NamedSharding) and value.mesh not in (mesh, mesh.abstract_mesh):
         here = mesh.abstract_mesh if isinstance(value.mesh, AbstractMesh) else mesh
         return NamedSharding(here, _kept_axes(value.spec, mesh))
-    if key in ("mesh", "context_mesh") and isinstance(value, (Mesh, AbstractMesh)):
-        sizes = {**mesh.shape}
-        if not value.empty and all(sizes.get(axis) in (n, 1) for axis, n in value.shape.items()):
-            return mesh.abstract_mesh if isinstance(value, AbstractMesh) else mesh
-        return value
     if isinstance(value, _compat.JAXPR_TYPES):
         return _compat.map_equations(value, lambda e: localise(e, mesh))
     if isinstance(value, tuple) and any(isinstance(v, _compat.JAXPR_TYPES) for v in value):
-        return tuple(_localise_param(key, v, mesh) for v in value)
+        return tuple(_moved(v, mesh) for v in value)
     return value
+
+
+def _check_axes(eqn: Any, over: Mesh | AbstractMesh, mesh: Mesh) -> None:
+    """Axes that differ must appear neither in the specs of a shard_map nor in a collective inside it."""
+    # Every way to use an axis prints its name between quotes, in 'axis' or ('axis',).
+    inside = {k: v for k, v in eqn.params.items() if k not in ("mesh", "context_mesh", "manual_axes")}
+    text = f"{inside} {' '.join(str(e.params) for j in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(j)[2])}"
+    for axis, size in over.shape.items():
+        here = mesh.shape.get(axis)
+        if here != size and f"'{axis}'" in text:
+            raise ValueError(
+                f"a shard_map over a mesh of {dict(over.shape)} uses axis {axis!r}, which has size "
+                f"{here if here is not None else 'none'} on the TaskMesh it is placed on ({dict(mesh.shape)}): "
+                "give it the mesh of the task (mm.shard_map in a task does), or place it on the whole mesh"
+            )
 
 
 def _kept_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.sharding.mesh import MultiMesh
 
@@ -20,29 +22,40 @@ def mesh_of(sharding: NamedSharding) -> Mesh:
     raise ValueError(f"{sharding} is over an AbstractMesh, which has no devices: give mm.jit one over a Mesh")
 
 
+def transferred(sharding: NamedSharding, mesh: Mesh) -> NamedSharding:
+    """The sharding of a copy on another mesh of the same shape: the same spec, axis by axis."""
+    renamed = dict(zip(sharding.mesh.axis_names, mesh.axis_names))
+
+    def rename(entry: Any) -> Any:
+        return tuple(renamed[a] for a in entry) if isinstance(entry, tuple) else renamed.get(entry)
+
+    return NamedSharding(mesh, PartitionSpec(*map(rename, sharding.spec)))
+
+
 class Meshes:
     """Makes equal groups of devices one Mesh object, and names them for messages and pictures."""
 
     def __init__(self, multimesh: MultiMesh | None):
         self.multimesh = multimesh
-        self._known: dict[tuple[int, ...], Mesh] = {}
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Mesh] = {}  # by shape and devices
         self._names: dict[Mesh, str] = {}
 
     def canonical(self, mesh: Mesh, name: str | None = None) -> Mesh:
         """The object that stands for the devices of `mesh`; the first name given to it stays."""
-        mesh = self._known.setdefault(tuple(d.id for d in mesh.devices.flat), mesh)
+        key = mesh.devices.shape, tuple(d.id for d in mesh.devices.flat)
+        mesh = self._known.setdefault(key, mesh)
         if name:
             self._names.setdefault(mesh, name)
         return mesh
 
     def sharding(self, sharding: NamedSharding, name: str | None = None) -> NamedSharding:
-        """The same sharding on the canonical mesh, where axis names agree."""
-        mesh = self.canonical(mesh_of(sharding), name)
-        return NamedSharding(mesh, sharding.spec) if mesh.axis_names == sharding.mesh.axis_names else sharding
+        """The same sharding on the canonical mesh, axis by axis."""
+        return transferred(sharding, self.canonical(mesh_of(sharding), name))
 
     def spanning(self) -> set[Mesh]:
         """Meshes that contain another one, as the MultiMesh's own does: what is there is on both."""
-        return {m for ids, m in self._known.items() if any(set(other) < set(ids) for other in self._known)}
+        groups = [(set(ids), mesh) for (_, ids), mesh in self._known.items()]
+        return {mesh for ids, mesh in groups if any(other < ids for other, _ in groups)}
 
     def tasks(self) -> list[Mesh]:
         """The meshes between which a program is divided; one at least."""

@@ -359,7 +359,7 @@ class _Region:
                 if (origin := self._of(a)).kind is Kind.ACTIVATION:
                     weight[origin.mesh] = weight.get(origin.mesh, 0) + nbytes(a)
             # Sums and scalings of a gradient are done at the home of its parameter, if a part of it is there.
-            state = self.out.follows.get(e.outvars[0])
+            state = next((self.out.follows[v] for v in e.outvars if v in self.out.follows), None)
             if state is not None and self.where[state].mesh in weight:
                 weight = {self.where[state].mesh: 0}
         mesh = scoped[1] if scoped is not None else max(weight, key=weight.__getitem__)

@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from mmnnx.sharding.mesh import current_multimesh
+from mmnnx.sharding.task import registrations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
         if variable is not None:
             variables[len(values)] = variable
         values.append(value)
-    key = (tree, tuple(shared), tuple(types), held, current_multimesh())
+    key = (tree, tuple(shared), tuple(types), held, current_multimesh(), registrations())
     try:
         hash(key)
     except TypeError:  # a module with an attribute that cannot be hashed

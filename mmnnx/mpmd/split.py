@@ -12,12 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmnnx import _compat
 from mmnnx.mpmd.accumulate import split_sums
 from mmnnx.mpmd.bind import binder, deliver, entering
-from mmnnx.mpmd.compile import compile_program, transferred
+from mmnnx.mpmd.compile import compile_program
 from mmnnx.mpmd.ends import find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
 from mmnnx.mpmd.lift import Record
 from mmnnx.mpmd.localise import localise
-from mmnnx.mpmd.meshes import Meshes, mesh_of
+from mmnnx.mpmd.meshes import Meshes, transferred, mesh_of
 from mmnnx.mpmd.place import Placement, place
 from mmnnx.mpmd.program import Program, build
 from mmnnx.mpmd.run import runner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,22 +40,33 @@ class Rule:
         return self.task if self.callback is None else self.callback(name, backprop)
 
 
+_generations = itertools.count(1)
+
+
 class Registry:
-    """Rules in the order they were registered; the first that matches a name wins."""
+    """Rules in the order they were registered; the first that matches a name wins.
+
+    `generation` is another number after each change: what was derived from the rules before is out of date.
+    """
 
     def __init__(self) -> None:
+        self.generation = 0
         self._rules: list[Rule] = []
         self._found: dict[str, Rule | None] = {}  # find() is asked about each equation of a program
 
     def add(self, matcher: Matcher, callback: Callable[[str, bool], Any] | None, task: Any) -> None:
         """Append a rule; TypeError or ValueError unless it is a regex with exactly one of the others."""
         self._rules.append(Rule(matcher, callback, task))
-        self._found.clear()
+        self._changed()
 
     def clear(self) -> None:
         """Forget all rules."""
         self._rules.clear()
+        self._changed()
+
+    def _changed(self) -> None:
         self._found.clear()
+        self.generation = next(_generations)
 
     def find(self, name: str) -> Rule | None:
         """The first rule that matches `name`."""

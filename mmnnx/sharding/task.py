@@ -307,6 +307,12 @@ def clear_tasks() -> None:
     _registry.clear()
 
 
+def registrations() -> tuple[int, int]:
+    """Two numbers that change whenever what `find_task` would say may change, for caches."""
+    multimesh = current_multimesh()
+    return _registry.generation, 0 if multimesh is None else multimesh.registry.generation
+
+
 def find_task(name_stack: str, multimesh: MultiMesh | None = None) -> Task | None:
     """The task of an equation, from `str(eqn.source_info.name_stack)`.
 

@@ -81,7 +81,11 @@ def test_swapped_order(program):
     """A forward before the transfer that brings what it reads."""
     forward = number_of(program, "forward", stage=1)
     call = program.instructions[forward]
-    send = next(n for n, i in enumerate(program.instructions) if set(i.outputs) & set(call.inputs) - {0} and isinstance(i, Transfer))
+    send = next(
+        n
+        for n, i in enumerate(program.instructions)
+        if set(i.outputs) & set(call.inputs) - {0} and isinstance(i, Transfer)
+    )
     moved = list(program.instructions)
     moved[send], moved[forward] = moved[forward], moved[send]
     refused(
@@ -141,7 +145,11 @@ def test_a_transfer_from_the_wrong_mesh(program):
     n = number_of(program, "forward") + 1
     send = program.instructions[n]
     back = dataclasses.replace(
-        send, source=send.target, target=send.source, source_mesh=send.target_mesh, target_mesh=send.source_mesh
+        send,
+        source=send.target,
+        target=send.source,
+        source_mesh=send.target_mesh,
+        target_mesh=send.source_mesh,
     )
     refused(changed(program, n, back), "send", "stage1 -> stage0", "which is on stage0", "on stage1")
 

@@ -78,11 +78,11 @@ def test_an_unknown_name():
 
 
 def chain_program(num_stages: int, num_microbatches: int, schedule: str) -> mm.Program:
-    """Loss and gradients of a chain of linear layers, one layer a stage."""
+    """Loss and gradients of a chain of linear layers, two layers a stage."""
     mesh, tasks = pipeline(num_stages)
-    placement = place(tasks, *[[("layers", i)] for i in range(num_stages)])
+    placement = place(tasks, *[[("layers", (2 * i, 2 * i + 1))] for i in range(num_stages)])
     with mesh:
-        model = born(make(models.MLP, layers=num_stages), placement)
+        model = born(make(models.MLP, layers=2 * num_stages), placement)
         grad_fn = mm.microbatch(
             nnx.value_and_grad(models.squared_error), 0, 2, argnum=1, schedule=schedule, reduce="sum"
         )
@@ -105,6 +105,20 @@ def test_bubble(schedule, num_stages, num_microbatches):
     timeline = Timeline(tuple(loop))
     assert timeline.makespan == 2 * (num_microbatches + num_stages - 1)
     assert timeline.bubble == pytest.approx((num_stages - 1) / (num_microbatches + num_stages - 1))
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 6])
+def test_every_stage_runs_its_own_backward(num_microbatches):
+    """Also where a stage is one small layer: its backward is not done by the next stage and its sum sent home."""
+    mesh, tasks = pipeline(2)
+    with mesh:
+        model = born(make(models.MLP, layers=2), place(tasks, [("layers", 0)], [("layers", 1)]))
+        grad_fn = mm.microbatch(nnx.value_and_grad(models.squared_error), 0, 2, argnum=1)
+        program = mm.jit(lambda model, batch: grad_fn(model, batch)).program(
+            model, models.vectors(rows=2 * num_microbatches)
+        )
+    names = {f.name for f in program.fragments if f.phase != "none"}
+    assert names == {f"stage{s} {phase}" for s in range(2) for phase in ("forward", "backward")}
 
 
 # A user's own

@@ -1,0 +1,239 @@
+"""What stands where `nnx.jit` has a `jax.jit`: functions over arrays in pytrees, split and run."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from mmnnx.mpmd.lift import Observer, Record
+from mmnnx.mpmd.program import Program
+from mmnnx.mpmd.split import Run, Split, split
+from mmnnx.sharding.mesh import MultiMesh, current_multimesh
+from mmnnx.sharding.task import registrations, splitting
+
+ignoring: contextvars.ContextVar[bool] = contextvars.ContextVar("mmnnx_ignore", default=False)
+"""True inside `mm.ignore_transforms()`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Which arguments are static, by position and by name."""
+
+    numbers: frozenset[int]
+    names: frozenset[str]
+
+    def positions(self, args: Sequence[Any]) -> set[int]:
+        return {n for n in range(len(args)) if n in self.numbers or n - len(args) in self.numbers}
+
+    def divide(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+        """(dynamic arguments, static arguments) of a call."""
+        fixed = self.positions(args)
+        moving = (
+            tuple(a for n, a in enumerate(args) if n not in fixed),
+            {k: v for k, v in kwargs.items() if k not in self.names},
+        )
+        held = (
+            tuple((n, a) for n, a in enumerate(args) if n in fixed),
+            tuple(sorted((k, v) for k, v in kwargs.items() if k in self.names)),
+        )
+        return moving, held
+
+
+def static_arguments(fun: Callable, numbers: Any, names: Any) -> Static:
+    """As in `jax.jit`: with one of the two given, the other follows from the signature."""
+    numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
+    names = (names,) if isinstance(names, str) else tuple(names or ())
+    if bool(numbers) != bool(names):
+        try:
+            parameters = list(inspect.signature(fun).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        positional = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+        if numbers:
+            names = tuple(positional[n] for n in numbers if -len(positional) <= n < len(positional))
+        else:
+            numbers = tuple(positional.index(n) for n in names if n in positional)
+    return Static(frozenset(numbers), frozenset(names))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call that was just made: its flat inputs, what ran, and what the trace showed."""
+
+    leaves: list[Any]
+    run: Run
+    record: Record
+
+
+class FlatJit:
+    """Stands where `nnx.jit` has a `jax.jit`: over arrays in pytrees, it splits and runs programs."""
+
+    def __init__(
+        self,
+        pure: Callable[..., Any],
+        observer: Observer,
+        static: Static,
+        mesh: MultiMesh | None,
+        options: dict[str, Any],
+    ):
+        self.observer, self.static, self.mesh = observer, static, mesh
+        self.nested = jax.jit(pure, **options)
+        self.whole = jax.jit(
+            observer.around_flat(pure, lambda a, k: jax.tree.leaves(static.divide(a, k)[0])), **options
+        )
+        self.traces: dict[Any, tuple[jax.stages.Traced, Record]] = {}
+        self.splits: dict[Any, tuple[Split, Any, Record]] = {}
+        self.last: _Call | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        moving, held = self.static.divide(args, kwargs)
+        leaves, tree = jax.tree.flatten(moving)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return self.nested(*args, **kwargs)
+        if ignoring.get():
+            return self._on_one_device(args, kwargs)
+        with self.context():
+            key = (tree, held, current_multimesh(), registrations(), *map(_signature, leaves))
+            if key not in self.splits:
+                traced = self._trace(args, kwargs, leaves, tree, held)
+                self.splits[key] = (traced.split(), traced.out_tree, traced.record)
+            found, out_tree, record = self.splits[key]
+            if found.prepare is None:
+                return self.whole(*args, **kwargs)
+            run = found.prepare()
+            self.last = _Call(leaves, run, record)
+            return jax.tree.unflatten(out_tree, run(leaves))
+
+    def _on_one_device(self, args: tuple, kwargs: dict) -> Any:
+        """Runs the function as it is on the first device; state then goes back to where it was."""
+        moving, held = self.static.divide(args, kwargs)
+        leaves, tree = jax.tree.flatten(moving)
+        record = self.trace(*args, **kwargs).record
+        there = jax.tree.unflatten(tree, jax.device_put(leaves, jax.devices()[0]))
+        results, out_tree = jax.tree.flatten(
+            self.nested(*_restore(there[0], held[0]), **there[1], **dict(held[1]))
+        )
+        for number, leaf in enumerate(record.results):
+            old = leaves[leaf.updates] if leaf is not None and leaf.updates is not None else None
+            if isinstance(old, jax.Array):
+                results[number] = jax.device_put(results[number], old.sharding)
+        return jax.tree.unflatten(out_tree, results)
+
+    def context(self) -> Any:
+        """What makes the mesh of this function the current one."""
+        return self.mesh if self.mesh is not None else contextlib.nullcontext()
+
+    def _trace(self, args: tuple, kwargs: dict, leaves: list[Any], tree: Any, held: Any) -> FlatTraced:
+        avals = tuple(_aval(x) for x in leaves)
+        key = (tree, held, current_multimesh(), avals)
+        if key not in self.traces:
+            moving = jax.tree.unflatten(tree, avals)
+            token = splitting.set(True)
+            try:
+                traced = self.whole.trace(*_restore(moving[0], held[0]), **moving[1], **dict(held[1]))
+            finally:
+                splitting.reset(token)
+            self.traces[key] = (traced, self.observer.record)
+        traced, record = self.traces[key]
+        return FlatTraced(self, traced, record, leaves, current_multimesh())
+
+    def trace(self, *args: Any, **kwargs: Any) -> FlatTraced:
+        moving, held = self.static.divide(args, kwargs)
+        leaves, tree = jax.tree.flatten(moving)
+        with self.context():
+            return self._trace(args, kwargs, leaves, tree, held)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return self.nested.eval_shape(*args, **kwargs)
+
+
+class FlatTraced:
+    """A traced function with the arrays it was traced for; what `jax.stages.Traced` has, it has."""
+
+    def __init__(
+        self,
+        owner: FlatJit,
+        traced: jax.stages.Traced,
+        record: Record,
+        leaves: Sequence[Any],
+        multimesh: MultiMesh | None,
+    ):
+        self.owner, self.traced, self.record = owner, traced, record
+        self.leaves, self.multimesh = leaves, multimesh
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.traced, name)
+
+    def split(self) -> Split:
+        """Cuts the function into fragments."""
+        return split(self.traced, self.record, self.leaves, self.multimesh)
+
+    def lower(self, **kwargs: Any) -> Any:
+        found = self.split()
+        if found.prepare is None:
+            return self.traced.lower(**kwargs)
+        return FlatLowered(self, found.program, found.prepare)
+
+
+class FlatLowered:
+    """A function cut into fragments, to be compiled."""
+
+    def __init__(self, traced: FlatTraced, program: Program, prepare: Callable[[], Run]):
+        self.traced, self.program, self.prepare = traced, program, prepare
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.traced, name)
+
+    def as_text(self) -> str:
+        return str(self.program)
+
+    def compile(self, compiler_options: Any = None) -> FlatCompiled:
+        if compiler_options:
+            raise ValueError(
+                "a program over several TaskMeshes takes no compiler_options yet: leave them out"
+            )
+        self.prepare()
+        return FlatCompiled(self)
+
+
+class FlatCompiled:
+    """A compiled program, to be called with arguments of the types and homes it was compiled for."""
+
+    def __init__(self, lowered: FlatLowered):
+        self.lowered = lowered
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lowered, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = jax.tree.leaves(self.lowered.traced.owner.static.divide(args, kwargs)[0])
+        return jax.tree.unflatten(self.lowered.traced.out_tree, self.lowered.prepare()(leaves))
+
+
+def _restore(moving: tuple, held: tuple) -> list[Any]:
+    """Puts static arguments back in their places."""
+    args = list(moving)
+    for n, a in held:
+        args.insert(n, a)
+    return args
+
+
+def _signature(x: Any) -> Any:
+    """What a program depends on in an argument: its type and where it lives."""
+    if isinstance(x, jax.Array):
+        return (x.aval, x.sharding if x.committed else None)
+    return _aval(x)
+
+
+def _aval(x: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
