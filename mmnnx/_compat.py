@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 from flax import nnx
+from jax._src import config as jax_config
 from jax._src import source_info_util
 from jax._src.lib import xla_client
 
@@ -93,6 +94,11 @@ def replace_pure_function(jitted: Any, replacement: Any) -> None:
 def in_graph_mode(jitted: Any) -> bool:
     """Whether an `nnx.jit` object walks graphs and updates them (Flax's default) at every call."""
     return isinstance(jitted, nnx.transforms.compilation.JitWrapped)
+
+
+def trace_context() -> Any:
+    """All configuration that a trace depends on (matmul precision, x64, ...), as `jax.jit` keys its cache."""
+    return jax_config.trace_context()
 
 
 def in_cached_partial() -> bool:

@@ -259,6 +259,23 @@ def test_in_graph_mode():
     assert _compat.in_graph_mode(nnx.jit(increment, graph_updates=False)) is False
 
 
+def test_in_cached_partial():
+    """True where `nnx.cached_partial` calls its function, and at no other time."""
+    seen = []
+    jitted = nnx.jit(increment)
+
+    def watched(*args):
+        seen.append(_compat.in_cached_partial())
+        return jitted(*args)
+
+    counter = Counter()
+    watched(counter, jnp.float32(3))
+    nnx.cached_partial(watched, counter)(jnp.float32(3))
+    watched(counter, jnp.float32(3))
+    assert seen == [False, True, False]
+    assert float(counter.count[...]) == 3
+
+
 @pytest.mark.parametrize("options", [{}, {"graph": False}])
 def test_inner_traced(options):
     """`trace` of an nnx.jit whose function was replaced asks the replacement, and wraps what it gave."""
@@ -339,3 +356,12 @@ def test_current_name_stack_in_the_backward_rule_of_a_custom_vjp():
 
     jax.make_jaxpr(jax.grad(scoped))(1.0)
     assert seen and all("task[0:a]" in stack and "transpose(" in stack for stack in seen), seen
+
+
+def test_trace_context():
+    """It changes with what a trace depends on, and not without."""
+    before = _compat.trace_context()
+    with jax.default_matmul_precision("float32"):
+        inside = _compat.trace_context()
+    assert hash(before) == hash(_compat.trace_context()) and before == _compat.trace_context()
+    assert inside != before

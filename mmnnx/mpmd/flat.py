@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +14,10 @@ import jax
 
 from mmnnx.mpmd.lift import Observer, Record
 from mmnnx.mpmd.program import Program
+from mmnnx.mpmd.repeat import surroundings
 from mmnnx.mpmd.split import Run, Split, split
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
-from mmnnx.sharding.task import registrations, splitting
+from mmnnx.sharding.task import splitting
 
 ignoring: contextvars.ContextVar[bool] = contextvars.ContextVar("mmnnx_ignore", default=False)
 """True inside `mm.ignore_transforms()`."""
@@ -89,7 +91,7 @@ class FlatJit:
         )
         self.traces: dict[Any, tuple[jax.stages.Traced, Record]] = {}
         self.splits: dict[Any, tuple[Split, Any, Record]] = {}
-        self.last: _Call | None = None
+        self.made = threading.local()  # .call is the last call of each thread
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         moving, held = self.static.divide(args, kwargs)
@@ -99,7 +101,7 @@ class FlatJit:
         if ignoring.get():
             return self._on_one_device(args, kwargs)
         with self.context():
-            key = (tree, held, current_multimesh(), registrations(), *map(_signature, leaves))
+            key = (tree, held, surroundings(), *map(_signature, leaves))
             if key not in self.splits:
                 traced = self._trace(args, kwargs, leaves, tree, held)
                 self.splits[key] = (traced.split(), traced.out_tree, traced.record)
@@ -107,7 +109,7 @@ class FlatJit:
             if found.prepare is None:
                 return self.whole(*args, **kwargs)
             run = found.prepare()
-            self.last = _Call(leaves, run, record)
+            self.made.call = _Call(leaves, run, record)
             return jax.tree.unflatten(out_tree, run(leaves))
 
     def _on_one_device(self, args: tuple, kwargs: dict) -> Any:
@@ -125,13 +127,17 @@ class FlatJit:
                 results[number] = jax.device_put(results[number], old.sharding)
         return jax.tree.unflatten(out_tree, results)
 
+    def take_call(self) -> _Call | None:
+        """The call that this thread just made, once; None if it ran as plain `jax.jit` does."""
+        return self.made.__dict__.pop("call", None)
+
     def context(self) -> Any:
         """What makes the mesh of this function the current one."""
         return self.mesh if self.mesh is not None else contextlib.nullcontext()
 
     def _trace(self, args: tuple, kwargs: dict, leaves: list[Any], tree: Any, held: Any) -> FlatTraced:
         avals = tuple(_aval(x) for x in leaves)
-        key = (tree, held, current_multimesh(), avals)
+        key = (tree, held, surroundings(), avals)
         if key not in self.traces:
             moving = jax.tree.unflatten(tree, avals)
             token = splitting.set(True)
@@ -193,7 +199,8 @@ class FlatLowered:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.traced, name)
 
-    def as_text(self) -> str:
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
+        """The program as it prints. It is several XLA programs, so a dialect has no meaning here."""
         return str(self.program)
 
     def compile(self, compiler_options: Any = None) -> FlatCompiled:

@@ -136,6 +136,7 @@ class _Cutter:
         self.required = list(dict.fromkeys(required))
         self.name_of = name_of
         self.maker: dict[Var, Node] = {v: n for n in nodes for v in n.outvars}
+        self.index = {n: i for i, n in enumerate(nodes)}
         self.kept = self._kept()
         self.recomputed = recomputed(nodes, placement)
         # For each variable, the meshes that need it, each with the group of the first equation that does.
@@ -200,19 +201,21 @@ class _Cutter:
 
     def _read(self, atom: Any, mesh: Mesh, group: Group, fragment: int | None) -> None:
         """Notes that a fragment reads a value on a mesh, through the equations that are copied into it."""
-        if not is_var(atom):
-            return
-        maker = self.maker.get(atom)
-        if isinstance(maker, Equation) and self._copied(maker, group):
-            if (atom, mesh, fragment) not in self.copied_into:
-                self.copied_into.add((atom, mesh, fragment))
-                for a in maker.invars:
-                    self._read(a, mesh, group, fragment)
-            return
-        self.needs.setdefault(atom, {})[mesh] = group
-        if maker is not None and fragment is not None:
-            held = (atom, self._made_on(atom, mesh))
-            self.readers[held] = self.readers.get(held, 0) | 1 << fragment
+        pending = [atom]
+        while pending:
+            atom = pending.pop()
+            if not is_var(atom):
+                continue
+            maker = self.maker.get(atom)
+            if isinstance(maker, Equation) and self._copied(maker, group):
+                if (atom, mesh, fragment) not in self.copied_into:
+                    self.copied_into.add((atom, mesh, fragment))
+                    pending += maker.invars
+                continue
+            self.needs.setdefault(atom, {})[mesh] = group
+            if maker is not None and fragment is not None:
+                held = (atom, self._made_on(atom, mesh))
+                self.readers[held] = self.readers.get(held, 0) | 1 << fragment
 
     def _made_on(self, var: Var, mesh: Mesh) -> Mesh:
         """The mesh that makes what `mesh` reads: the variable's home, or `mesh` itself for free work."""
@@ -346,27 +349,19 @@ class _Cutter:
 
     def _assemble(self, f: int) -> tuple[list[Any], list[Var]]:
         """The equations of a fragment with the copies they need, and its inputs."""
-        nodes = self.contents[f][::-1]
-        present = {v for n in nodes for v in n.outvars}
-        eqns: list[Any] = []
-        invars: dict[Var, None] = {}
-        done: set[Var] = set()
-
-        def emit(node: Equation) -> None:
-            for a in node.invars:
-                if not is_var(a) or a in done or a in present:
-                    continue
-                maker = self.maker.get(a)
-                if isinstance(maker, Equation) and self._copied(maker, self.groups[f]):
-                    emit(maker)
-                else:
-                    invars.setdefault(a)
-            eqns.append(node.eqn)
-            done.update(node.outvars)
-
-        for node in nodes:
-            emit(node)
-        return eqns, list(invars)
+        group, own = self.groups[f], self.contents[f]
+        present = {v for n in own for v in n.outvars}
+        needed, pending = set(own), list(own)
+        while pending:
+            for a in pending.pop().invars:
+                maker = self.maker.get(a) if is_var(a) and a not in present else None
+                if isinstance(maker, Equation) and maker not in needed and self._copied(maker, group):
+                    needed.add(maker)
+                    pending.append(maker)
+        nodes = sorted(needed, key=self.index.__getitem__)
+        made = {v for n in nodes for v in n.outvars}
+        invars = dict.fromkeys(a for n in nodes for a in n.invars if is_var(a) and a not in made)
+        return [n.eqn for n in nodes], list(invars)
 
 
 def _bits(mask: int) -> Iterable[int]:

@@ -129,7 +129,7 @@ class Jit:
             if arguments is not None and (shortcut := self._shortcuts.get(arguments.key)) is not None:
                 return shortcut(arguments)
             out = self._lifted(*args, **kwargs)
-            call, self._flat.last = self._flat.last, None
+            call = self._flat.take_call()
             if arguments is not None and call is not None and call.record.out_tree is not None:
                 updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
                 shortcut = learn(arguments, call.leaves, updates, call.run, call.record.out_tree)

@@ -46,14 +46,15 @@ def _moved(value: Any, mesh: Mesh) -> Any:
 def _check_axes(eqn: Any, over: Mesh | AbstractMesh, mesh: Mesh) -> None:
     """Axes that differ must appear neither in the specs of a shard_map nor in a collective inside it."""
     # Every way to use an axis prints its name between quotes, in 'axis' or ('axis',).
-    inside = {k: v for k, v in eqn.params.items() if k not in ("mesh", "context_mesh", "manual_axes")}
-    text = f"{inside} {' '.join(str(e.params) for j in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(j)[2])}"
+    inner = [e.params for jaxpr in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(jaxpr)[2]]
+    own = [v for k, v in eqn.params.items() if k not in ("mesh", "context_mesh", "manual_axes", "jaxpr")]
+    text = f"{own} {inner}"
     for axis, size in over.shape.items():
         here = mesh.shape.get(axis)
         if here != size and f"'{axis}'" in text:
             raise ValueError(
-                f"a shard_map over a mesh of {dict(over.shape)} uses axis {axis!r}, which has size "
-                f"{here if here is not None else 'none'} on the TaskMesh it is placed on ({dict(mesh.shape)}): "
+                f"a shard_map over a mesh of {dict(over.shape)} uses axis {axis!r}, which is "
+                f"{'not there' if here is None else f'of size {here}'} on its TaskMesh ({dict(mesh.shape)}): "
                 "give it the mesh of the task (mm.shard_map in a task does), or place it on the whole mesh"
             )
 

@@ -6,11 +6,13 @@ dependency. The order is found by playing the loop through with one unit of time
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.fragments import Fragment, LoopPlan
+from mmnnx.mpmd.microbatch import LoopSpec
 from mmnnx.mpmd.schedule import Action, get_schedule
 from mmnnx.mpmd.trace import Var
 
@@ -42,11 +44,26 @@ def order_loop(plan: LoopPlan) -> list[Instance]:
             unordered.append(index)
     queues: dict[Mesh, list[Queue]] = {}
     for position, depth in plan.depths.items():
-        actions = schedule(depth, num_stages, spec.length)
+        actions = [Action(*a) for a in schedule(depth, num_stages, spec.length)]
+        _check_table(actions, spec, depth, num_stages)
         mine = deque((position, a) for a in actions if (position, a.phase) in by_action)
         first = next(f for f in fragments if f.position == position)
         queues.setdefault(first.mesh, []).append(mine)
     return _play(plan, by_action, queues, unordered)
+
+
+def _check_table(actions: Sequence[Action], spec: LoopSpec, stage: int, num_stages: int) -> None:
+    """Each stage must run the forward and the backward of every microbatch once."""
+    expected = {Action(phase, m) for phase in ("forward", "backward") for m in range(spec.length)}
+    counts = Counter(actions)
+    wrong = [f"{a.phase} {a.microbatch} is missing" for a in expected - counts.keys()]
+    wrong += [f"{a.phase} {a.microbatch} does not exist" for a in counts.keys() - expected]
+    wrong += [f"{a.phase} {a.microbatch} is there {n} times" for a, n in counts.items() if n > 1]
+    if wrong:
+        raise ValueError(
+            f"schedule {spec.schedule!r} with {spec.length} microbatches, stage {stage} of {num_stages}: "
+            + "; ".join(sorted(wrong)[:4])
+        )
 
 
 def _play(

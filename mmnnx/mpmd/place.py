@@ -270,8 +270,10 @@ class _Region:
         return _BACKWARD in self.classes.values()
 
     def _available(self, atom: Atom) -> set[Spot] | None:
-        """Where the forward has a value at hand, None if it has it everywhere."""
-        maker = self.maker.get(atom) if is_var(atom) else None
+        """Where the forward uses a value, None if it nowhere does and every mesh can have it."""
+        if not is_var(atom):
+            return None
+        maker = self.maker.get(atom)
         if maker in self.loose:  # wherever what it is made of is
             operands = [s for a in maker.invars if (s := self._available(a)) is not None]
             return set.intersection(*operands) if operands else None
@@ -279,10 +281,10 @@ class _Region:
         if origin.kind is Kind.STATE:
             uses = set().union(*(self.state_uses.get(r, ()) for r in self.roots.get(atom, ())))
             return uses or {Spot(origin.mesh, self._last_position(origin.mesh))}
-        if origin.kind is not Kind.ACTIVATION:
-            return None
-        makers = [self.maker[atom], *self.users.get(atom, ())]
-        return {self.spots[m] for m in makers if self.classes[m] == _FORWARD and m in self.spots}
+        holders = [maker, *self.users.get(atom, ())]
+        held = {self.spots[m] for m in holders if m in self.spots and self.classes[m] == _FORWARD}
+        # What is free could be had everywhere, but a gradient over it belongs to the stage that used it.
+        return held if origin.kind is Kind.ACTIVATION else held or None
 
     def _last_position(self, mesh: Mesh, at_most: int | None = None) -> int | None:
         """The last position on `mesh` up to `at_most`, else the first one after."""

@@ -220,7 +220,7 @@ class Program:
         return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
     def _value(self, slot: int) -> str:
-        return f"%{slot} ({self._type(slot)})"
+        return f"%{slot} ({self._type(slot)}) of {self._mesh(self.values[slot][1])}"
 
     def _mesh(self, mesh: Mesh) -> str:
         return f"{self.names.get(mesh, 'mesh')} (devices {[d.id for d in mesh.devices.flat]})"

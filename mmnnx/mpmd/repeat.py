@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from mmnnx import _compat
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import registrations
 
@@ -66,7 +67,8 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
         if isinstance(value, jax.core.Tracer) or (variable is not None and not isinstance(value, jax.Array)):
             return None
         if isinstance(value, jax.Array):
-            types.append((type(leaf), value.aval, value.sharding if value.committed else None))
+            metadata = () if variable is None else tuple(variable.get_metadata().items())
+            types.append((type(leaf), metadata, value.aval, value.sharding if value.committed else None))
         else:
             types.append(jax.typeof(value) if _is_number(value) else None)
             if types[-1] is None:
@@ -74,12 +76,17 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
         if variable is not None:
             variables[len(values)] = variable
         values.append(value)
-    key = (tree, tuple(shared), tuple(types), held, current_multimesh(), registrations())
+    key = (tree, tuple(shared), tuple(types), held, surroundings())
     try:
         hash(key)
     except TypeError:  # a module with an attribute that cannot be hashed
         return None
     return Arguments(key, variables, values)
+
+
+def surroundings() -> Any:
+    """What a trace depends on beside its arguments: the mesh, registered tasks, JAX's configuration."""
+    return current_multimesh(), registrations(), _compat.trace_context()
 
 
 def learn(

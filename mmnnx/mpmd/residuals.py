@@ -17,11 +17,11 @@ from mmnnx.mpmd.place import Placement, Spot
 from mmnnx.mpmd.trace import LAYOUT, Kind, Loop, Node, Var, is_var, nbytes
 
 _CHEAP = LAYOUT | {
-    "abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "cos", "custom_jvp_call", "div",
-    "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "jit", "le",
-    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_max",
-    "reduce_min", "reduce_sum", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square",
-    "stop_gradient", "sub", "tan", "tanh", "xor",
+    "abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "cos", "custom_jvp_call",
+    "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite",
+    "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not",
+    "one_minus_square", "or", "pow", "reduce_max", "reduce_min", "reduce_sum", "rem", "round", "rsqrt",
+    "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
 
 

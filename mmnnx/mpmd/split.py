@@ -17,7 +17,7 @@ from mmnnx.mpmd.ends import find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
 from mmnnx.mpmd.lift import Record
 from mmnnx.mpmd.localise import localise
-from mmnnx.mpmd.meshes import Meshes, transferred, mesh_of
+from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred
 from mmnnx.mpmd.place import Placement, place
 from mmnnx.mpmd.program import Program, build
 from mmnnx.mpmd.run import runner

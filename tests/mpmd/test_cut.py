@@ -95,11 +95,16 @@ def test_what_does_not_lead_to_the_sink_is_not_on_its_side():
 
 @pytest.mark.parametrize("scale", [2**29, 2**31, 2**33, 2**45])
 def test_terabytes_do_not_overflow(scale):
-    """Capacities are bytes: the products of a large model exceed int32 one by one, and the more so together."""
+    """Capacities are bytes: those of a large model exceed int32 one by one, and the more so together."""
     edges = [(0, 2, 3 * scale), (2, 3, scale), (3, 1, 2 * scale), (0, 3, -1), (2, 1, scale), (3, 2, 1)]
     least, sides = minimum_cuts(4, edges)
     side = sink_side(4, edges)
     assert side in sides and cost(side, edges) == least
+
+
+def test_the_upper_bits_of_a_capacity_count():
+    assert sink_side(3, [(0, 2, 3 * 2**32 + 1), (2, 1, 2**32 + 1000)]) == set()
+    assert sink_side(3, [(0, 2, 2**32 + 1000), (2, 1, 3 * 2**32 + 1)]) == {2}
 
 
 def test_many_forbidden_edges_do_not_overflow():

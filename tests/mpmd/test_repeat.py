@@ -1,4 +1,4 @@
-"""The way past the graph traversal of `nnx.jit`: taken by calls like an earlier one, by no others, and unseen."""
+"""The way past the graph traversal of `nnx.jit`: taken by calls like an earlier one, and by no others."""
 
 from __future__ import annotations
 
@@ -380,7 +380,7 @@ def test_two_variables_that_hold_one_array(model, taken):
 
 
 def test_one_array_as_two_arguments(model, taken):
-    """Learned from a call with two arrays, used for one with the same array twice, and the other way round."""
+    """Learned from a call with two arrays, used for one with the same twice, and the other way round."""
     f = mm.jit(lambda model, x, y: model(x) - 2 * model(y))
     for x, y in ((X, 3 * X), (X, X), (3 * X, X)):
         assert_same(f(model, x, y), by_hand(model, x) - 2 * by_hand(model, y))
@@ -486,7 +486,7 @@ def test_from_another_thread(mesh, model, taken):
 
 
 def test_two_threads_at_once(mesh, model, monkeypatch):
-    """Two calls that overlap each learn from their own: here the second runs while the first is about to learn."""
+    """Each learns from its own call: here the second runs while the first is about to learn."""
     f = mm.jit(lambda model, x, n: model(x) * n, static_argnums=2)
     ran = {1: threading.Event(), 2: threading.Event()}
     first_ended = threading.Event()

@@ -137,7 +137,7 @@ def kept(program, stage=0) -> list[str]:
 
 
 def kept_bytes(program, stage=0) -> int:
-    """Bytes of activations that the backward reads and that were there before: made or read by the forward."""
+    """Bytes that the backward reads and that were there before: made or read by the forward."""
     forward, backward = fragment(program, "forward", stage), fragment(program, "backward", stage)
     return sum(nbytes(v) for v in set(backward.invars) & ({*forward.outvars, *forward.invars}))
 
@@ -201,7 +201,7 @@ def test_it_never_keeps_more(body):
         assert kept_bytes(program(body), stage) <= kept_bytes(program(body, recompute=False), stage)
 
 
-@pytest.mark.parametrize("body", [Gelu, Norm, Attention, Dropout])
+@pytest.mark.parametrize("body", [Gelu, Norm, Attention])
 def test_it_keeps_less(body):
     assert kept_bytes(program(body)) < kept_bytes(program(body, recompute=False))
 

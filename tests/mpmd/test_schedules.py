@@ -109,7 +109,7 @@ def test_bubble(schedule, num_stages, num_microbatches):
 
 @pytest.mark.parametrize("num_microbatches", [2, 6])
 def test_every_stage_runs_its_own_backward(num_microbatches):
-    """Also where a stage is one small layer: its backward is not done by the next stage and its sum sent home."""
+    """Also a stage of one small layer: the next stage does not do its backward and send the sum home."""
     mesh, tasks = pipeline(2)
     with mesh:
         model = born(make(models.MLP, layers=2), place(tasks, [("layers", 0)], [("layers", 1)]))
@@ -170,7 +170,7 @@ def test_a_schedule_that_deadlocks(registry):
 
 
 def test_a_schedule_whose_stages_wait_for_each_other(registry):
-    """Each stage alone is in order; together they are not: the first wants a gradient the last has yet to make."""
+    """Each alone is in order; together not: the first wants a gradient the last has yet to make."""
 
     def impatient(stage, num_stages, n):
         if stage == 0:
@@ -193,7 +193,7 @@ def test_a_schedule_whose_stages_wait_for_each_other(registry):
     ],
 )
 def test_a_schedule_that_is_no_schedule(registry, name, wrong):
-    """An action left out, asked for twice, or of a microbatch there is not: refused by the schedule's name."""
+    """An action left out, asked for twice, or of a microbatch there is not: refused by name."""
     register_schedule(name)(lambda stage, num_stages, n: wrong(n))
     with pytest.raises(ValueError, match=f"'{name}'"):
         chain_program(2, 3, name)

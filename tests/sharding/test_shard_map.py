@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
@@ -97,7 +97,7 @@ def test_an_explicit_mesh(multimesh, tasks, kind):
         given = mm.MultiMesh(global_mesh=given)
     elif kind == "AbstractMesh":
         x = jax.device_put(X, NamedSharding(given, P("model")))
-        given = AbstractMesh((2,), ("model",))
+        given = given.abstract_mesh
     with multimesh:
         axes, total = mm.task(sizes(mesh=given), task=tasks[1])(x)
     assert axes.tolist() == [2, 2] and float(total) == X.sum()
