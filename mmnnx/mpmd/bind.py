@@ -75,9 +75,11 @@ def deliver(
         )
     if held:
         return lambda values, arrays: arrays[0]
-    if number is not None:
+    if asked is None and number is None and multimesh is not None and not var.aval.shape:
+        asked = NamedSharding(multimesh.mesh, PartitionSpec())  # where steps will keep a counter
+    if number is not None and asked is None:
         return lambda values, arrays: values[number]
-    if multimesh is not None and not var.aval.shape:
-        target = NamedSharding(multimesh.mesh, PartitionSpec())  # where steps will keep it
-        return lambda values, arrays: jax.device_put(jnp.asarray(var.val, var.aval.dtype), target)
-    return lambda values, arrays: jnp.asarray(var.val, var.aval.dtype)
+    if number is not None:
+        return lambda values, arrays: jax.device_put(values[number], asked)
+    value = jnp.asarray(var.val, var.aval.dtype)
+    return lambda values, arrays: jax.device_put(value, asked) if asked is not None else jnp.copy(value)

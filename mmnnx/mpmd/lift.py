@@ -103,10 +103,11 @@ class Observer:
             number = {leaf.path: n for n, leaf in enumerate(inputs) if leaf is not None}
             results = []
             for a in jax.tree.leaves(out):
-                leaf = self._updated.get(id(a))
-                if leaf is not None:
-                    leaf = dataclasses.replace(leaf, updates=number.get(leaf.path))
-                results.append(leaf or self._made.get(id(a)))
+                leaf, made = self._updated.get(id(a)), self._made.get(id(a))
+                if leaf is not None:  # state of an argument, which may be returned as well
+                    rule = made.rule if made is not None else None
+                    leaf = dataclasses.replace(leaf, updates=number.get(leaf.path), rule=rule)
+                results.append(leaf or made)
             self.record = Record(inputs, results, self._out_tree)
             self._arrived, self._updated, self._made, self._alive = {}, {}, {}, []
             return out

@@ -33,6 +33,7 @@ from mmnnx.mpmd.trace import (
     Node,
     Origin,
     Var,
+    at_home,
     combine,
     is_var,
     nbytes,
@@ -376,13 +377,9 @@ class _Region:
         inputs = {}
         for v in loop.captured:
             origin = self.where[v]
-            inputs[v] = Origin(Kind.STATE, origin.home) if origin.home is not None else origin
-        for v, row in zip(loop.slice_vars, loop.slices):
-            home = self.where[row[0]].home
-            inputs[v] = FREE if home is None else Origin(Kind.STATE, home)
-        for v, a in zip(loop.carry_in, loop.init):
-            home = self._of(a).home
-            inputs[v] = FREE if home is None else Origin(Kind.STATE, home)
+            inputs[v] = origin if origin.home is None else at_home(origin.home)
+        inputs |= {v: at_home(self.where[row[0]].home) for v, row in zip(loop.slice_vars, loop.slices)}
+        inputs |= {v: at_home(self._of(a).home) for v, a in zip(loop.carry_in, loop.init)}
         roots = {v: self.roots[v] for v in loop.captured if v in self.roots}
         follows = {
             o: self.out.follows[c] for o, c in zip(loop.carry_out, loop.carries) if c in self.out.follows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,15 +14,15 @@ from mmnnx import _compat
 from mmnnx.mpmd.accumulate import split_sums
 from mmnnx.mpmd.bind import binder, deliver, entering
 from mmnnx.mpmd.compile import compile_program
-from mmnnx.mpmd.ends import find_ends
+from mmnnx.mpmd.ends import Ends, find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
 from mmnnx.mpmd.lift import Record
 from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred
-from mmnnx.mpmd.place import Placement, place
+from mmnnx.mpmd.place import Placement, TaskOf, place
 from mmnnx.mpmd.program import Program, build
 from mmnnx.mpmd.run import runner
-from mmnnx.mpmd.trace import FREE, Equation, Flat, Kind, Node, Origin, Var, is_var, open_calls, scopes_in
+from mmnnx.mpmd.trace import FREE, Equation, Flat, Node, Var, at_home, is_var, open_calls, scopes_in
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import find_task
 
@@ -61,72 +62,100 @@ def split(
     for scope in scopes_in(traced.jaxpr):
         task_of(scope)
     ends = find_ends(record, leaves, traced.jaxpr.out_avals, meshes)
-    given, homes, asked = ends.given, ends.homes, ends.asked
     divided = meshes.tasks()
     if len(divided) == 1:
-        flat, plan, results = _undivided(traced.jaxpr, divided[0], meshes.names())
-        fixed: dict[Held, NamedSharding] = {}
+        pieces = _undivided(traced.jaxpr, divided[0], meshes.names())
     else:
-        flat = open_calls(
-            traced.jaxpr, homes, lambda scope: (found := task_of(scope)) and found[1], meshes.labels()
-        )
-        origin = {v: _origin(h) for v, h in zip(flat.invars, homes)} | {v: FREE for v, _ in flat.constants}
-        led = {v: flat.invars[n] for v, n in zip(flat.outvars, ends.follows) if n is not None and is_var(v)}
-        nodes: Sequence[Node] = flat.nodes
-        # Where each term of a sum is made is known when the terms are placed one by one.
-        apart = split_sums(nodes, lambda loop, term: term)
-        placement = place(apart, origin, task_of, led)
-        if apart != list(nodes):
-            where = {v: o for body in placement.bodies.values() for v, o in body.where.items()}
-            nodes = split_sums(nodes, lambda loop, term: where[term].home)
-            placement = place(nodes, origin, task_of, led)
-        places = _Results(flat, placement, asked, divided, multimesh)
-        results = [places.of(n) for n in range(len(flat.outvars))]
-        plan = cut(nodes, placement, [h for held in results for h in held], meshes.names())
-        fixed = _carried(plan, placement, dict(zip(flat.invars, given)))
-    for held, sharding in zip(results, asked):
+        pieces = _divide(traced.jaxpr, ends, task_of, divided, meshes)
+    for held, sharding in zip(pieces.results, ends.asked):
         if len(held) == 1 and sharding is not None:
-            fixed.update(_ending(held[0], sharding, plan))
-    inputs = dict(zip(flat.invars, homes)) | {v: None for v, _ in flat.constants}
-    program = build(plan, inputs, results, meshes.names())
+            pieces.fixed.update(_ending(held[0], sharding, pieces.plan))
+    flat = pieces.flat
+    inputs = dict(zip(flat.invars, ends.homes)) | {v: None for v, _ in flat.constants}
+    program = build(pieces.plan, inputs, pieces.results, meshes.names())
     program.verify()
-    used = {x.sharding for x in leaves if isinstance(x, jax.Array) and x.committed}
-    plain = not any(leaf is not None and leaf.rule for leaf in (*record.inputs, *record.results))
-    if len(divided) == 1 and plain and len({frozenset(s.device_set) for s in used}) <= 1:
+    groups = {frozenset(x.sharding.device_set) for x in leaves if isinstance(x, jax.Array) and x.committed}
+    ruled = any(leaf is not None and leaf.rule for leaf in (*record.inputs, *record.results))
+    if len(divided) == 1 and len(groups) <= 1 and not ruled:
         return Split(program, None)
-
-    values = [*leaves, *(value for _, value in flat.constants)]
-    number = {v: n for n, v in enumerate((*flat.invars, *(v for v, _ in flat.constants)))}
-    sources = [*given, *(None for _ in flat.constants)]
     donates = [a.donated for a in jax.tree.leaves(traced.args_info)]
-    bindings, donated = [], set()
+    return Split(program, _preparer(program, pieces, ends, record, leaves, donates, multimesh))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """A function cut up: its equations, the plan, the values that hold each result, decided shardings."""
+
+    flat: Flat
+    plan: Plan
+    results: list[list[Held]]
+    fixed: dict[Held, NamedSharding]
+
+
+def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, divided: Sequence[Mesh], meshes: Meshes) -> _Pieces:
+    """A function that touches several meshes: opened, placed and cut."""
+
+    def task_mesh(scope: str) -> Mesh | None:
+        found = task_of(scope)
+        return found[1] if found is not None else None
+
+    flat = open_calls(jaxpr, ends.homes, task_mesh, meshes.labels())
+    origin = {v: at_home(home) for v, home in zip(flat.invars, ends.homes)}
+    origin |= {v: FREE for v, _ in flat.constants}
+    led = {v: flat.invars[n] for v, n in zip(flat.outvars, ends.follows) if n is not None and is_var(v)}
+    nodes: Sequence[Node] = flat.nodes
+    # Where each term of a sum is made is known when the terms are placed one by one.
+    apart = split_sums(nodes, lambda loop, term: term)
+    placement = place(apart, origin, task_of, led)
+    if apart != list(nodes):
+        where = {v: o for body in placement.bodies.values() for v, o in body.where.items()}
+        nodes = split_sums(nodes, lambda loop, term: where[term].home)
+        placement = place(nodes, origin, task_of, led)
+    results = _results(flat, placement, ends.asked, divided, meshes.multimesh)
+    plan = cut(nodes, placement, [h for held in results for h in held], meshes.names())
+    return _Pieces(flat, plan, results, _carried(plan, placement, dict(zip(flat.invars, ends.given))))
+
+
+def _preparer(
+    program: Program,
+    pieces: _Pieces,
+    ends: Ends,
+    record: Record,
+    leaves: Sequence[Any],
+    donates: Sequence[bool],
+    multimesh: MultiMesh | None,
+) -> Callable[[], Run]:
+    """What compiles a program and ties it to the arguments and results of the function."""
+    flat, fixed = pieces.flat, pieces.fixed
+    constants = [value for _, value in flat.constants]
+    number = {v: n for n, v in enumerate((*flat.invars, *(v for v, _ in flat.constants)))}
+    values, given = [*leaves, *constants], [*ends.given, *(None for _ in constants)]
+    bindings, overwritten = [], set()
     for slot, (v, mesh) in program.inputs.items():
         n = number[v]
-        source = sources[n]
-        at_home = source if source is not None and source.mesh == mesh else None
-        target = at_home or entering(v.aval, mesh, source)
-        fixed.setdefault((v, mesh), target)
-        bindings.append((n, binder(values[n], fixed[v, mesh])))
-        if n < len(donates) and donates[n] and v not in flat.outvars and bindings[-1][1] is None:
-            donated.add(slot)
+        own = given[n]
+        here = own if own is not None and own.mesh == mesh else entering(v.aval, mesh, own)
+        bind = binder(values[n], fixed.setdefault((v, mesh), here))
+        bindings.append((n, bind))
+        if n < len(donates) and donates[n] and bind is None and v not in flat.outvars:
+            overwritten.add(slot)
     deliveries = [
         deliver(v, number.get(v) if is_var(v) else None, sharding, held, multimesh)
-        for v, sharding, held in zip(flat.outvars, asked, results)
+        for v, sharding, held in zip(flat.outvars, ends.asked, pieces.results)
     ]
     successors = {
         flat.invars[leaf.updates]: v
         for leaf, v in zip(record.results, flat.outvars)
         if leaf is not None and leaf.updates is not None and is_var(v)
     }
-    for step in plan.steps:
+    for step in pieces.plan.steps:
         if isinstance(step, LoopPlan):
             successors |= dict(zip(step.loop.carry_in, step.loop.carry_out))
-    gone = [n for n, d in enumerate(donates) if d and flat.invars[n] not in flat.outvars]
-    constants = [value for _, value in flat.constants]
+    gone = [n for n, donated in enumerate(donates) if donated and flat.invars[n] not in flat.outvars]
     names = [str(leaf) if leaf is not None else f"argument {n}" for n, leaf in enumerate(record.inputs)]
 
     def prepare() -> Run:
-        execute = runner(compile_program(program, fixed, donated, successors))
+        execute = runner(compile_program(program, fixed, overwritten, successors))
 
         def run(leaves: Sequence[Any]) -> list[Any]:
             for n, x in enumerate(leaves):
@@ -136,8 +165,7 @@ def split(
                         "use the value that call returned, or do not donate it"
                     )
             values = [*leaves, *constants]
-            arrays = [values[n] if bind is None else bind(values[n]) for n, bind in bindings]
-            made = execute(arrays)
+            made = execute([values[n] if bind is None else bind(values[n]) for n, bind in bindings])
             out = [give(values, held) for give, held in zip(deliveries, made)]
             for n in gone:
                 if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
@@ -146,46 +174,36 @@ def split(
 
         return run
 
-    return Split(program, prepare)
+    return prepare
 
 
-def _origin(home: Mesh | None) -> Origin:
-    return FREE if home is None else Origin(Kind.STATE, home)
+def _results(
+    flat: Flat,
+    placement: Placement,
+    asked: Sequence[NamedSharding | None],
+    divided: Sequence[Mesh],
+    multimesh: MultiMesh | None,
+) -> list[list[Held]]:
+    """The values that hold each result; none for one that is an input as it came, or a constant."""
+    covered = {d for m in divided for d in m.devices.flat}
+    whole = multimesh is not None and covered == set(multimesh.mesh.devices.flat)
+    # Counters that nobody placed are computed on every mesh, so that none is ever sent.
+    everywhere = divided if whole else divided[:1]
+    inputs = {*flat.invars, *(v for v, _ in flat.constants)}
+    results: list[list[Held]] = []
+    for v, sharding in zip(flat.outvars, asked):
+        if not is_var(v) or (v in inputs and sharding is None):
+            results.append([])
+        elif sharding is not None:
+            results.append([(v, mesh_of(sharding))])
+        elif (home := placement.where[v].home) is not None:
+            results.append([(v, home)])
+        else:
+            results.append([(v, m) for m in (divided[:1] if v.aval.shape else everywhere)])
+    return results
 
 
-class _Results:
-    """Which meshes hold each result."""
-
-    def __init__(
-        self,
-        flat: Flat,
-        placement: Placement,
-        asked: Sequence[NamedSharding | None],
-        divided: Sequence[Mesh],
-        multimesh: MultiMesh | None,
-    ):
-        self.flat, self.placement, self.asked = flat, placement, asked
-        self.divided = divided
-        covered = {d for m in divided for d in m.devices.flat}
-        whole = multimesh is not None and covered == set(multimesh.mesh.devices.flat)
-        # Counters that nobody placed are computed on every mesh, so that none is ever sent.
-        self.everywhere = list(divided) if whole else [divided[0]]
-        self.inputs = {*flat.invars, *(v for v, _ in flat.constants)}
-
-    def of(self, n: int) -> list[Held]:
-        """The values that hold result n; none for one that is an input as it came, or a constant."""
-        v, sharding = self.flat.outvars[n], self.asked[n]
-        if not is_var(v) or (v in self.inputs and sharding is None):
-            return []
-        if sharding is not None:
-            return [(v, mesh_of(sharding))]
-        home = self.placement.where[v].home
-        if home is not None:
-            return [(v, home)]
-        return [(v, m) for m in (self.everywhere if not v.aval.shape else self.everywhere[:1])]
-
-
-def _undivided(jaxpr: Any, mesh: Mesh, names: dict[Mesh, str]) -> tuple[Flat, Plan, list[list[Held]]]:
+def _undivided(jaxpr: Any, mesh: Mesh, names: dict[Mesh, str]) -> _Pieces:
     """A function that touches one mesh: one fragment."""
     flat = open_calls(jaxpr, [None] * len(jaxpr.in_avals), lambda scope: None, names, loops=False)
     equations = [n for n in flat.nodes if isinstance(n, Equation)]  # which are all
@@ -197,7 +215,8 @@ def _undivided(jaxpr: Any, mesh: Mesh, names: dict[Mesh, str]) -> tuple[Flat, Pl
     fragment = Fragment(names[mesh], mesh, "none", None, closed, tuple(invars), tuple(outvars))
     steps = (fragment,) if equations else ()
     plan = Plan(steps, dict.fromkeys(outvars, mesh), tuple((v, mesh) for v in invars))
-    return flat, plan, [[(v, mesh)] if is_var(v) and v in made else [] for v in flat.outvars]
+    results = [[(v, mesh)] if is_var(v) and v in made else [] for v in flat.outvars]
+    return _Pieces(flat, plan, results, {})
 
 
 def _carried(
@@ -218,12 +237,10 @@ def _carried(
                     sharding = own if own is not None and own.mesh == mesh else sharding
                 for v in (loop.init[i], loop.carry_in[i], loop.carry_out[i], loop.carries[i]):
                     fixed[v, mesh] = sharding
-        for row in loop.slices:
-            source = loop.sources.get(row[0])
-            for v in row:
-                for w, mesh in step.reads:
-                    if w is v:
-                        fixed[v, mesh] = entering(v.aval, mesh, given.get(source))
+        root = {v: loop.sources.get(row[0]) for row in loop.slices for v in row}
+        for v, mesh in step.reads:
+            if v in root:
+                fixed[v, mesh] = entering(v.aval, mesh, given.get(root[v]))
     return fixed
 
 

@@ -164,6 +164,11 @@ class Origin:
 CONST, FREE, ACTIVATION = Origin(Kind.CONST), Origin(Kind.FREE), Origin(Kind.ACTIVATION)
 
 
+def at_home(home: Mesh | None) -> Origin:
+    """The origin of state that lives on a mesh, or of an input that lives nowhere in particular."""
+    return FREE if home is None else Origin(Kind.STATE, home)
+
+
 def combine(origins: Iterable[Origin]) -> Origin:
     """The origin of what is computed from values of the given origins."""
     out = CONST
@@ -211,7 +216,7 @@ def open_calls(
     constants = [(jex.Var(v.aval), value) for v, value in consts]
     opener = _Opener(task_mesh, names)
     for var, home in zip(fresh, homes):
-        opener.origin[var] = FREE if home is None else Origin(Kind.STATE, home)
+        opener.origin[var] = at_home(home)
     opener.constants += constants
     opener.origin.update((v, FREE) for v, _ in constants)
     env = dict(zip(invars, fresh)) | dict(zip((v for v, _ in consts), (v for v, _ in constants)))

@@ -256,3 +256,20 @@ def test_later_task_options_are_refused_until_they_act():
         with mesh, pytest.raises(ValueError, match=next(iter(option))):
             task = mm.Task("early", mesh_slice={"stage": 0}, **option)
             mm.jit(mm.task(lambda x: x + 1, task=task))(jnp.ones(2))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_model_that_exists_is_moved_to_its_place(stages):
+    """out_shardings place results that are arguments as they came, on one mesh as on several."""
+    mesh, tasks = pipeline(2)
+    placement = place(tasks[:stages], *[[("layers", range(0, 2))], [("layers", range(2, 4))]][:stages])
+    if stages == 1:
+        placement = mm.TaskSharding({...: tasks[1]})
+    model = make(models.MLP)()
+    before = {path: np.asarray(v.get_raw_value()) for path, v in nnx.to_flat_state(nnx.state(model))}
+    with mesh:
+        moved = mm.jit(lambda model: model, out_shardings=placement)(model)
+    for path, variable in nnx.to_flat_state(nnx.state(moved)):
+        stage = 1 if stages == 1 else int(path[1] >= 2)
+        assert variable.get_raw_value().sharding.device_set == set(mesh.slice(stage=stage).devices.flat), path
+        np.testing.assert_array_equal(variable.get_raw_value(), before[path])
