@@ -300,11 +300,12 @@ def test_auxiliary_outputs():
 # Precision
 
 
-@pytest.mark.parametrize("param_dtype, rtol", [(jnp.float32, 3e-2), (jnp.bfloat16, 4e-2)])
+@pytest.mark.parametrize("param_dtype, rtol", [(jnp.float32, 3e-2), (jnp.bfloat16, 6e-2)])
 def test_bfloat16(param_dtype, rtol):
     """Computing in bfloat16, with float32 parameters and with bfloat16 ones.
 
-    With bfloat16 parameters one device is itself up to 2e-2 off float32, so two runs may be twice that apart.
+    With bfloat16 parameters one device is itself off float32 by up to 3e-2 of a leaf (1.9e-2 on JAX 0.10,
+    3.0e-2 on 0.12), so two runs may be twice that apart. The next test has the sharper bound.
     """
     mesh, tasks = pipeline(2)
     assert_parity(
