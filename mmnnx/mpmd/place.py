@@ -128,6 +128,8 @@ class _Region:
             for a in dict.fromkeys(filter(is_var, node.invars)):
                 self.users.setdefault(a, []).append(node)
         self.classes = self._classify()
+        autodiff = self.in_loop or _BACKWARD in self.classes.values()
+        self.forward_phase = "forward" if autodiff else "none"
         self.out.follows.update(follows)
         self._follow_state(inputs)
 
@@ -144,7 +146,8 @@ class _Region:
                 for root in self._roots(e):
                     self.state_uses.setdefault(root, set()).add(self.spots[e])
         self.loose = self._loose(forward)
-        for _ in range(2):  # once, and again after backward equations settled
+        moved = True
+        while moved:
             for node in self.nodes:
                 if isinstance(node, Loop):
                     self._place_loop(node)
@@ -152,7 +155,8 @@ class _Region:
                     self._place_late(node)
                 elif self.classes[node] == _BACKWARD and node not in self.spots:
                     self._place_backward(node)
-            self._settle(self._all(_BACKWARD))
+            # What follows backward equations follows them where they settle; once, they are stable then.
+            moved = self._settle(self._all(_BACKWARD))
         self._join_backward()
         return self.out
 
@@ -263,12 +267,7 @@ class _Region:
         if scoped is not None or homes:
             self.tied.add(e)
             self.used_state |= self._roots(e)
-        phase = "forward" if self.in_loop or self._has_backward else "none"
-        self._set(e, Spot(self.positions[position].mesh, position), phase)
-
-    @property
-    def _has_backward(self) -> bool:
-        return _BACKWARD in self.classes.values()
+        self._set(e, Spot(self.positions[position].mesh, position), self.forward_phase)
 
     def _available(self, atom: Atom) -> set[Spot] | None:
         """Where the forward uses a value, None if it nowhere does and every mesh can have it."""
@@ -403,15 +402,18 @@ class _Region:
 
     # -- minimum cuts -------------------------------------------------------------------------------------
 
-    def _settle(self, equations: Sequence[Equation]) -> None:
+    def _settle(self, equations: Sequence[Equation]) -> bool:
         """Moves equations that nothing ties down across the boundaries between positions, downstream.
 
         For each boundary: of all ways to divide the movable equations between its two sides, with no value
         flowing upstream, the one in which the values that cross have the fewest bytes.
+
+        Returns:
+          Whether any equation moved.
         """
         flow = {e: p for e in equations if e in self.spots and (p := self.spots[e].position) is not None}
         if not flow or len(self.positions) < 2:
-            return
+            return False
         last = len(self.positions) - 1
         backward = self.classes[equations[0]] == _BACKWARD  # as all of them
 
@@ -449,6 +451,7 @@ class _Region:
             new[e] = max(operands, default=new[e]) if e not in limit else max([new[e], *operands])
             position = coordinate(new[e])
             self._set(e, Spot(self.positions[position].mesh, position), self.out.phases[e])
+        return new != at
 
     def _cut(
         self,
