@@ -55,6 +55,11 @@ def subjaxprs(eqn: Any) -> list[Any]:
     return found
 
 
+def source_line(eqn: Any) -> str:
+    """The line of the user's program that an equation was traced at, as JAX's own messages give it."""
+    return source_info_util.summarize(eqn.source_info)
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """(number of constants, number of carries) of a scan equation; from JAX 0.12 they are a tree."""
     if "ft_in" in params:

@@ -365,3 +365,14 @@ def test_trace_context():
         inside = _compat.trace_context()
     assert hash(before) == hash(_compat.trace_context()) and before == _compat.trace_context()
     assert inside != before
+
+
+def test_source_line():
+    """An equation tells the file and the function it was traced in."""
+
+    def traced_here(x):
+        return jnp.sin(x)
+
+    (eqn,) = jax.make_jaxpr(traced_here)(1.0).eqns
+    line = _compat.source_line(eqn)
+    assert "test_compat.py" in line and "traced_here" in line

@@ -49,13 +49,16 @@ def everywhere(arrays: Sequence[jax.Array], target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
 
 
+Delivery = Callable[[Sequence[Any], Sequence[jax.Array]], Any]
+
+
 def deliver(
     var: Any,
     number: int | None,
     asked: NamedSharding | None,
     held: Sequence[Any],
     multimesh: MultiMesh | None,
-) -> Callable[[Sequence[Any], Sequence[jax.Array]], Any]:
+) -> Delivery:
     """How a result of the function comes about, from the arguments and the slots that hold it.
 
     Args:
@@ -82,4 +85,26 @@ def deliver(
     if number is not None:
         return lambda values, arrays: jax.device_put(values[number], asked)
     value = jnp.asarray(var.val, var.aval.dtype)
-    return lambda values, arrays: jax.device_put(value, asked) if asked is not None else jnp.copy(value)
+    return copied(lambda values, arrays: jax.device_put(value, asked) if asked is not None else value)
+
+
+def copied(delivery: Delivery) -> Delivery:
+    """The same result in a buffer of its own, so that to donate it takes nothing else along."""
+    return lambda values, arrays: jnp.copy(delivery(values, arrays))
+
+
+def check_shared(leaves: Sequence[Any], donated: Sequence[bool], names: Sequence[str]) -> None:
+    """Refuses an array that is donated as one argument and given as another as well.
+
+    Raises:
+      ValueError: names both arguments.
+    """
+    first: dict[int, int] = {}
+    for n, x in enumerate(leaves):
+        if isinstance(x, jax.Array):
+            m = first.setdefault(id(x), n)
+            if m != n and (donated[m] or donated[n]):
+                raise ValueError(
+                    f"{names[m]} and {names[n]} are one array, and donating it would take both: "
+                    "copy one of them (jnp.copy), or do not donate it"
+                )

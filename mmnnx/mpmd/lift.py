@@ -166,12 +166,15 @@ def _rules(prefix: Any, tree: Any, name: str) -> dict[int, tuple[Task | None, Sh
                 if sharding is not None:
                     rules.update({id(a): (task, sharding) for a in arrays})
 
+    pairs: list[tuple[Any, Any]] = []
     try:
-        jax.tree.map(give, prefix, tree, is_leaf=lambda x: x is None or _is_node(x))
-    except PlacementError:
-        raise
+        jax.tree.map(
+            lambda *pair: pairs.append(pair), prefix, tree, is_leaf=lambda x: x is None or _is_node(x)
+        )
     except ValueError as error:
         raise ValueError(f"{name} is no prefix of what it describes: {error}") from None
+    for entry, subtree in pairs:
+        give(entry, subtree)
     for entry, matched in used.values():
         entry.check_used(matched)
     return rules

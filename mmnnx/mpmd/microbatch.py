@@ -154,7 +154,10 @@ def microbatch(
             raise ValueError(
                 f"microbatch: argnum={argnum}, but the call has {len(args)} positional arguments"
             )
-        count = _count(args[argnum], dim, size)
+        try:
+            count = _count(args[argnum], dim, size)
+        except ValueError as error:
+            raise ValueError(f"{error} (argument {argnum} is sliced: argnum={argnum})") from None
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = tuple(leaf for leaf in leaves if _is_node(leaf))
         graphdef, state = nnx.split(nodes)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
 from mmnnx.mpmd.accumulate import split_sums
-from mmnnx.mpmd.bind import binder, deliver, entering
+from mmnnx.mpmd.bind import Delivery, binder, check_shared, copied, deliver, entering
 from mmnnx.mpmd.compile import compile_program
 from mmnnx.mpmd.ends import Ends, find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
@@ -139,10 +139,15 @@ def _preparer(
         bindings.append((n, bind))
         if n < len(donates) and donates[n] and bind is None and v not in flat.outvars:
             overwritten.add(slot)
-    deliveries = [
-        deliver(v, number.get(v) if is_var(v) else None, sharding, held, multimesh)
-        for v, sharding, held in zip(flat.outvars, ends.asked, pieces.results)
-    ]
+    deliveries: list[Delivery] = []
+    used: set[Any] = set()
+    for leaf, v, sharding, held in zip(record.results, flat.outvars, ends.asked, pieces.results):
+        argument = number.get(v) if is_var(v) else None
+        delivery = deliver(v, argument, sharding, held, multimesh)
+        # Two results, or a result and an argument that it is not the state of, never share a buffer.
+        foreign = argument is not None and (leaf is None or leaf.updates != argument)
+        deliveries.append(copied(delivery) if foreign or (is_var(v) and v in used) else delivery)
+        used.update([v] if is_var(v) else [])
     successors = {
         flat.invars[leaf.updates]: v
         for leaf, v in zip(record.results, flat.outvars)
@@ -158,6 +163,8 @@ def _preparer(
         execute = runner(compile_program(program, fixed, overwritten, successors))
 
         def run(leaves: Sequence[Any]) -> list[Any]:
+            if gone and len(set(map(id, leaves))) < len(leaves):
+                check_shared(leaves, donates, names)
             for n, x in enumerate(leaves):
                 if isinstance(x, jax.Array) and x.is_deleted():
                     raise ValueError(

@@ -261,7 +261,7 @@ class _Opener:
                 if name == "scan":
                     self._unroll(eqn, env, scope, out, in_loop)
                 elif name in ("cond", "while"):
-                    raise ValueError(_several_tasks(name, scope, [self.names[m] for m in meshes]))
+                    raise ValueError(_several_tasks(eqn, scope, [self.names[m] for m in meshes]))
                 elif name == "shard_map":
                     out.append(self._keep(eqn, env, scope))
                 else:
@@ -448,11 +448,13 @@ def scopes_in(jaxpr: Any, prefix: str = "") -> Iterable[str]:
             yield from scopes_in(inner, scope)
 
 
-def _several_tasks(name: str, scope: str, tasks: Sequence[str]) -> str:
-    where = f" under scope {scope!r}" if scope else ""
+def _several_tasks(eqn: Any, scope: str, tasks: Sequence[str]) -> str:
+    name, where = eqn.primitive.name, f" under scope {scope!r}" if scope else ""
     return (
         f"a {name!r}{where} contains computation of {len(tasks)} tasks: {', '.join(sorted(tasks))}. "
         "Which branch or how many iterations run is known on one TaskMesh only. "
-        f"Put the whole {name!r} in one task (mm.task), move the other tasks' work out of it, "
-        "or use a lax.scan or Python loop with a fixed trip count, which mm.jit unrolls."
+        f"Put the whole {name!r} in one task (mm.task), move the other tasks' work out of it, choose with "
+        "jnp.where, or use a lax.scan or Python loop with a fixed trip count, which mm.jit unrolls. "
+        "(optax.MultiSteps and optax.apply_if_finite are such a cond over a whole optimizer: accumulate with "
+        f"mm.microbatch, guard with jnp.where.) It was traced at {_compat.source_line(eqn)}"
     )
