@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -106,11 +107,14 @@ class FlatJit:
                 traced = self._trace(args, kwargs, leaves, tree, held)
                 self.splits[key] = (traced.split(), traced.out_tree, traced.record)
             found, out_tree, record = self.splits[key]
-            if found.prepare is None:
-                return self.whole(*args, **kwargs)
-            run = found.prepare()
+            run = found.prepare() if found.prepare else functools.partial(self._run_whole, tree, held)
             self.made.call = _Call(leaves, run, record)
             return jax.tree.unflatten(out_tree, run(leaves))
+
+    def _run_whole(self, tree: Any, held: Any, leaves: Sequence[Any]) -> list[Any]:
+        """Runs the function as it is: what it touches is on one mesh."""
+        moving = jax.tree.unflatten(tree, leaves)
+        return jax.tree.leaves(self.whole(*_restore(moving[0], held[0]), **moving[1], **dict(held[1])))
 
     def _on_one_device(self, args: tuple, kwargs: dict) -> Any:
         """Runs the function as it is on the first device; state then goes back to where it was."""
@@ -128,7 +132,7 @@ class FlatJit:
         return jax.tree.unflatten(out_tree, results)
 
     def take_call(self) -> _Call | None:
-        """The call that this thread just made, once; None if it ran as plain `jax.jit` does."""
+        """The call that this thread just made, once; None if it made none here."""
         return self.made.__dict__.pop("call", None)
 
     def context(self) -> Any:

@@ -515,3 +515,19 @@ def test_two_threads_at_once(mesh, model, monkeypatch):
         other.join()
     for n in (1, 2):
         assert_same(f(model, x, n), n * by_hand(model, X), what=f"results of n={n}")
+
+
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_a_model_on_one_device_takes_it_too(taken, donate):
+    """A function that is not split is repeated the same way: updates in place, static arguments apart."""
+
+    def f(model, times):
+        model.count[...] += times
+        return model.count[...] * model.second.bias[...].sum()
+
+    split, plain = mm.jit(f, static_argnums=1, donate_argnums=donate), nnx.jit(f, static_argnums=1)
+    here, there = Pair(), Pair()
+    for times in (1, 1, 2, 2, 1):
+        assert float(split(here, times)) == float(plain(there, times))
+        assert int(here.count[...]) == int(there.count[...])
+    assert len(taken) == 3
