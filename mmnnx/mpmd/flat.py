@@ -108,8 +108,9 @@ class FlatJit:
                 self.splits[key] = (traced.split(), traced.out_tree, traced.record)
             found, out_tree, record = self.splits[key]
             run = found.prepare() if found.prepare else functools.partial(self._run_whole, tree, held)
+            results = run(leaves)
             self.made.call = _Call(leaves, run, record)
-            return jax.tree.unflatten(out_tree, run(leaves))
+            return jax.tree.unflatten(out_tree, results)
 
     def _run_whole(self, tree: Any, held: Any, leaves: Sequence[Any]) -> list[Any]:
         """Runs the function as it is: what it touches is on one mesh."""

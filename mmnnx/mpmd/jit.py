@@ -123,7 +123,10 @@ class Jit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._in_graph_mode or ignoring.get() or _compat.in_cached_partial():
-            return self._lifted(*args, **kwargs)
+            try:
+                return self._lifted(*args, **kwargs)
+            finally:
+                self._flat.take_call()  # or it would keep the arguments alive
         with self._flat.context():
             arguments = take_apart(*self._flat.static.divide(args, kwargs))
             if arguments is not None and (shortcut := self._shortcuts.get(arguments.key)) is not None:

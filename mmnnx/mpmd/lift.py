@@ -81,6 +81,7 @@ class Observer:
 
         @functools.wraps(fun)
         def watched(*args, **kwargs):
+            self._alive = []  # of an earlier trace that raised
             self._arrived = dict(self._leaves((args, kwargs), self._argument_rules(args)))
             before = nnx.graphdef((args, kwargs))
             out = fun(*args, **kwargs)

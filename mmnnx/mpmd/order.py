@@ -6,6 +6,7 @@ dependency. The order is found by playing the loop through with one unit of time
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -76,7 +77,8 @@ def _play(
     waits = _dependencies(plan)
     finished: dict[Instance, int] = {}
     idle_from: dict[Mesh, int] = {}
-    # What follows by dependency alone, per mesh: it goes ahead of the schedule as soon as it can.
+    # What follows by dependency alone, per mesh and by microbatch: it goes ahead of the schedule as soon as
+    # it can. Nothing waits for a later microbatch, so one of the first in line can always run.
     pending: dict[Mesh, list[Instance]] = {f.mesh: [] for f in fragments}
     for m in range(length):
         for index in unordered:
@@ -126,8 +128,13 @@ def _play(
             pending[mesh].remove((index, m))
         else:
             position, action = queue.popleft()
-            pending[mesh] += [(i, m) for i in by_action[position, action.phase][1:]]
+            for i in by_action[position, action.phase][1:]:
+                bisect.insort(pending[mesh], (i, m), key=_microbatch)
     return order
+
+
+def _microbatch(instance: Instance) -> int:
+    return instance[1]
 
 
 def _dependencies(plan: LoopPlan) -> list[list[tuple[int, int]]]:

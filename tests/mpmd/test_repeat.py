@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -531,3 +533,22 @@ def test_a_model_on_one_device_takes_it_too(taken, donate):
         assert float(split(here, times)) == float(plain(there, times))
         assert int(here.count[...]) == int(there.count[...])
     assert len(taken) == 3
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("split", [True, False])
+def test_a_call_keeps_nothing_alive(graph, split):
+    """What a model held before an update is gone after it, in graph mode and in tree mode."""
+    mesh, mesh.tasks = pipeline(2)
+
+    def double(model):
+        nnx.update(model, jax.tree.map(lambda p: 2 * p, nnx.state(model, nnx.Param)))
+
+    with mesh:
+        model = new_model(mesh) if split else Pair()
+        f = mm.jit(double, graph=graph)
+        for _ in range(3):
+            before = weakref.ref(model.first.kernel.get_value())
+            f(model)
+            gc.collect()
+            assert before() is None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import jax
 import pytest
 from flax import nnx
 
 import mmnnx as mm
 from mmnnx.mpmd import schedule as schedules
+from mmnnx.mpmd.microbatch import LoopSpec
+from mmnnx.mpmd.order import order_loop
 from mmnnx.mpmd.program import Timeline
 from mmnnx.mpmd.schedule import Action, get_schedule, register_schedule
 from tests import models
@@ -197,3 +202,28 @@ def test_a_schedule_that_is_no_schedule(registry, name, wrong):
     register_schedule(name)(lambda stage, num_stages, n: wrong(n))
     with pytest.raises(ValueError, match=f"'{name}'"):
         chain_program(2, 3, name)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_what_follows_by_dependency_never_waits_in_line(schedule):
+    """Much that follows by dependency alone does not hide what it depends on, however many microbatches."""
+    a, b, c, d = (object() for _ in range(4))
+    here, there = (jax.sharding.Mesh(jax.devices()[i : i + 1], ("x",)) for i in range(2))
+
+    def fragment(mesh, phase, position, invars, outvars):
+        return SimpleNamespace(
+            name=phase, mesh=mesh, phase=phase, position=position, invars=invars, outvars=outvars
+        )
+
+    fragments = (
+        fragment(here, "forward", 0, [], [a]),
+        fragment(there, "none", None, [a], [b]),
+        fragment(here, "forward", 0, [b], [c]),  # the rest of the same action
+        fragment(here, "none", None, [c], [d]),
+    )
+    body = SimpleNamespace(fragments=fragments, homes={a: here, b: there, c: here, d: here})
+    loop = SimpleNamespace(spec=LoopSpec(schedule, length=64), carry_in=(), carry_out=())
+    order = order_loop(SimpleNamespace(loop=loop, body=body, depths={0: 0}))
+    assert sorted(order) == [(f, m) for f in range(4) for m in range(64)]
+    place = {instance: n for n, instance in enumerate(order)}
+    assert all(place[f, m] < place[f + 1, m] for f in range(3) for m in range(64))
