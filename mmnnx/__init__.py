@@ -1,8 +1,12 @@
 """mmnnx: Flax NNX programs over several device submeshes (MPMD), on stock JAX."""
 
-from mmnnx.mpmd.jit import ignore_transforms, jit
+from mmnnx.inspect import TimelineView, timeline
+from mmnnx.mpmd.jit import enable_recomputation, ignore_transforms, jit
 from mmnnx.mpmd.microbatch import microbatch
+from mmnnx.mpmd.profile import Profile
 from mmnnx.mpmd.program import Program
+from mmnnx.mpmd.schedule import Action, read_schedule, register_schedule, write_schedule
+from mmnnx.mpmd.timeline import Costs, Timeline
 from mmnnx.sharding import (
     MultiMesh,
     PlacementError,
@@ -18,19 +22,29 @@ from mmnnx.sharding import (
 )
 
 __all__ = [
+    "Action",
+    "Costs",
     "MultiMesh",
     "PlacementError",
+    "Profile",
     "Program",
     "Task",
     "TaskMesh",
     "TaskSharding",
+    "Timeline",
+    "TimelineView",
     "clear_tasks",
+    "enable_recomputation",
     "ignore_transforms",
     "jit",
     "microbatch",
     "path",
+    "read_schedule",
+    "register_schedule",
     "register_task",
     "shard_map",
     "task",
+    "timeline",
     "with_sharding_constraint",
+    "write_schedule",
 ]

@@ -2,6 +2,6 @@
 
 import sys
 
-from mmnnx.train.cli import main
+from mmnnx.cli import main
 
 sys.exit(main())

@@ -131,3 +131,17 @@ def current_name_stack() -> str:
     """The name scopes around what is being traced; in the backward rule of a custom_vjp, which runs outside
     the scopes it belongs to, those of the forward. JAX shows a name stack only on finished equations."""
     return str(source_info_util.current_name_stack())
+
+
+def is_saved(decision: Any) -> bool:
+    """Whether a policy of `jax.checkpoint` wants a value kept: policies answer with a bool or a private type.
+
+    Raises:
+      ValueError: for a policy that offloads.
+    """
+    if isinstance(decision, bool):
+        return decision
+    kind = type(decision).__name__
+    if kind not in ("SaveableType", "RecomputeType"):
+        raise ValueError("a policy that offloads residuals is not supported: save or recompute them")
+    return kind == "SaveableType"

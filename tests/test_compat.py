@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -376,3 +377,24 @@ def test_source_line():
     (eqn,) = jax.make_jaxpr(traced_here)(1.0).eqns
     line = _compat.source_line(eqn)
     assert "test_compat.py" in line and "traced_here" in line
+
+
+def test_is_saved():
+    """The answers of every kind of policy that JAX has."""
+    policies = jax.checkpoint_policies
+    dot, add = jax.lax.dot_general_p, jax.lax.add_p
+    assert _compat.is_saved(policies.dots_saveable(dot))
+    assert not _compat.is_saved(policies.dots_saveable(add))
+    both = policies.save_from_both_policies(policies.dots_saveable, policies.everything_saveable)
+    assert _compat.is_saved(both(dot))
+    offload = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["kept"],
+        names_which_can_be_offloaded=["away"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    name = jax.make_jaxpr(lambda x: checkpoint_name(x, "kept"))(1.0).eqns[0]
+    assert _compat.is_saved(offload(name.primitive, **name.params))
+    assert not _compat.is_saved(offload(add))
+    with pytest.raises(ValueError, match="offloads"):
+        _compat.is_saved(offload(name.primitive, name="away"))

@@ -1,96 +1,134 @@
-"""The timeline of a pipeline: which mesh computes what, when."""
+"""``mm.timeline``: what a program does when, to look at."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import io
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from mmnnx.inspect.picture import draw_timeline
+from mmnnx.inspect.rows import rows
+from mmnnx.inspect.terminal import Drawing, draw_text
+from mmnnx.inspect.trace import chrome_trace
+from mmnnx.mpmd.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = {
-    "forward": "#7fb3d5",
-    "backward": "#f0a868",
-    "backward-input": "#f0a868",
-    "backward-weight": "#d98880",
-    "none": "#b8c4b8",
-}
+PICTURES = (".svg", ".png", ".pdf")
+FEW = 800  # boxes that a notebook shows as SVG; more are smaller, and faster to show, as PNG
 
 
-class Event(Protocol):
-    """A fragment running on a mesh from ``start`` to ``end``."""
+class Simulates(Protocol):
+    """A `Program`, say."""
+
+    def simulate(self) -> Timeline: ...
+
+
+class Measured(Protocol):
+    """A profile, say."""
 
     @property
-    def mesh(self) -> Any: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def microbatch(self) -> int | None: ...
+    def timeline(self) -> Timeline: ...
 
 
-def draw_timeline(events: Iterable[Event], *, title: str = "", unit: str = "unit costs") -> Figure:
-    """Meshes as rows, time along x; boxes coloured by phase and numbered by microbatch; white is idle.
+@dataclass(frozen=True)
+class TimelineView:
+    """A timeline that shows itself: a picture in a notebook, text in `str()`, coloured text in `rich.print`.
 
-    Rows come in the order in which microbatches first reach the meshes. ``unit`` says what the times of the
-    events are in. Raises ValueError when there are no events.
-
-    >>> draw_timeline(program.simulate().events).savefig("timeline.png")
+    Attributes:
+      timeline: what is shown.
+      title: to put above it.
     """
-    from matplotlib.collections import PatchCollection  # slow to import
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
 
-    events = list(events)
-    if not events:
-        raise ValueError("there are no events to draw")
-    arrivals = sorted(events, key=lambda event: (event.microbatch is None, event.start))
-    meshes = list(dict.fromkeys(event.mesh for event in arrivals))
-    began = min(event.start for event in events)
-    span = max(event.end for event in events) - began or 1.0
-    # Wide enough that the commonest box holds a two-digit number; a picture beyond 60 inches helps nobody.
-    lengths = sorted(event.end - event.start for event in events if event.microbatch is not None)
-    typical = lengths[len(lengths) // 2] if lengths else span
-    width = min(60.0, max(8.0, 0.3 * span / (typical or span)))
-    height = 1.3 + 0.32 * len(meshes)
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=120)
-    axes = figure.add_subplot(xlabel=unit, title=title)
+    timeline: Timeline
+    title: str = ""
 
-    for phase in dict.fromkeys(event.phase for event in events):
-        boxes = [
-            Rectangle((event.start - began, meshes.index(event.mesh) - 0.42), event.end - event.start, 0.84)
-            for event in events
-            if event.phase == phase
-        ]
-        colour = COLOURS.get(phase, COLOURS["none"])
-        axes.add_collection(PatchCollection(boxes, facecolor=colour, edgecolor="white", linewidth=0.6))
-    points_per_unit = (width - 1.2) * 72 / span
-    for event in events:
-        label = "" if event.microbatch is None else str(event.microbatch)
-        size = min(8.0, (event.end - event.start) * points_per_unit / (0.62 * max(1, len(label))))
-        if label and size >= 3:
-            middle = (event.start + event.end) / 2 - began
-            axes.text(
-                middle, meshes.index(event.mesh), label, ha="center", va="center_baseline", fontsize=size
+    @functools.cached_property
+    def figure(self) -> Figure:
+        """The picture: see `mmnnx.inspect.draw_timeline`."""
+        return draw_timeline(self.timeline, title=self.title)
+
+    def trace(self) -> dict[str, Any]:
+        """The Chrome trace, which https://ui.perfetto.dev opens: see `mmnnx.inspect.chrome_trace`."""
+        return chrome_trace(self.timeline)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the picture (.svg, .png or .pdf) or the trace (.json).
+
+        Raises:
+          ValueError: for a path that ends otherwise.
+        """
+        check_suffix(path)
+        path = Path(path)
+        if path.suffix.lower() == ".json":
+            path.write_text(json.dumps(self.trace()))
+        else:
+            path.write_bytes(self._picture(path.suffix.lower()))
+
+    def _picture(self, suffix: str) -> bytes:
+        from matplotlib import rc_context
+
+        # Without dates and random ids the same timeline gives the same file.
+        date = {".svg": "Date", ".pdf": "CreationDate"}.get(suffix)
+        file = io.BytesIO()
+        with rc_context({"svg.hashsalt": "mmnnx"}):
+            self.figure.savefig(
+                file,
+                format=suffix[1:],
+                dpi=self.figure.dpi if suffix == ".png" else 240,  # of what is not drawn as vectors
+                metadata={date: None} if date else None,
             )
+        return file.getvalue()
 
-    axes.set(xlim=(0, span), ylim=(len(meshes) - 0.4, -0.6), yticks=range(len(meshes)))
-    axes.set_yticklabels([str(mesh) for mesh in meshes])
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    busy = sum(event.end - event.start for event in events) / (span * len(meshes))
-    phases = [phase for phase in COLOURS if any(event.phase == phase for event in events)]
-    figure.legend(
-        handles=[
-            Patch(color=COLOURS[phase], label="outside autodiff" if phase == "none" else phase)
-            for phase in phases
-        ]
-        + [Patch(facecolor="white", edgecolor="#999999", label=f"idle ({1 - busy:.0%})")],
-        loc="outside upper right",
-        ncols=len(phases) + 1,
-        frameon=False,
-        fontsize=8,
-    )
-    return figure
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        bundle: dict[str, Any] = {"text/plain": str(self)}
+        if len(self.timeline.events) > FEW:
+            bundle["image/png"] = self._picture(".png")
+        else:
+            bundle["image/svg+xml"] = self._picture(".svg").decode()
+        return bundle
+
+    def __str__(self) -> str:
+        return draw_text(self.timeline, title=self.title).plain
+
+    def __rich__(self) -> Drawing:
+        return Drawing(self.timeline, self.title)
+
+
+def timeline(x: Timeline | Simulates | Measured, *, title: str = "") -> TimelineView:
+    """The timeline of a program (simulated), of a profile (measured), or one given, to look at.
+
+    Raises:
+      TypeError: for anything else.
+      ValueError: for a timeline in which nothing takes time.
+
+    Example:
+      >>> mm.timeline(train_step.program(model, optimizer, batch)).save("step.svg")
+    """
+    if isinstance(x, Timeline):
+        found: Any = x
+    else:
+        found = x.timeline if hasattr(x, "timeline") else x.simulate() if hasattr(x, "simulate") else None
+    if not isinstance(found, Timeline):
+        raise TypeError(
+            f"mm.timeline shows a Program, a profile or a Timeline, not {type(x).__name__}; "
+            "the Program of a function f that is mm.jit-ed is f.program(*args)"
+        )
+    rows(found)  # raises for one with nothing to draw
+    return TimelineView(found, title)
+
+
+def check_suffix(path: str | Path) -> None:
+    """Raises ValueError for a path that `TimelineView.save` does not write."""
+    if Path(path).suffix.lower() not in (*PICTURES, ".json"):
+        raise ValueError(
+            f"{path}: the file name must end in {', '.join(PICTURES)} (a picture) "
+            "or .json (a trace for Perfetto)"
+        )

@@ -34,6 +34,14 @@ def split_sums(nodes: Sequence[Node], group_of: Callable[[Loop, Var], Hashable])
     return out
 
 
+def is_sum(loop: Loop, enters: Var, leaves: Var) -> bool:
+    """Whether a carry is a running sum of what each microbatch adds to it."""
+    maker = {v: e for e in loop.body for v in e.outvars}
+    uses = Counter(a for e in loop.body for a in e.invars if is_var(a))
+    last = maker.get(leaves)
+    return last is not None and bool(_terms(last, enters, maker, uses)[0])
+
+
 def _split_loop(loop: Loop, group_of: Callable[[Loop, Var], Hashable]) -> list[Node]:
     maker = {v: e for e in loop.body for v in e.outvars}
     uses = Counter(a for e in loop.body for a in e.invars if is_var(a))

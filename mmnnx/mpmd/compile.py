@@ -45,9 +45,7 @@ class Compiled:
     shardings: tuple[NamedSharding, ...]
 
 
-def compile_program(
-    program: Program, fixed: dict[Held, NamedSharding], donated: set[int], successors: dict[Var, Var]
-) -> Compiled:
+def compile_program(program: Program, fixed: dict[Held, NamedSharding], donated: set[int]) -> Compiled:
     """Compiles every fragment of a program.
 
     Args:
@@ -57,7 +55,7 @@ def compile_program(
     """
     fixed = fixed | _replicated(program, fixed)
     shardings = {slot: fixed[held] for slot, held in program.inputs.items()}
-    donations = _donations(program, fixed, donated, successors)
+    donations = _donations(program, fixed, donated)
     executables: dict[Fragment, Executable] = {}
     made: dict[Fragment, tuple[NamedSharding, ...]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -157,7 +155,7 @@ def _lower(
 
 
 def _donations(
-    program: Program, fixed: dict[Held, NamedSharding], donated: set[int], successors: dict[Var, Var]
+    program: Program, fixed: dict[Held, NamedSharding], donated: set[int]
 ) -> dict[Fragment, Pairs]:
     """For each fragment, the inputs whose buffers their next values take over.
 
@@ -183,7 +181,7 @@ def _donations(
     chosen: dict[Fragment, Pairs] = {}
     for f, numbers in possible.items():
         made = {v: n for n, v in enumerate(f.outvars)}
-        nexts = {n: successors.get(f.invars[n]) for n in sorted(numbers)}
+        nexts = {n: program.successors.get(f.invars[n]) for n in sorted(numbers)}
         chosen[f] = [
             (n, made[v])
             for n, v in nexts.items()

@@ -15,9 +15,11 @@ from typing import Any
 from jax.sharding import Mesh
 
 from mmnnx import _compat
+from mmnnx.mpmd.backward import split_backward
 from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.place import Placement
-from mmnnx.mpmd.residuals import recomputed
+from mmnnx.mpmd.residuals import rematerialise
+from mmnnx.mpmd.stages import Timetable, split_positions, task_remat, timetable
 from mmnnx.mpmd.trace import LAYOUT, Equation, Kind, Loop, Node, Var, is_var, nbytes
 
 # A value on a mesh: the unit in which data is needed, made, sent and freed.
@@ -30,14 +32,17 @@ class Fragment:
 
     Attributes:
       name: the task and the phase, such as "stage0 forward".
+      task: the task.
       mesh: the TaskMesh that it is compiled for.
-      phase: "forward", "backward" or "none" (outside autodiff).
+      phase: "forward", "backward", one of its parts "backward-input" and "backward-weight", or "none"
+        (outside autodiff).
       position: its place in the flow of activations, None outside the flow.
       jaxpr: what it computes.
       invars, outvars: the variables that it reads and makes, all on `mesh`.
     """
 
     name: str
+    task: str
     mesh: Mesh
     phase: str
     position: int | None
@@ -56,7 +61,7 @@ class LoopPlan:
       carried: for each carry, the meshes that hold it between microbatches.
       kept: for each result that is kept per microbatch, the meshes that hold it.
       reads: the outer values that the loop reads.
-      depths: for each position of the body, its stage: how many stages come before it.
+      timetable: its stages, and what its schedule asks of them.
     """
 
     loop: Loop
@@ -64,7 +69,7 @@ class LoopPlan:
     carried: tuple[tuple[Mesh, ...], ...]
     kept: tuple[tuple[Mesh, ...], ...]
     reads: tuple[Held, ...]
-    depths: dict[int, int]
+    timetable: Timetable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,7 +102,11 @@ class Plan:
 
 
 def cut(
-    nodes: Sequence[Node], placement: Placement, required: Iterable[Held], name_of: dict[Mesh, str]
+    nodes: Sequence[Node],
+    placement: Placement,
+    required: Iterable[Held],
+    name_of: dict[Mesh, str],
+    choice: int = 0,
 ) -> Plan:
     """Cuts placed nodes into fragments.
 
@@ -106,8 +115,14 @@ def cut(
       placement: where they go.
       required: results, each with the mesh on which it is wanted.
       name_of: names for meshes whose work is in no named task.
+      choice: for loops that ask for no schedule, which of those that would do; 0 is the shortest.
+
+    Raises:
+      IndexError: if there is no such choice.
     """
-    return _Cutter(nodes, placement, list(required), name_of).run()
+    nodes, placement = rematerialise(nodes, placement, task_remat(placement))
+    placement = split_backward(nodes, placement, split_positions(placement))
+    return _Cutter(nodes, placement, list(required), name_of, choice).run()
 
 
 # Worth doing once and keeping, even where the inputs are at hand everywhere.
@@ -117,6 +132,7 @@ _COSTLY = {
     "cholesky", "eigh", "svd", "qr", "lu", "triangular_solve", "custom_jvp_call", "custom_vjp_call",
     "shard_map", "remat2", "checkpoint",
 }  # fmt: skip
+_PARTS = ("backward-input", "backward-weight")
 _SMALL = 1024  # bytes: below this nothing is costly
 
 Group = tuple[Mesh, str, "int | None"]
@@ -129,16 +145,21 @@ class _Cutter:
     """
 
     def __init__(
-        self, nodes: Sequence[Node], placement: Placement, required: list[Held], name_of: dict[Mesh, str]
+        self,
+        nodes: Sequence[Node],
+        placement: Placement,
+        required: list[Held],
+        name_of: dict[Mesh, str],
+        choice: int,
     ):
         self.nodes = nodes
+        self.choice = choice
         self.placement = placement
         self.required = list(dict.fromkeys(required))
         self.name_of = name_of
         self.maker: dict[Var, Node] = {v: n for n in nodes for v in n.outvars}
         self.index = {n: i for i, n in enumerate(nodes)}
         self.kept = self._kept()
-        self.recomputed = recomputed(nodes, placement)
         # For each variable, the meshes that need it, each with the group of the first equation that does.
         self.needs: dict[Var, dict[Mesh, Group]] = {}
         self.readers: dict[Held, int] = {}  # which fragments read a value, as a bit set
@@ -181,12 +202,8 @@ class _Cutter:
                 kept.add(node)
         return kept
 
-    def _copied(self, node: Equation, group: Group | LoopPlan | None = None) -> bool:
-        """Whether an equation is repeated in every fragment that reads it, or in the given group's."""
-        if node in self.recomputed and isinstance(group, tuple) and group[1] == "backward":
-            spot = self.placement.spots[node]
-            if (spot.mesh, spot.position) == (group[0], group[2]):
-                return True
+    def _copied(self, node: Equation) -> bool:
+        """Whether an equation is repeated in every fragment that reads it."""
         if node in self.kept:
             return False
         if node not in self.placement.spots or _expands(node):
@@ -207,7 +224,7 @@ class _Cutter:
             if not is_var(atom):
                 continue
             maker = self.maker.get(atom)
-            if isinstance(maker, Equation) and self._copied(maker, group):
+            if isinstance(maker, Equation) and self._copied(maker):
                 if (atom, mesh, fragment) not in self.copied_into:
                     self.copied_into.add((atom, mesh, fragment))
                     pending += maker.invars
@@ -223,6 +240,9 @@ class _Cutter:
 
     def _plan_loop(self, loop: Loop) -> LoopPlan:
         placement = self.placement.bodies[loop]
+        times = timetable(loop, placement, self.choice)
+        nodes, placement = rematerialise(loop.body, placement, times.remat)
+        placement = split_backward(nodes, placement, times.split)
         carried: list[dict[Mesh, None]] = []
         for enters, after in zip(loop.carry_in, loop.carries):
             home = placement.where[enters].home
@@ -236,7 +256,7 @@ class _Cutter:
         while True:
             required = [(v, m) for v, meshes in zip(loop.carry_out, carried) for m in meshes]
             required += [(v, m) for v, meshes in zip(loop.ys, kept) for m in meshes]
-            body = _body(_Cutter(loop.body, placement, required, self.name_of).run())
+            body = _body(_Cutter(nodes, placement, required, self.name_of, self.choice).run())
             grown = False
             for v, meshes in zip(loop.carry_in, carried):
                 missing = [m for w, m in body.needs if w is v and m not in meshes]
@@ -252,9 +272,7 @@ class _Cutter:
             if v in loop.carry_in:
                 mesh = placement.where[v].home or mesh
             reads.update({(a, mesh): None for a in outer.get(v, [v])})
-        return LoopPlan(
-            loop, body, tuple(map(tuple, carried)), tuple(map(tuple, kept)), tuple(reads), _depths(body)
-        )
+        return LoopPlan(loop, body, tuple(map(tuple, carried)), tuple(map(tuple, kept)), tuple(reads), times)
 
     # -- which fragment -------------------------------------------------------------------------------------
 
@@ -341,21 +359,23 @@ class _Cutter:
             eqns, invars = assembled[f]
             outvars = [v for n in self.contents[f] for v in n.outvars if (v, mesh) in crossing]
             task = self.placement.positions[position].task if position is not None else None
-            name = task.name if task is not None and task.name else self.name_of[mesh]
+            owner = task.name if task is not None and task.name else self.name_of[mesh]
+            name = owner if phase == "none" else f"{owner} {phase}"
+            if task is not None and task.split_backprop and phase in _PARTS:
+                name = task.split_backprop[_PARTS.index(phase)]
             jaxpr = _compat.close_jaxpr(invars, outvars, [localise(e, mesh) for e in eqns])
-            name = name if phase == "none" else f"{name} {phase}"
-            steps.append(Fragment(name, mesh, phase, position, jaxpr, tuple(invars), tuple(outvars)))
+            steps.append(Fragment(name, owner, mesh, phase, position, jaxpr, tuple(invars), tuple(outvars)))
         return tuple(steps)
 
     def _assemble(self, f: int) -> tuple[list[Any], list[Var]]:
         """The equations of a fragment with the copies they need, and its inputs."""
-        group, own = self.groups[f], self.contents[f]
+        own = self.contents[f]
         present = {v for n in own for v in n.outvars}
         needed, pending = set(own), list(own)
         while pending:
             for a in pending.pop().invars:
                 maker = self.maker.get(a) if is_var(a) and a not in present else None
-                if isinstance(maker, Equation) and maker not in needed and self._copied(maker, group):
+                if isinstance(maker, Equation) and maker not in needed and self._copied(maker):
                     needed.add(maker)
                     pending.append(maker)
         nodes = sorted(needed, key=self.index.__getitem__)
@@ -379,16 +399,3 @@ def _expands(node: Equation) -> bool:
 def _body(plan: Plan) -> Body:
     fragments = tuple(step for step in plan.steps if isinstance(step, Fragment))  # which are all
     return Body(fragments, plan.homes, plan.needs)
-
-
-def _depths(body: Body) -> dict[int, int]:
-    """How many stages come before each position of a loop body, along the forward flow."""
-    made: dict[Var, int] = {}
-    depths: dict[int, int] = {}
-    for f in body.fragments:
-        if f.phase == "forward" and f.position is not None:
-            from_ = [made[v] for v in f.invars if v in made and made[v] != f.position]
-            depth = max((depths[p] + 1 for p in from_), default=0)
-            depths[f.position] = max(depth, depths.get(f.position, 0))
-            made.update(dict.fromkeys(f.outvars, f.position))
-    return depths

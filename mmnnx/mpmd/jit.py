@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,8 @@ from flax import nnx
 from mmnnx import _compat
 from mmnnx.mpmd.flat import FlatJit, ignoring, static_arguments
 from mmnnx.mpmd.lift import Observer
+from mmnnx.mpmd.place import recomputing
+from mmnnx.mpmd.profile import Profile, measuring
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import Shortcut, learn, take_apart
 from mmnnx.sharding.mesh import MultiMesh
@@ -31,6 +34,24 @@ def ignore_transforms(ignore: bool = True) -> Iterator[None]:
         yield
     finally:
         ignoring.reset(token)
+
+
+@contextlib.contextmanager
+def enable_recomputation(enable: bool = True) -> Iterator[None]:
+    """Whether work that several tasks need and that depends on no placed state is done by each of them.
+
+    Masks, positions and casts of a batch are: to compute them again is cheaper than to send them. Switched
+    off, each is computed once, where it is needed first, and sent to the others.
+
+    Example:
+      >>> with mm.enable_recomputation(False):
+      ...     loss = train_step(model, optimizer, batch)
+    """
+    token = recomputing.set(enable)
+    try:
+        yield
+    finally:
+        recomputing.reset(token)
 
 
 def jit(
@@ -160,4 +181,15 @@ class Jit:
 
         Nothing is compiled or run, and the arguments are not changed.
         """
-        return _compat.inner_traced(self.trace(*args, **kwargs)).split().program
+        program = _compat.inner_traced(self.trace(*args, **kwargs)).split().program
+        return dataclasses.replace(program, run=self._profile)
+
+    def _profile(self, *args: Any, **kwargs: Any) -> Profile:
+        with measuring() as profiles:
+            self(*args, **kwargs)
+        if not profiles:
+            raise ValueError(
+                "all of this function is on one TaskMesh, and runs as one XLA program: there is nothing to "
+                "take apart. jax.profiler shows what is inside"
+            )
+        return profiles[-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.sharding.mesh import MultiMesh
+from mmnnx.sharding.task import Task, scope_name
 
 
 def mesh_of(sharding: NamedSharding) -> Mesh:
@@ -39,6 +42,8 @@ class Meshes:
         self.multimesh = multimesh
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Mesh] = {}  # by shape and devices
         self._names: dict[Mesh, str] = {}
+        self.moving: dict[Mesh, Callable[[int], Mesh]] = {}
+        self._moving_names: dict[Mesh, str | None] = {}
 
     def canonical(self, mesh: Mesh, name: str | None = None) -> Mesh:
         """The object that stands for the devices of `mesh`; the first name given to it stays."""
@@ -47,6 +52,19 @@ class Meshes:
         if name:
             self._names.setdefault(mesh, name)
         return mesh
+
+    def of_task(self, task: Task) -> Mesh:
+        """The mesh of a task. One that moves has a mesh of its own that stands for all those it runs on.
+
+        `moving` has, for each mesh of the latter kind, which one it is for each microbatch.
+        """
+        if task.loop_dependent_mesh_slice is None:
+            return self.canonical(task.to_mesh(), task.name)
+        mesh = self.canonical(task.to_mesh())
+        standing = Mesh(mesh.devices[..., None], (*mesh.axis_names, f"microbatch of {scope_name(task)}"))
+        self.moving[standing] = functools.cache(lambda m: self.canonical(task.to_mesh(m)))
+        self._moving_names[standing] = task.name
+        return standing
 
     def sharding(self, sharding: NamedSharding, name: str | None = None) -> NamedSharding:
         """The same sharding on the canonical mesh, axis by axis."""
@@ -70,7 +88,7 @@ class Meshes:
         for n, mesh in enumerate(self._known.values()):
             name = self._names.get(mesh) or self._slice(mesh) or f"mesh{n}"
             names[mesh] = name if name not in names.values() else f"{name}.{n}"
-        return names
+        return names | {m: self._moving_names[m] or names[where(0)] for m, where in self.moving.items()}
 
     def labels(self) -> dict[Mesh, str]:
         """The names with the numbers of the devices, for messages."""

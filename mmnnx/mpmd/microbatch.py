@@ -16,17 +16,34 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmnnx.mpmd.schedule import get_schedule
+from mmnnx.mpmd.schedule import Action, get_schedule, schedule_names
 from mmnnx.sharding import with_sharding_constraint
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopSpec:
-    """What a loop keeps of the call of `mm.microbatch` that made it."""
+    """What a loop keeps of the call of `mm.microbatch` that made it.
 
-    schedule: str
+    Attributes:
+      schedule: name of the schedule, None for the shortest or a custom one.
+      options: those of `interleave` and `unrolling` that were given, by name.
+      rows: a custom schedule: one row for each mesh, of Actions or of (microbatch, name of a task).
+      num_stages, remat, memory_limit: as given.
+      length: number of microbatches, filled in when traced.
+    """
+
+    schedule: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    rows: tuple[tuple[Any, ...], ...] = ()
     num_stages: int | None = None
-    length: int = 0  # number of microbatches, filled in when traced
+    remat: Any = None
+    memory_limit: int | None = None
+    length: int = 0
+
+    @property
+    def names_tasks(self) -> bool:
+        """Whether the custom schedule is one of names."""
+        return any(not isinstance(entry, Action) for row in self.rows for entry in row)
 
 
 _specs: list[LoopSpec] = []
@@ -93,10 +110,12 @@ def microbatch(
     schedule: str | None = None,
     num_stages: int | None = None,
     interleave: int | None = None,
-    unrolling: str | None = None,
+    unrolling: int | None = None,
     arg_shardings: Any = None,
-    custom_schedule: Any = None,
+    custom_schedule: Sequence[Sequence[Any]] | None = None,
     reduce: Any = "sum",
+    remat: Any = None,
+    memory_limit: int | None = None,
 ) -> Callable[..., Any]:
     """Runs `fun` over slices of one argument and reduces the results.
 
@@ -109,19 +128,30 @@ def microbatch(
       dim: the dimension to slice, the same for every leaf of the sliced argument.
       size: size of a microbatch along `dim`; must divide the batch.
       argnum: which positional argument to slice, a pytree of arrays. The others are constant over the loop.
-      schedule: "1f1b" (default) or "gpipe".
+      schedule: the name of a schedule ("gpipe", "1f1b", "zero-bubble-h1", ...; `mmnnx schedule` lists them),
+        or "custom". Default: of those that can be used here, the one that is shortest in simulation with unit
+        costs (and fits `memory_limit`).
       num_stages: number of pipeline stages expected; checked against what is found.
+      interleave: number of stages on each TaskMesh expected, for schedules that interleave them.
+      unrolling: for "interleaved-1f1b" and "interleaved-zero-bubble", how many microbatches a mesh runs of
+        one of its stages before it turns to its next. Default: the number of meshes.
       arg_shardings: PartitionSpec, or a prefix tree of them, for each slice of the argument.
-      interleave, unrolling, custom_schedule: of schedules that this release does not have; must be None.
+      custom_schedule: the order of work itself, one row for each TaskMesh: of task names (the k-th time a
+        name appears is microbatch k), of (microbatch, task name) pairs, or of `mm.Action`. A task that is
+        trained has several names: "stage0 forward", "stage0 backward". What no row names follows by dependency.
       reduce: "sum" (default), "mean", "max", "last" or "concat" (along `dim`; scalars become a vector of
         one entry per microbatch), or a prefix tree of these over the results.
+      remat: what the backward of a stage may compute again rather than keep: None for what is cheap, True for
+        everything, or a policy of `jax.checkpoint`; or a sequence of one of these for each stage.
+      memory_limit: bytes of live arrays that one TaskMesh may hold at a time, by `Program.simulate`.
 
     Returns:
       A function with the signature of `fun`.
 
     Raises:
       ValueError: for a size that does not divide the batch, leaves that disagree on the batch size, a
-        leaf without dimension `dim`, an unknown schedule or reduction.
+        leaf without dimension `dim`, an unknown schedule or reduction, an option that the schedule does not
+        have; and when the loop is cut, for a schedule that is not for such stages or does not fit the memory.
 
     Example:
       >>> grad_fn = nnx.value_and_grad(loss_fn)
@@ -129,24 +159,23 @@ def microbatch(
 
     The arguments are those of `multimesh.jax.microbatch`, with `reduce` added.
     """
-    for name, value in (
-        ("interleave", interleave),
-        ("unrolling", unrolling),
-        ("custom_schedule", custom_schedule),
-    ):
-        if value is not None:
-            raise ValueError(
-                f"microbatch: {name}={value!r} belongs to schedules that this release does not have; "
-                "leave it out"
-            )
-    schedule = schedule or "1f1b"
-    get_schedule(schedule)  # an unknown name fails here, not in the first step
+    given = {"interleave": interleave, "unrolling": unrolling}
+    options = {name: value for name, value in given.items() if value is not None}
+    rows = _rows(schedule, custom_schedule)
+    _check_options(schedule, options, rows)
     for name in jax.tree.leaves(reduce):
         if name not in _NAMES:
             raise ValueError(f"microbatch: reduce={name!r} is none of {', '.join(map(repr, _NAMES))}")
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"microbatch: size must be a positive int, got {size!r}")
-    spec = LoopSpec(schedule, num_stages)
+    spec = LoopSpec(
+        None if rows else schedule,
+        tuple(options.items()),
+        rows,
+        num_stages,
+        tuple(remat) if isinstance(remat, (list, tuple)) else remat,
+        memory_limit,
+    )
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
@@ -229,6 +258,57 @@ def microbatch(
         return jax.tree.unflatten(out_def, out)
 
     return wrapped
+
+
+def _rows(schedule: str | None, custom: Sequence[Sequence[Any]] | None) -> tuple[tuple[Any, ...], ...]:
+    """The rows of a custom schedule: of Actions, or of (microbatch, name) pairs."""
+    if (custom is not None) != (schedule == "custom") and (custom is None or schedule is not None):
+        raise ValueError(
+            f"microbatch: schedule={schedule!r} with custom_schedule={custom!r}: "
+            'give both schedule="custom" and its rows, or neither'
+        )
+    rows = []
+    for row in custom or ():
+        entries: list[Any] = []
+        if isinstance(row, str) or not isinstance(row, Sequence):
+            raise ValueError(f"microbatch: each row of custom_schedule is a list for one mesh, not {row!r}")
+        for entry in row:
+            if isinstance(entry, str):
+                entries.append((sum(isinstance(e, str) and e == entry for e in row[: len(entries)]), entry))
+            elif isinstance(entry, tuple) and len(entry) == 3:
+                entries.append(Action(*entry))
+            elif isinstance(entry, (tuple, list)) and [type(e) for e in entry] == [int, str]:
+                entries.append(tuple(entry))
+            else:
+                raise ValueError(
+                    "microbatch: an entry of custom_schedule is a task name, a pair (microbatch, task name) "
+                    f"or an mm.Action, not {entry!r}"
+                )
+        rows.append(tuple(entries))
+    if len({isinstance(entry, Action) for row in rows for entry in row}) > 1:
+        raise ValueError("microbatch: custom_schedule has both names and Actions: use one or the other")
+    if custom is not None and not any(rows):
+        raise ValueError("microbatch: custom_schedule has no entries")
+    return tuple(rows)
+
+
+def _check_options(schedule: str | None, options: dict[str, int], rows: Sequence[Any]) -> None:
+    """Options must be positive, and of a schedule that has them."""
+    for name, value in options.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"microbatch: {name} must be a positive int, got {value!r}")
+    if schedule not in (None, "custom"):
+        known = get_schedule(schedule).options  # an unknown name fails here, not in the first step
+        for name in options.keys() - set(known):
+            others = [other for other in schedule_names() if name in get_schedule(other).options]
+            raise ValueError(
+                f"microbatch: {name}={options[name]} means nothing to schedule {schedule!r}; it is for "
+                f"{', '.join(map(repr, others))}"
+            )
+    elif rows and options:
+        raise ValueError(
+            f"microbatch: {', '.join(options)} means nothing to a custom schedule, which says all"
+        )
 
 
 def _is_node(x: Any) -> bool:

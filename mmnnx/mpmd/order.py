@@ -1,145 +1,122 @@
 """In which order the fragments of a microbatch loop are dispatched.
 
 A schedule orders what it knows, the forwards and backwards of each stage; everything else follows by
-dependency. The order is found by playing the loop through with one unit of time per fragment.
+dependency. The order is found by playing the loop through with unit costs.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from jax.sharding import Mesh
 
+from mmnnx.mpmd.accumulate import is_sum
 from mmnnx.mpmd.fragments import Fragment, LoopPlan
-from mmnnx.mpmd.microbatch import LoopSpec
-from mmnnx.mpmd.schedule import Action, get_schedule
+from mmnnx.mpmd.play import Jobs, Stuck, play
+from mmnnx.mpmd.schedule import Action
+from mmnnx.mpmd.timeline import UNIT_COSTS
 from mmnnx.mpmd.trace import Var
 
 Instance = tuple[int, int]  # (index of a fragment in the body, microbatch)
-Queue = deque[tuple[int, Action]]  # of a position: what its schedule asks for, in order
 
 
-def order_loop(plan: LoopPlan) -> list[Instance]:
+# From a microbatch to the mesh that a moving task runs on: `Task.loop_dependent_mesh_slice`.
+Moves = Mapping[Mesh, Callable[[int], Mesh]]
+
+
+def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
     """The order in which all fragments of all microbatches are dispatched.
 
+    Args:
+      plan: the loop.
+      moving: for meshes that stand for several, which one it is for each microbatch.
+
     Raises:
-      ValueError: if the loop has another number of stages than was asked for, or if its schedule asks for
-        something before what it depends on.
+      ValueError: if its schedule asks for something before what it depends on, or names what is not there.
     """
-    spec, fragments = plan.loop.spec, plan.body.fragments
-    num_stages = max(plan.depths.values(), default=0) + 1
-    if spec.num_stages is not None and spec.num_stages != num_stages:
-        raise ValueError(
-            f"microbatch: num_stages={spec.num_stages}, but the loop runs through {num_stages} stages: "
-            f"{', '.join(dict.fromkeys(f.name for f in fragments))}"
-        )
-    schedule = get_schedule(spec.schedule)
-    by_action: dict[tuple[int, str], list[int]] = {}
-    unordered = []
-    for index, f in enumerate(fragments):
-        if f.position in plan.depths and f.phase != "none":
-            by_action.setdefault((f.position, f.phase), []).append(index)
-        else:
-            unordered.append(index)
-    queues: dict[Mesh, list[Queue]] = {}
-    for position, depth in plan.depths.items():
-        actions = [Action(*a) for a in schedule(depth, num_stages, spec.length)]
-        _check_table(actions, spec, depth, num_stages)
-        mine = deque((position, a) for a in actions if (position, a.phase) in by_action)
-        first = next(f for f in fragments if f.position == position)
-        queues.setdefault(first.mesh, []).append(mine)
-    return _play(plan, by_action, queues, unordered)
-
-
-def _check_table(actions: Sequence[Action], spec: LoopSpec, stage: int, num_stages: int) -> None:
-    """Each stage must run the forward and the backward of every microbatch once."""
-    expected = {Action(phase, m) for phase in ("forward", "backward") for m in range(spec.length)}
-    counts = Counter(actions)
-    wrong = [f"{a.phase} {a.microbatch} is missing" for a in expected - counts.keys()]
-    wrong += [f"{a.phase} {a.microbatch} does not exist" for a in counts.keys() - expected]
-    wrong += [f"{a.phase} {a.microbatch} is there {n} times" for a, n in counts.items() if n > 1]
-    if wrong:
-        raise ValueError(
-            f"schedule {spec.schedule!r} with {spec.length} microbatches, stage {stage} of {num_stages}: "
-            + "; ".join(sorted(wrong)[:4])
-        )
-
-
-def _play(
-    plan: LoopPlan,
-    by_action: dict[tuple[int, str], list[int]],
-    queues: dict[Mesh, list[Queue]],
-    unordered: list[int],
-) -> list[Instance]:
     fragments, length = plan.body.fragments, plan.loop.spec.length
-    waits = _dependencies(plan)
-    finished: dict[Instance, int] = {}
-    idle_from: dict[Mesh, int] = {}
-    # What follows by dependency alone, per mesh and by microbatch: it goes ahead of the schedule as soon as
-    # it can. Nothing waits for a later microbatch, so one of the first in line can always run.
-    pending: dict[Mesh, list[Instance]] = {f.mesh: [] for f in fragments}
-    for m in range(length):
-        for index in unordered:
-            pending[fragments[index].mesh].append((index, m))
-    order: list[Instance] = []
-
-    def earliest(instance: Instance) -> int | None:
-        index, m = instance
-        needed = [(i, m - back) for i, back in waits[index] if m >= back]
-        if any(n not in finished for n in needed):
-            return None
-        mesh = fragments[index].mesh
-        return max([idle_from.get(mesh, 0), *(finished[n] for n in needed)])
-
-    total = len(fragments) * length
-    while len(order) < total:
-        best: tuple[int, int, Instance, Queue | None] | None = None
-        for number, mesh in enumerate(pending):
-            choices: list[tuple[Instance, Queue | None]] = [
-                (i, None) for i in pending[mesh][: 2 * len(fragments)]
-            ]
-            for asked in queues.get(mesh, ()):
-                if asked:
-                    position, action = asked[0]
-                    choices.append(((by_action[position, action.phase][0], action.microbatch), asked))
-            for instance, queue in choices:
-                start = earliest(instance)
-                if start is not None and (best is None or (start, number) < best[:2]):
-                    best = (start, number, instance, queue)
-        if best is None:
-            stuck = [
-                f"{fragments[by_action[p, a.phase][0]].name} of microbatch {a.microbatch}"
-                for qs in queues.values()
-                for q in qs
-                if q
-                for p, a in [q[0]]
-            ]
-            raise ValueError(
-                f"schedule {plan.loop.spec.schedule!r} cannot run: each TaskMesh waits for another. "
-                f"Next on each: {'; '.join(stuck)}"
-            )
-        start, _, (index, m), queue = best
-        mesh = fragments[index].mesh
-        finished[index, m] = idle_from[mesh] = start + 1
-        order.append((index, m))
-        if queue is None:
-            pending[mesh].remove((index, m))
-        else:
-            position, action = queue.popleft()
-            for i in by_action[position, action.phase][1:]:
-                bisect.insort(pending[mesh], (i, m), key=_microbatch)
-    return order
+    count = len(fragments)
+    asked = _named_rows(plan) if plan.loop.spec.names_tasks else _rows(plan)
+    # Of several fragments that one action is made of, the first keeps its place; the others follow.
+    rows = [[m * count + indices[0] for indices, m in row] for row in asked]
+    share = Counter((f.position, f.phase) for f in fragments)
+    costs = [UNIT_COSTS[f.phase] / share[f.position, f.phase] for f in fragments]
+    waits = _dependencies(plan, moving)
+    # What follows a scheduled action goes ahead of the next. Only a moving task, which no schedule orders,
+    # fills idle time.
+    early = [n for n, f in enumerate(fragments) if f.mesh not in moving or f.phase != "forward"]
+    jobs = Jobs(
+        [moving[f.mesh](m) if f.mesh in moving else f.mesh for m in range(length) for f in fragments],
+        costs * length,
+        [waits(n, m) for m in range(length) for n in range(count)],
+        rows,
+        frozenset(m * count + n for m in range(length) for n in early),
+    )
+    try:
+        return [(job % count, job // count) for _, job in play(jobs)]
+    except Stuck as stuck:
+        heads = [f"{fragments[job % count].name} of microbatch {job // count}" for job in stuck.heads]
+        raise ValueError(
+            f"schedule {plan.timetable.schedule!r} cannot run: each TaskMesh waits for another. "
+            f"Next on each: {'; '.join(heads)}"
+        ) from None
 
 
-def _microbatch(instance: Instance) -> int:
-    return instance[1]
+Asked = list[tuple[list[int], int]]  # (the fragments that an action is made of, microbatch), in order
 
 
-def _dependencies(plan: LoopPlan) -> list[list[tuple[int, int]]]:
-    """For each fragment of the body: the fragments it waits for, of how many microbatches before."""
-    fragments = plan.body.fragments
+def _rows(plan: LoopPlan) -> list[Asked]:
+    """The actions of a table, as fragments; those of phases that a stage does not have are left out."""
+    parts: dict[tuple[int, str], list[int]] = {}
+    for n, f in enumerate(plan.body.fragments):
+        if f.position is not None:
+            parts.setdefault((f.position, f.phase), []).append(n)
+    times = plan.timetable
+
+    def made_of(a: Action) -> list[list[int]]:
+        """Fragments of an action; a whole backward of a stage that was cut in two is one after the other."""
+        phases = [a.phase, "backward-input", "backward-weight"] if a.phase == "backward" else [a.phase]
+        found = (parts.get((times.positions[a.stage], phase)) for phase in phases)
+        return [indices for indices in found if indices]
+
+    return [[(indices, a.microbatch) for a in row for indices in made_of(a)] for row in times.table]
+
+
+def _named_rows(plan: LoopPlan) -> list[Asked]:
+    """The actions of a custom schedule that names tasks or fragments."""
+    fragments, spec = plan.body.fragments, plan.loop.spec
+    by_name: dict[str, list[int]] = {}
+    for n, f in enumerate(fragments):
+        by_name.setdefault(f.name, []).append(n)
+    for task in {f.task for f in fragments} - by_name.keys():
+        own = {f.name for f in fragments if f.task == task}
+        if len(own) == 1:  # a task of one phase goes by its own name
+            by_name[task] = by_name[own.pop()]
+    given = Counter(entry for row in spec.rows for entry in row)
+    wrong: list[str] = []
+    for name in dict.fromkeys(name for _, name in given):
+        if name not in by_name:
+            known = ", ".join(map(repr, by_name))
+            wrong.append(f"{name!r} is not there (there are {known})")
+            continue
+        for m in range(spec.length):
+            if given[m, name] != 1:
+                wrong.append(f"{name!r} of microbatch {m} is there {given[m, name]} times")
+    wrong += [f"{name!r} of microbatch {m} does not exist" for m, name in given if not 0 <= m < spec.length]
+    for number, row in enumerate(spec.rows):
+        meshes = {fragments[by_name[name][0]].mesh for _, name in row if name in by_name}
+        if len(meshes) > 1:
+            names = ", ".join(dict.fromkeys(repr(name) for _, name in row))
+            wrong.append(f"row {number} names what runs on {len(meshes)} TaskMeshes: {names}")
+    if wrong:
+        raise ValueError(f"custom_schedule, for {spec.length} microbatches: " + "; ".join(wrong[:4]))
+    return [[(by_name[name], m) for m, name in row] for row in spec.rows]
+
+
+def _dependencies(plan: LoopPlan, moving: Moves) -> Callable[[int, int], list[int]]:
+    """From a fragment and a microbatch to the jobs that it waits for."""
+    fragments, count = plan.body.fragments, len(plan.body.fragments)
     made: dict[Var, list[int]] = {}
     for index, f in enumerate(fragments):
         for v in f.outvars:
@@ -150,14 +127,32 @@ def _dependencies(plan: LoopPlan) -> list[list[tuple[int, int]]]:
         home = plan.body.homes.get(var)
         return [i for i in made.get(var, ()) if fragments[i].mesh == (home or f.mesh)]
 
-    waits: list[list[tuple[int, int]]] = []
+    same: list[list[int]] = []  # for each fragment, those it waits for of the same microbatch ...
+    last: list[list[int]] = []  # ... of the one before ...
+    sums: list[list[int]] = []  # ... and of the one before on the same mesh, where each mesh has its own sum
     for f in fragments:
-        found: dict[tuple[int, int], None] = {}
+        found: tuple[dict[int, None], ...] = ({}, {}, {})
         for v in f.invars:
             before = leaves.get(v)
-            if before is None:
-                found.update({(i, 0): None for i in makers(v, f)})
-            else:
-                found.update({(i, 1): None for i in makers(before, f)})
-        waits.append(list(found))
+            apart = before is not None and f.mesh in moving and is_sum(plan.loop, v, before)
+            which = 0 if before is None else 2 if apart else 1
+            found[which].update(dict.fromkeys(makers(v if before is None else before, f)))
+        for group, indices in zip((same, last, sums), found):
+            group.append(list(indices))
+
+    def waits(n: int, m: int) -> list[int]:
+        needed = [m * count + i for i in same[n]]
+        if m:
+            needed += [(m - 1) * count + i for i in last[n]]
+        if sums[n]:
+            earlier = previous(moving[fragments[n].mesh], m)
+            needed += [earlier * count + i for i in sums[n]] if earlier is not None else []
+        return needed
+
     return waits
+
+
+def previous(mesh_for: Callable[[int], Mesh], microbatch: int) -> int | None:
+    """The last microbatch before that a moving task runs on the same mesh, None for the first there."""
+    here = mesh_for(microbatch)
+    return next((m for m in reversed(range(microbatch)) if mesh_for(m) == here), None)

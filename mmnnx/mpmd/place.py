@@ -12,13 +12,15 @@ Forward equations are placed at positions in three steps:
 
 Backward equations go where the residuals they consume are; those that consume none follow their operands,
 again up to a minimum cut. What comes after the backward (the optimizer) goes to the state it updates.
-Work that depends on no placed state gets no place: it is done wherever it is needed.
+Work that depends on no placed state gets no place: it is done wherever it is needed (unless that is switched
+off: then it is done where it is needed first, and sent).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 
 from jax.sharding import Mesh
 
@@ -26,6 +28,7 @@ from mmnnx.mpmd.cut import sink_side
 from mmnnx.mpmd.trace import (
     CONST,
     FREE,
+    LAYOUT,
     Atom,
     Equation,
     Kind,
@@ -80,6 +83,9 @@ class Placement:
     def mesh_of(self, atom: Atom) -> Mesh | None:
         return self.where[atom].home if is_var(atom) else None
 
+
+recomputing: ContextVar[bool] = ContextVar("mmnnx_recomputing", default=True)
+"""False inside `mm.enable_recomputation(False)`."""
 
 TaskOf = Callable[[str], "tuple[Task, Mesh] | None"]
 
@@ -158,6 +164,8 @@ class _Region:
             # What follows backward equations follows them where they settle; once, they are stable then.
             moved = self._settle(self._all(_BACKWARD))
         self._join_backward()
+        if not recomputing.get():
+            self._place_free()
         return self.out
 
     def _all(self, kind: str) -> list[Equation]:
@@ -313,6 +321,28 @@ class _Region:
                     (s := self._available(a)) is None or spot in s for a in e.invars
                 ):
                     self._set(e, spot, self.out.phases[e])
+
+    def _place_free(self) -> None:
+        """Gives work that depends on no placed state the place where its result is read first."""
+        for e in reversed(self.nodes):
+            if not isinstance(e, Equation) or e in self.spots or e.name in LAYOUT or e.eqn.effects:
+                continue
+            if self.where[e.outvars[0]].kind is not Kind.FREE or not any(v.aval.shape for v in e.outvars):
+                continue  # constants and scalars are no bytes worth sending
+            found: list[Spot] = []
+            for u in (u for v in e.outvars for u in self.users.get(v, ())):
+                if isinstance(u, Loop):
+                    body = self.out.bodies[u]
+                    inner = [
+                        body.spots[n] for n in u.body if n in body.spots and set(n.invars) & set(e.outvars)
+                    ]
+                    found += [Spot(s.mesh) for s in sorted(inner, key=_rank)[:1]]
+                elif u in self.spots:
+                    found.append(self.spots[u])
+            if found:
+                self._set(
+                    e, min(found, key=_rank), self.forward_phase if found[0].position is not None else "none"
+                )
 
     def _place_backward(self, e: Equation) -> None:
         if self._stays(e):

@@ -1,30 +1,42 @@
 """A program: the ordered list of fragment calls and transfers that one call of a function becomes.
 
-It is data. It can be printed, verified and simulated without running; `mmnnx.mpmd.run` executes it.
+It is data. It can be printed, verified and simulated without running; `mmnnx.mpmd.build` makes it and
+`mmnnx.mpmd.run` executes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import graphlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan
-from mmnnx.mpmd.order import order_loop
+from mmnnx.mpmd.fragments import Fragment, Held
+from mmnnx.mpmd.schedule import Action
+from mmnnx.mpmd.schedule.base import Phase
+from mmnnx.mpmd.timeline import UNIT_COSTS, Costs, Event, Timeline, peaks
 from mmnnx.mpmd.trace import Var, nbytes
+
+if TYPE_CHECKING:
+    from mmnnx.mpmd.profile import Profile
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Runs a fragment: reads the slots `inputs`, fills the slots `outputs`, then drops the slots `frees`."""
+    """Runs a fragment: reads the slots `inputs`, fills the slots `outputs`, then drops the slots `frees`.
+
+    `microbatch` is the one it works on and `stage` the stage of the loop that it is of; None outside loops.
+    """
 
     fragment: Fragment
     microbatch: int | None
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     frees: tuple[int, ...] = ()
+    stage: int | None = None
 
     @property
     def name(self) -> str:
@@ -66,33 +78,18 @@ Instruction = Call | Transfer
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
-    """One instruction on a simulated timeline; times in units of the cost of one fragment."""
+class LoopRuns:
+    """What a microbatch loop must run.
 
-    mesh: str
-    start: float
-    end: float
-    phase: str
-    microbatch: int | None
-    name: str
+    Attributes:
+      schedule: the name of its schedule.
+      length: the number of microbatches.
+      fragments: what runs once for each: a fragment, or one of several that are alike but for their mesh.
+    """
 
-
-@dataclasses.dataclass(frozen=True)
-class Timeline:
-    """What each TaskMesh does when. `makespan` is the time from the first start to the last end."""
-
-    events: tuple[Event, ...]
-
-    @property
-    def makespan(self) -> float:
-        return max((e.end for e in self.events), default=0.0)
-
-    @property
-    def bubble(self) -> float:
-        """The share of mesh time, over all meshes, in which nothing runs."""
-        meshes = {e.mesh for e in self.events}
-        busy = sum(e.end - e.start for e in self.events)
-        return 1 - busy / (self.makespan * len(meshes)) if self.makespan else 0.0
+    schedule: str
+    length: int
+    fragments: tuple[tuple[Fragment, ...], ...]
 
 
 class VerificationError(ValueError):
@@ -110,6 +107,10 @@ class Program:
         every mesh), none for a result that is an input or a constant.
       values: for each slot, the variable and the mesh.
       names: for each mesh, what messages call it.
+      loops: what its microbatch loops must run.
+      successors: for values that may be overwritten when they are not needed any more: the value that takes
+        their place, such as the next value of a sum or of donated state.
+      run: runs it for arguments and measures; see `profile`.
     """
 
     instructions: tuple[Instruction, ...]
@@ -117,6 +118,9 @@ class Program:
     outputs: tuple[tuple[int, ...], ...]
     values: tuple[Held, ...]
     names: dict[Mesh, str]
+    loops: tuple[LoopRuns, ...] = ()
+    successors: dict[Var, Var] = dataclasses.field(default_factory=dict, repr=False)
+    run: Callable[..., Profile] | None = dataclasses.field(default=None, repr=False)
 
     @property
     def calls(self) -> list[Call]:
@@ -133,15 +137,29 @@ class Program:
         """Every array that moves between meshes, in order."""
         return [i for i in self.instructions if isinstance(i, Transfer)]
 
-    def verify(self) -> None:
-        """Checks that the program can run and leaves nothing behind.
+    def table(self) -> list[list[Action]]:
+        """What each mesh runs of the stages of the microbatch loop, in order: one row for each mesh.
 
-        Every value is made before it is read, on the mesh where it is read; it is dropped once, after its
-        last use; and every value that is not a result is dropped.
+        It can be written as CSV (`mm.write_schedule`), and given to `mm.microbatch` as `custom_schedule`.
+        """
+        rows: dict[Mesh, dict[Action, None]] = {}
+        for c in self.calls:
+            if c.stage is not None and c.microbatch is not None and c.phase != "none":
+                rows.setdefault(c.mesh, {})[Action(c.stage, cast(Phase, c.phase), c.microbatch)] = None
+        return [list(row) for row in rows.values()]
+
+    def verify(self) -> None:
+        """Checks that the program can run, does all there is to do, and leaves nothing behind.
+
+        Every fragment of a loop runs once for each microbatch. Every value is made before it is read, on the
+        mesh where it is read; it is dropped once, after its last use; and every value that is not a result is
+        dropped. The order is one for all meshes, so processes that follow it cannot wait for each other.
 
         Raises:
-          VerificationError: names the instruction, the microbatch and the mesh.
+          VerificationError: names the instruction, the microbatch and the mesh; where meshes wait for each
+            other in a circle, every instruction of the circle.
         """
+        self._check_loops()
         live = dict(self.inputs)
         results = {s for slots in self.outputs for s in slots}
         for number, i in enumerate(self.instructions):
@@ -152,6 +170,7 @@ class Program:
                 if s not in live:
                     raise VerificationError(
                         f"{where}: reads {self._value(s)} before it is made or after it is freed"
+                        + self._circle()
                     )
                 if live[s][1] != mesh_in:
                     raise VerificationError(
@@ -174,20 +193,113 @@ class Program:
         for s in live.keys() - results:
             raise VerificationError(f"{self._value(s)} is never freed")
 
-    def simulate(self) -> Timeline:
-        """Plays the program through: one unit of time for each fragment call, none for transfers."""
+    def _check_loops(self) -> None:
+        counts = Counter((c.fragment, c.microbatch) for c in self.calls)
+        for loop in self.loops:
+            for f, *elsewhere in loop.fragments:
+                for m in range(loop.length):
+                    times = sum(counts[g, m] for g in (f, *elsewhere))
+                    if times != 1:
+                        wrong = "is missing" if times == 0 else f"is there {times} times"
+                        raise VerificationError(
+                            f"{f.name} of microbatch {m} on {self._mesh(f.mesh)} {wrong} "
+                            f"(schedule {loop.schedule!r}, {loop.length} microbatches)"
+                        )
+
+    def _circle(self) -> str:
+        """The instructions that wait for each other if each mesh keeps its own order, in words."""
+        makes = {s: number for number, i in enumerate(self.instructions) for s in i.outputs}
+        before: dict[int, list[int]] = {}
+        last: dict[Mesh, int] = {}
+        for number, i in enumerate(self.instructions):
+            before[number] = [makes[s] for s in i.inputs if s in makes]
+            for mesh in (i.mesh,) if isinstance(i, Call) else (i.source_mesh, i.target_mesh):
+                before[number] += [last[mesh]] if mesh in last else []
+                last[mesh] = number
+        try:
+            graphlib.TopologicalSorter(before).prepare()
+        except graphlib.CycleError as error:
+            steps = [f"{n}, {self.describe(self.instructions[n])}" for n in error.args[1]]
+            return ". Instructions wait for each other: " + " <- ".join(steps)
+        return ""
+
+    def simulate(self, costs: Costs | Mapping[Any, float] | None = None) -> Timeline:
+        """Plays the program through, without running it.
+
+        Args:
+          costs: how long fragments and transfers take: a `Costs` (such as `profile(...).costs`), or a
+            mapping from names of fragments or phases to times. Default: one unit for a forward and for each
+            of the two parts of a backward, nothing for transfers and what is outside the microbatch loop.
+
+        Returns:
+          The timeline: `makespan`, `bubble`, `peak_bytes` and `in_flight` say how long the step takes, how
+          much of it the meshes idle, and how many bytes (residuals) are live on each at a time.
+
+        Example:
+          >>> train_step.program(model, optimizer, batch).simulate({"forward": 1.0, "backward": 1.8}).bubble
+        """
+        if costs is None:
+            costs = Costs(UNIT_COSTS | ({"outside": 0.0} if self.loops else {}))
+        elif isinstance(costs, Mapping):
+            costs = Costs(UNIT_COSTS | dict(costs))
         ready: dict[int, float] = dict.fromkeys(self.inputs, 0.0)
-        idle: dict[Mesh, float] = {}
-        events = []
+        idle: defaultdict[Any, float] = defaultdict(float)  # of meshes, and of the ways between them
+        events, transfers = [], []
+        moves = [(0.0, nbytes(v), self.names[mesh]) for v, mesh in self.inputs.values()]
+        received = {s for t in self.transfers for s in t.outputs}
+        host = 0.0  # when the next instruction is dispatched
         for i in self.instructions:
-            start = max((ready[s] for s in i.inputs), default=0.0)
-            end = start
+            host += costs.dispatch
+            begin = max((ready[s] for s in i.inputs), default=0.0)
             if isinstance(i, Call):
-                start = max(start, idle.get(i.mesh, 0.0))
-                end = idle[i.mesh] = start + 1.0
-                events.append(Event(self.names[i.mesh], start, end, i.phase, i.microbatch, i.name))
+                mesh = self.names[i.mesh]
+                start = max(begin, idle[i.mesh], host)
+                end = idle[i.mesh] = start + costs.of_call(i.fragment, i.name, i.phase, i.microbatch is None)
+                events.append(Event(mesh, start, end, i.phase, i.microbatch, i.name, i.stage))
+            else:
+                way = f"{i.source} -> {i.target}"
+                start = max(begin, idle[way], host)
+                end = idle[way] = start + costs.of_transfer(i.nbytes)
+                transfers.append(Event(way, start, end, "transfer", i.microbatch, "transfer"))
             ready.update(dict.fromkeys(i.outputs, end))
-        return Timeline(tuple(events))
+            overwritten = self._overwritten(i, received)
+            for s in i.outputs:
+                if s not in overwritten.values():
+                    moves.append((start, nbytes(self.values[s][0]), self.names[self.values[s][1]]))
+            for s in i.frees:
+                if s not in overwritten:
+                    moves.append((end, -nbytes(self.values[s][0]), self.names[self.values[s][1]]))
+        return Timeline(tuple(events), tuple(transfers), peaks(moves))
+
+    def _overwritten(self, i: Instruction, received: set[int]) -> dict[int, int]:
+        """Slots that an instruction drops and whose memory one of its results takes over: that result's."""
+        if not isinstance(i, Call):
+            return {}
+        made = dict(zip(i.fragment.outvars, i.outputs))
+        found: dict[int, int] = {}
+        for v, s in zip(i.fragment.invars, i.inputs):
+            after = self.successors.get(v)
+            if after in made and s in i.frees and s not in received:
+                found[s] = made[after]
+        return found
+
+    def profile(self, *args: Any, **kwargs: Any) -> Profile:
+        """Runs the program for arguments like those that it was made for, and measures it.
+
+        It is compiled first. Then the step is run twice on copies of its arguments, as it would run, the
+        second time against the clock, and once more one instruction at a time, each of which is timed. The
+        last run counts: state is updated as by one call of the function.
+
+        Returns:
+          The times of every fragment and transfer, for `simulate`, and the time of the step.
+
+        Example:
+          >>> profile = train_step.program(model, optimizer, batch).profile(model, optimizer, batch)
+          >>> profile.seconds, profile.timeline.makespan
+        """
+        if self.run is None:
+            raise ValueError("this program is a description only: profile one that mm.jit(...).program made")
+        return self.run(*args, **kwargs)
 
     def describe(self, i: Instruction) -> str:
         """One instruction in words."""
@@ -224,166 +336,3 @@ class Program:
 
     def _mesh(self, mesh: Mesh) -> str:
         return f"{self.names.get(mesh, 'mesh')} (devices {[d.id for d in mesh.devices.flat]})"
-
-
-def build(
-    plan: Plan,
-    inputs: dict[Var, Mesh | None],
-    results: Sequence[Sequence[Held]],
-    names: dict[Mesh, str],
-) -> Program:
-    """Turns a plan into instructions.
-
-    Args:
-      plan: fragments and loops in order.
-      inputs: every input of the function with its home, None for one that every mesh can be given.
-      results: for each result of the function, the values that hold it.
-      names: for each mesh, what messages call it.
-    """
-    builder = _Builder(inputs, names)
-    builder.emit(plan)
-    outputs = tuple(tuple(builder.slot(v, m) for v, m in held) for held in results)
-    return Program(
-        tuple(_free(builder.instructions, {s for slots in outputs for s in slots})),
-        {s: builder.values[s] for s in builder.inputs},
-        outputs,
-        tuple(builder.values),
-        names,
-    )
-
-
-def _free(instructions: Sequence[Instruction], results: set[int]) -> list[Instruction]:
-    """Has every slot dropped at its last use; what nobody reads, where it is made."""
-    dead: dict[int, set[int]] = {}
-    seen = set(results)
-    for number in reversed(range(len(instructions))):
-        i = instructions[number]
-        for s in (*i.inputs, *i.outputs):
-            if s not in seen:
-                seen.add(s)
-                dead.setdefault(number, set()).add(s)
-    return [dataclasses.replace(i, frees=tuple(sorted(dead.get(n, ())))) for n, i in enumerate(instructions)]
-
-
-class _Builder:
-    """Walks a plan and writes instructions. A value of a loop body is keyed by its microbatch as well."""
-
-    def __init__(self, inputs: dict[Var, Mesh | None], names: dict[Mesh, str]):
-        self.given = inputs
-        self.names = names
-        self.instructions: list[Instruction] = []
-        self.values: list[Held] = []
-        self.inputs: list[int] = []
-        self.slots: dict[tuple[Var, Mesh, int | None], int] = {}
-
-    def emit(self, plan: Plan) -> None:
-        readers = _readers(plan.steps, plan.homes)
-        self.homes = {v: m for v, m in self.given.items() if m is not None} | plan.homes
-        for step in plan.steps:
-            if isinstance(step, Fragment):
-                inputs = tuple(self.slot(v, step.mesh) for v in step.invars)
-                self._call(step, None, inputs, readers)
-            else:
-                self._loop(step)
-
-    def _new(self, var: Var, mesh: Mesh, m: int | None) -> int:
-        self.values.append((var, mesh))
-        self.slots[var, mesh, m] = len(self.values) - 1
-        return len(self.values) - 1
-
-    def slot(self, var: Var, mesh: Mesh) -> int:
-        """The slot of a value outside loops; sends or asks for it where it is not there yet."""
-        if (var, mesh, None) in self.slots:
-            return self.slots[var, mesh, None]
-        home = self.homes.get(var)
-        if home is None or home == mesh:
-            self.inputs.append(self._new(var, mesh, None))
-            return self.inputs[-1]
-        return self._send(var, self.slot(var, home), home, mesh, None)
-
-    def _send(self, var: Var, source: int, home: Mesh, mesh: Mesh, m: int | None) -> int:
-        """Sends a value of microbatch m from the slot that holds it at home; returns the slot it fills."""
-        target = self._new(var, mesh, m)
-        self.instructions.append(
-            Transfer(
-                self.names[home],
-                self.names[mesh],
-                tuple(var.aval.shape),
-                var.aval.dtype,
-                nbytes(var),
-                m,
-                home,
-                mesh,
-                (source,),
-                (target,),
-            )
-        )
-        return target
-
-    def _call(
-        self, f: Fragment, m: int | None, inputs: tuple[int, ...], readers: dict[Var, list[Mesh]]
-    ) -> None:
-        """Writes a call, and right after it the transfers of what it made."""
-        outputs = tuple(self._new(v, f.mesh, m) for v in f.outvars)
-        self.instructions.append(Call(f, m, inputs, outputs))
-        for v, s in zip(f.outvars, outputs):
-            for mesh in readers.get(v, ()):
-                if (v, mesh, m) not in self.slots:
-                    self._send(v, s, f.mesh, mesh, m)
-
-    def _loop(self, plan: LoopPlan) -> None:
-        loop, body = plan.loop, plan.body
-        for v, mesh in plan.reads:
-            self.slot(v, mesh)
-        placed = {v: meshes[0] for v, meshes in zip(loop.carry_in, plan.carried) if meshes}
-        starts = dict(zip(loop.carry_in, loop.init))
-        leaves = dict(zip(loop.carry_in, loop.carry_out))
-        slices = dict(zip(loop.slice_vars, loop.slices))
-        # Placed carries return to their home after each microbatch; results that are kept, to theirs.
-        readers = _readers(body.fragments, body.homes)
-        for out, meshes in zip(loop.carry_out, plan.carried):
-            if out in body.homes:
-                readers.setdefault(out, []).extend(m for m in meshes if m != body.homes[out])
-
-        def find(var: Var, mesh: Mesh, m: int) -> int:
-            if var in starts:
-                if m == 0:
-                    return self.slot(starts[var], mesh) if mesh in carried[var] else send_on(var, mesh, m)
-                key = (leaves[var], mesh, m - 1)
-                return self.slots[key] if mesh in carried[var] else send_on(var, mesh, m)
-            if var in slices:
-                return self.slot(slices[var][m], mesh)
-            if (var, mesh, m) in self.slots:
-                return self.slots[var, mesh, m]
-            return self.slot(var, mesh)
-
-        def send_on(var: Var, mesh: Mesh, m: int) -> int:
-            """A carry read away from its home."""
-            if (var, mesh, m) not in self.slots:
-                home = placed[var]
-                self._send(var, find(var, home, m), home, mesh, m)
-            return self.slots[var, mesh, m]
-
-        carried = dict(zip(loop.carry_in, plan.carried))
-        for index, m in order_loop(plan):
-            f = body.fragments[index]
-            self._call(f, m, tuple(find(v, f.mesh, m) for v in f.invars), readers)
-        last = loop.spec.length - 1
-        for out, after, meshes in zip(loop.carry_out, loop.carries, plan.carried):
-            for mesh in meshes:
-                self.slots[after, mesh, None] = self.slots[out, mesh, last]
-        for y, row, meshes in zip(loop.ys, loop.stacks, plan.kept):
-            for m, v in enumerate(row):
-                for mesh in meshes:
-                    self.slots[v, mesh, None] = self.slots[y, mesh, m]
-
-
-def _readers(steps: Sequence[Fragment | LoopPlan], homes: dict[Var, Mesh]) -> dict[Var, list[Mesh]]:
-    """For each variable that is made on one mesh, the other meshes that read it."""
-    readers: dict[Var, dict[Mesh, None]] = {}
-    for step in steps:
-        reads = step.reads if isinstance(step, LoopPlan) else [(v, step.mesh) for v in step.invars]
-        for v, mesh in reads:
-            if v in homes and homes[v] != mesh:
-                readers.setdefault(v, {})[mesh] = None
-    return {v: list(meshes) for v, meshes in readers.items()}

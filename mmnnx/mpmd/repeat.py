@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from mmnnx import _compat
+from mmnnx.mpmd.place import recomputing
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import registrations
 
@@ -86,7 +87,7 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
 
 def surroundings() -> Any:
     """What a trace depends on beside its arguments: the mesh, registered tasks, JAX's configuration."""
-    return current_multimesh(), registrations(), _compat.trace_context()
+    return current_multimesh(), registrations(), recomputing.get(), _compat.trace_context()
 
 
 def learn(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from mmnnx.mpmd.compile import Compiled
+from mmnnx.mpmd.profile import is_measured, measure
 from mmnnx.mpmd.program import Call
 from mmnnx.mpmd.transfer import sender
 
@@ -32,7 +33,12 @@ def runner(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Arra
             steps.append((_listed(send), i.inputs, i.outputs, i.frees))
     given, size = tuple(program.inputs), len(program.values)
 
+    def results(slots: list[Any]) -> list[list[jax.Array]]:
+        return [[slots[s] for s in held] for held in program.outputs]
+
     def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
+        if is_measured():
+            return results(measure(program, steps, arrays))
         slots: list[Any] = [None] * size
         for s in reversed(given):
             slots[s] = arrays.pop()  # from here on the program alone decides how long they are kept
@@ -41,7 +47,7 @@ def runner(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Arra
                 slots[s] = result
             for s in frees:
                 slots[s] = None
-        return [[slots[s] for s in held] for held in program.outputs]
+        return results(slots)
 
     return run
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,16 +14,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmnnx import _compat
 from mmnnx.mpmd.accumulate import split_sums
 from mmnnx.mpmd.bind import Delivery, binder, check_shared, copied, deliver, entering
+from mmnnx.mpmd.build import build
 from mmnnx.mpmd.compile import compile_program
 from mmnnx.mpmd.ends import Ends, find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
 from mmnnx.mpmd.lift import Record
 from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred
+from mmnnx.mpmd.order import Moves
 from mmnnx.mpmd.place import Placement, TaskOf, place
-from mmnnx.mpmd.program import Program, build
+from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.run import runner
-from mmnnx.mpmd.trace import FREE, Equation, Flat, Node, Var, at_home, is_var, open_calls, scopes_in
+from mmnnx.mpmd.trace import FREE, Equation, Flat, Loop, Node, Var, at_home, is_var, open_calls, scopes_in
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import find_task
 
@@ -57,28 +60,23 @@ def split(
     @functools.cache
     def task_of(scope: str):
         task = find_task(scope, multimesh)
-        return None if task is None else (task, meshes.canonical(task.to_mesh(), task.name))
+        return None if task is None else (task, meshes.of_task(task))
 
     for scope in scopes_in(traced.jaxpr):
         task_of(scope)
     ends = find_ends(record, leaves, traced.jaxpr.out_avals, meshes)
     divided = meshes.tasks()
-    if len(divided) == 1:
-        pieces = _undivided(traced.jaxpr, divided[0], meshes.names())
+    if len(divided) == 1 and not meshes.moving:
+        choices: Iterable[_Pieces] = [_undivided(traced.jaxpr, divided[0], meshes.names())]
     else:
-        pieces = _divide(traced.jaxpr, ends, task_of, divided, meshes)
-    for held, sharding in zip(pieces.results, ends.asked):
-        if len(held) == 1 and sharding is not None:
-            pieces.fixed.update(_ending(held[0], sharding, pieces.plan))
-    flat = pieces.flat
-    inputs = dict(zip(flat.invars, ends.homes)) | {v: None for v, _ in flat.constants}
-    program = build(pieces.plan, inputs, pieces.results, meshes.names())
+        choices = _divide(traced.jaxpr, ends, task_of, meshes)
+    donates = [a.donated for a in jax.tree.leaves(traced.args_info)]
+    pieces, program = _fitting((p, _program(p, ends, record, donates, meshes)) for p in choices)
     program.verify()
     groups = {frozenset(x.sharding.device_set) for x in leaves if isinstance(x, jax.Array) and x.committed}
     ruled = any(leaf is not None and leaf.rule for leaf in (*record.inputs, *record.results))
     if len(divided) == 1 and len(groups) <= 1 and not ruled:
         return Split(program, None)
-    donates = [a.donated for a in jax.tree.leaves(traced.args_info)]
     return Split(program, _preparer(program, pieces, ends, record, leaves, donates, multimesh))
 
 
@@ -92,14 +90,19 @@ class _Pieces:
     fixed: dict[Held, NamedSharding]
 
 
-def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, divided: Sequence[Mesh], meshes: Meshes) -> _Pieces:
-    """A function that touches several meshes: opened, placed and cut."""
+def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, meshes: Meshes) -> Iterator[_Pieces]:
+    """A function that touches several meshes: opened, placed and cut. Loops that ask for no schedule are cut
+    for the shortest one first, then for the next."""
 
     def task_mesh(scope: str) -> Mesh | None:
         found = task_of(scope)
         return found[1] if found is not None else None
 
     flat = open_calls(jaxpr, ends.homes, task_mesh, meshes.labels())
+    for loop in (node for node in flat.nodes if isinstance(node, Loop)):
+        for mesh_for in meshes.moving.values():
+            for m in range(loop.spec.length):
+                mesh_for(m)  # from here on all meshes are known
     origin = {v: at_home(home) for v, home in zip(flat.invars, ends.homes)}
     origin |= {v: FREE for v, _ in flat.constants}
     led = {v: flat.invars[n] for v, n in zip(flat.outvars, ends.follows) if n is not None and is_var(v)}
@@ -111,9 +114,54 @@ def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, divided: Sequence[Mesh], me
         where = {v: o for body in placement.bodies.values() for v, o in body.where.items()}
         nodes = split_sums(nodes, lambda loop, term: where[term].home)
         placement = place(nodes, origin, task_of, led)
-    results = _results(flat, placement, ends.asked, divided, meshes.multimesh)
-    plan = cut(nodes, placement, [h for held in results for h in held], meshes.names())
-    return _Pieces(flat, plan, results, _carried(plan, placement, dict(zip(flat.invars, ends.given))))
+    results = _results(flat, placement, ends.asked, meshes.tasks(), meshes.multimesh)
+    given = dict(zip(flat.invars, ends.given))
+    for choice in itertools.count():
+        try:
+            plan = cut(nodes, placement, [h for held in results for h in held], meshes.names(), choice)
+        except IndexError:
+            return
+        yield _Pieces(flat, plan, results, _carried(plan, placement, given, meshes.moving))
+
+
+def _program(pieces: _Pieces, ends: Ends, record: Record, donates: Sequence[bool], meshes: Meshes) -> Program:
+    """The program of a function that was cut up."""
+    flat = pieces.flat
+    for held, sharding in zip(pieces.results, ends.asked):
+        if len(held) == 1 and sharding is not None:
+            pieces.fixed.update(_ending(held[0], sharding, pieces.plan))
+    inputs = dict(zip(flat.invars, ends.homes)) | {v: None for v, _ in flat.constants}
+    successors = {
+        flat.invars[leaf.updates]: v
+        for leaf, v in zip(record.results, flat.outvars)
+        if leaf is not None and leaf.updates is not None and is_var(v) and donates[leaf.updates]
+    }
+    return build(pieces.plan, inputs, pieces.results, meshes.names(), meshes.moving, successors)
+
+
+def _fitting(choices: Iterable[tuple[_Pieces, Program]]) -> tuple[_Pieces, Program]:
+    """The first that fits the memory that its loops are given.
+
+    Raises:
+      ValueError: if none does, with the one that comes closest.
+    """
+    closest: list[tuple[int, str]] = []
+    for pieces, program in choices:
+        specs = [step.loop.spec for step in pieces.plan.steps if isinstance(step, LoopPlan)]
+        limits = [spec.memory_limit for spec in specs if spec.memory_limit is not None]
+        if not limits:
+            return pieces, program
+        mesh, most = max(program.simulate().peak_bytes.items(), key=lambda item: item[1])
+        if most <= min(limits):
+            return pieces, program
+        names = ", ".join(repr(loop.schedule) for loop in program.loops)
+        closest.append((most, f"{mesh} holds {most:,} bytes under {names}"))
+        if all(spec.schedule is not None or spec.rows for spec in specs):
+            break
+    raise ValueError(
+        f"microbatch: memory_limit={min(limits):,} bytes for one TaskMesh is too little: {min(closest)[1]}. "
+        "Take smaller or fewer microbatches, remat=True, or more stages"
+    )
 
 
 def _preparer(
@@ -148,19 +196,11 @@ def _preparer(
         foreign = argument is not None and (leaf is None or leaf.updates != argument)
         deliveries.append(copied(delivery) if foreign or (is_var(v) and v in used) else delivery)
         used.update([v] if is_var(v) else [])
-    successors = {
-        flat.invars[leaf.updates]: v
-        for leaf, v in zip(record.results, flat.outvars)
-        if leaf is not None and leaf.updates is not None and is_var(v)
-    }
-    for step in pieces.plan.steps:
-        if isinstance(step, LoopPlan):
-            successors |= dict(zip(step.loop.carry_in, step.loop.carry_out))
     gone = [n for n, donated in enumerate(donates) if donated and flat.invars[n] not in flat.outvars]
     names = [str(leaf) if leaf is not None else f"argument {n}" for n, leaf in enumerate(record.inputs)]
 
     def prepare() -> Run:
-        execute = runner(compile_program(program, fixed, overwritten, successors))
+        execute = runner(compile_program(program, fixed, overwritten))
 
         def run(leaves: Sequence[Any]) -> list[Any]:
             if gone and len(set(map(id, leaves))) < len(leaves):
@@ -219,7 +259,7 @@ def _undivided(jaxpr: Any, mesh: Mesh, names: dict[Mesh, str]) -> _Pieces:
     read = {a for e in equations for a in e.invars if is_var(a)}
     invars = [v for v in (*flat.invars, *(c for c, _ in flat.constants)) if v in read]
     closed = _compat.close_jaxpr(invars, outvars, [localise(e.eqn, mesh) for e in equations])
-    fragment = Fragment(names[mesh], mesh, "none", None, closed, tuple(invars), tuple(outvars))
+    fragment = Fragment(names[mesh], names[mesh], mesh, "none", None, closed, tuple(invars), tuple(outvars))
     steps = (fragment,) if equations else ()
     plan = Plan(steps, dict.fromkeys(outvars, mesh), tuple((v, mesh) for v in invars))
     results = [[(v, mesh)] if is_var(v) and v in made else [] for v in flat.outvars]
@@ -227,7 +267,7 @@ def _undivided(jaxpr: Any, mesh: Mesh, names: dict[Mesh, str]) -> _Pieces:
 
 
 def _carried(
-    plan: Plan, placement: Placement, given: dict[Var, NamedSharding | None]
+    plan: Plan, placement: Placement, given: dict[Var, NamedSharding | None], moving: Moves
 ) -> dict[Held, NamedSharding]:
     """Decides the shardings of what loops carry and slice: they must be the same for every microbatch."""
     fixed: dict[Held, NamedSharding] = {}
@@ -235,19 +275,25 @@ def _carried(
         if not isinstance(step, LoopPlan):
             continue
         loop = step.loop
+
+        def all_of(mesh: Mesh, length: int = loop.spec.length) -> Iterable[Mesh]:
+            """The meshes that a mesh stands for."""
+            return dict.fromkeys(map(moving[mesh], range(length))) if mesh in moving else [mesh]
+
         for i, meshes in enumerate(step.carried):
             state = placement.follows.get(loop.carries[i]) or loop.sources.get(loop.init[i])
-            for mesh in meshes:
+            for mesh in itertools.chain.from_iterable(map(all_of, meshes)):
                 sharding = NamedSharding(mesh, PartitionSpec())
                 if state is not None and state.aval.shape == loop.init[i].aval.shape:
                     own = given.get(state)
-                    sharding = own if own is not None and own.mesh == mesh else sharding
+                    if own is not None and own.mesh.devices.shape == mesh.devices.shape:
+                        sharding = transferred(own, mesh)
                 for v in (loop.init[i], loop.carry_in[i], loop.carry_out[i], loop.carries[i]):
                     fixed[v, mesh] = sharding
         root = {v: loop.sources.get(row[0]) for row in loop.slices for v in row}
         for v, mesh in step.reads:
-            if v in root:
-                fixed[v, mesh] = entering(v.aval, mesh, given.get(root[v]))
+            for here in all_of(mesh) if v in root else ():
+                fixed[v, here] = entering(v.aval, here, given.get(root[v]))
     return fixed
 
 

@@ -7,6 +7,7 @@ into the gradient: `find_task` reads the mark off an equation again.
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import threading
 import types
@@ -42,11 +43,17 @@ class Task:
       mesh_slice: index along each sliced axis of the current MultiMesh, `{"stage": 0}`, instead of `mesh`.
         With neither, the task runs on the whole current MultiMesh.
       extra_axes: more pairs, asked after `logical_axes`.
-      split_backprop: for a later release; must be None.
-      loop_dependent_mesh_slice: for a later release; must be None.
+      split_backprop: two names: the backward is cut in two, into the part that other tasks wait for and the
+        gradients that nobody waits for, and these are their names.
+      loop_dependent_mesh_slice: in a `mm.microbatch` loop the task runs on another slice for each microbatch.
+        An axis of the current MultiMesh to go along; `{"stage": (0, 2)}` for some of its indices, in turn; or
+        a function from the microbatch to a `mesh_slice`. The slices must be of one shape. The task's state
+        is copied to each, once a step, and gradients are summed at its home.
+      remat: what the backward of the task may compute again rather than keep: None for what is cheap, True
+        for everything, or a policy of `jax.checkpoint`. It comes before that of `mm.microbatch`.
 
     Raises:
-      ValueError: `mesh` and `mesh_slice` both, malformed axis rules, or an option of a later release.
+      ValueError: more than one of `mesh`, `mesh_slice` and `loop_dependent_mesh_slice`, or malformed options.
 
     Example:
       >>> Task("stage0", mesh_slice={"stage": 0}, logical_axes=[("mlp", "model")]).name
@@ -60,17 +67,18 @@ class Task:
     extra_axes: AxisRules | None = None
     split_backprop: Any = None
     loop_dependent_mesh_slice: Any = None
+    remat: Any = None
 
     def __post_init__(self) -> None:
         if self.name is not None and not isinstance(self.name, str):
             raise TypeError(f"the name of a Task is a string, not {self.name!r}")
-        if self.mesh is not None and self.mesh_slice is not None:
+        where = ("mesh", "mesh_slice", "loop_dependent_mesh_slice")
+        given = [name for name in where if getattr(self, name) is not None]
+        if len(given) > 1:
             raise ValueError(
-                f"{self} has both mesh= and mesh_slice=: give its own mesh, or its slice of the MultiMesh"
+                f"{self} has both {given[0]}= and {given[1]}=: give its own mesh, or its slice of the "
+                "MultiMesh"
             )
-        for option in ("split_backprop", "loop_dependent_mesh_slice"):
-            if getattr(self, option) is not None:
-                raise ValueError(f"{option} acts in a later release of mmnnx: leave it out of {self}")
         mesh = self.mesh
         if isinstance(mesh, MultiMesh):
             mesh = mesh.mesh
@@ -78,6 +86,8 @@ class Task:
             raise TypeError(f"mesh= of {self} is a TaskMesh or a jax.sharding.Mesh, not {mesh!r}")
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "mesh_slice", self._normal_slice())
+        object.__setattr__(self, "split_backprop", self._normal_halves())
+        object.__setattr__(self, "loop_dependent_mesh_slice", self._normal_moves())
         object.__setattr__(self, "logical_axes", self._normal_rules("logical_axes"))
         object.__setattr__(self, "extra_axes", self._normal_rules("extra_axes"))
 
@@ -86,12 +96,15 @@ class Task:
         """The pairs of `logical_axes`, then those of `extra_axes`."""
         return (*_items(self.logical_axes or ()), *_items(self.extra_axes or ()))
 
-    def to_mesh(self) -> Mesh:
+    def to_mesh(self, microbatch: int = 0) -> Mesh:
         """The `jax.sharding.Mesh` the task runs on, with Auto axes.
+
+        Args:
+          microbatch: for which microbatch, if that makes a difference.
 
         Raises:
           ValueError: the task needs a current MultiMesh and there is none, or lacks the axis, index or
-            device it names.
+            device it names; or a slice for a microbatch is of another shape than that for the first.
 
         Example:
           >>> Task("t", mesh=TaskMesh(devices=[0], axis_names=("model",))).to_mesh().size
@@ -103,15 +116,35 @@ class Task:
             if self.mesh is not None:
                 return auto_mesh(self.mesh)
             multimesh = current_multimesh()
+            sliced = self.mesh_slice or self.loop_dependent_mesh_slice
             if multimesh is None:
-                what = "is a slice of" if self.mesh_slice else "has no mesh of its own and runs on"
+                what = "is a slice of" if sliced else "has no mesh of its own and runs on"
                 raise ValueError(
                     f"it {what} the current MultiMesh, and none is current: "
                     "use it inside `with MultiMesh(...):`, or give it mesh="
                 )
-            return multimesh.slice(**dict(self.mesh_slice)) if self.mesh_slice else multimesh.mesh
+            if self.loop_dependent_mesh_slice is None:
+                return multimesh.slice(**dict(self.mesh_slice)) if self.mesh_slice else multimesh.mesh
+            first, mesh = (multimesh.slice(**self._slice_for(m, multimesh)) for m in (0, microbatch))
+            if first.devices.shape != mesh.devices.shape:
+                raise ValueError(
+                    f"its slice for microbatch {microbatch} is {dict(mesh.shape)}, and that for microbatch 0 "
+                    f"is {dict(first.shape)}: slices must be of one shape"
+                )
+            return mesh
         except ValueError as error:
             raise ValueError(f"{self}: {error}") from None
+
+    def _slice_for(self, microbatch: int, multimesh: MultiMesh) -> dict[str, int]:
+        moves = self.loop_dependent_mesh_slice
+        if callable(moves):
+            return dict(moves(microbatch))
+        if isinstance(moves, str):
+            if moves not in multimesh.shape:
+                axes = ", ".join(map(repr, multimesh.shape))
+                raise ValueError(f"cannot slice along {moves!r}: the MultiMesh has the axes {axes}")
+            return {moves: microbatch % multimesh.shape[moves]}
+        return {axis: indices[microbatch % len(indices)] for axis, indices in moves}
 
     def __str__(self) -> str:
         return f"task {self.name!r}" if self.name is not None else "an unnamed task"
@@ -130,6 +163,35 @@ class Task:
                 f'mesh_slice= of {self} is an index for each axis, like {{"stage": 0}}, '
                 f"not {self.mesh_slice!r}"
             ) from None
+
+    def _normal_halves(self) -> tuple[str, str] | None:
+        halves = self.split_backprop
+        if halves is None:
+            return None
+        names = () if isinstance(halves, (str, bool)) else tuple(halves)
+        if len(names) != 2 or not all(isinstance(name, str) for name in names) or len(set(names)) < 2:
+            raise ValueError(
+                f"split_backprop= of {self} is two names, of the part of the backward that others wait for and "
+                f"of the rest, not {halves!r}"
+            )
+        return names
+
+    def _normal_moves(self) -> Any:
+        moves = self.loop_dependent_mesh_slice
+        if moves is None or isinstance(moves, str) or callable(moves):
+            return moves
+        try:
+            normal = tuple(
+                sorted((str(a), tuple(operator.index(i) for i in indices)) for a, indices in _items(moves))
+            )
+        except TypeError:
+            normal = ()
+        if not normal or not all(indices for _, indices in normal):
+            raise ValueError(
+                f"loop_dependent_mesh_slice= of {self} is an axis of the MultiMesh, indices along axes such "
+                f'as {{"stage": (0, 1)}}, or a function from the microbatch to a mesh_slice, not {moves!r}'
+            )
+        return normal
 
     def _normal_rules(self, field: str) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
         rules = getattr(self, field)

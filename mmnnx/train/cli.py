@@ -1,38 +1,22 @@
-"""The command ``mmnnx``."""
+"""The command ``mmnnx train``."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tyro
-from rich.console import Console
 
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.errors import Diverged, Interrupted, UserError
 from mmnnx.train.folder import RunFolder
 from mmnnx.train.loop import train
 
-USAGE = """usage: mmnnx train [OPTIONS]
 
-Commands:
-  train    train a language model as a pipeline over devices; `mmnnx train --help` lists its options"""
-
-
-def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line ``args`` (default: the process's own).
+def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
+    """Run ``mmnnx train`` with these options; `tell` is given what went wrong.
 
     Returns the exit status: 0; 1 if training diverged; 2 for a mistake in what was asked; 130 after Ctrl-C.
     """
-    command, *options = list(sys.argv[1:] if args is None else args) or [""]
-    errors = Console(stderr=True, highlight=False)
-
-    def tell(text: str) -> None:
-        errors.print(f"mmnnx: {text}", markup=False, soft_wrap=True)
-
-    if command != "train":
-        print(USAGE, file=sys.stdout if command in ("-h", "--help") else sys.stderr)
-        return 0 if command in ("-h", "--help") else 2
     try:
         config = parse(options)
     except UserError as error:

@@ -81,7 +81,7 @@ def train(config: TrainConfig) -> RunFolder:
 
         draw_loss(folder.rows()).savefig(folder.path / "loss.png")
         timeline = train_step.program(model, optimizer, held_out[0]).simulate()
-        draw_timeline(timeline.events).savefig(folder.path / "timeline.png")
+        draw_timeline(timeline).savefig(folder.path / "timeline.png")
         if config.sample:
             prompt = held_out[0, 0, : config.sequence // 4].astype(np.uint8).tobytes()
             text = sample(model, prompt, config.sample, config.sequence, seed=config.seed)

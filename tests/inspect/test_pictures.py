@@ -2,99 +2,196 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import math
 
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PatchCollection
+from matplotlib.collections import PolyCollection
 
 from mmnnx.inspect import draw_loss, draw_timeline
+from mmnnx.inspect.phases import LOOKS, ink, shade
+from mmnnx.inspect.schedules import by_name
+from mmnnx.mpmd.timeline import UNIT_COSTS, Event, Timeline
 
 
-@dataclasses.dataclass
-class Event:
-    mesh: str
-    start: float
-    end: float
-    phase: str
-    microbatch: int | None = None
-    name: str = "fragment"
+def event(
+    mesh: str, start: float, end: float, phase: str, microbatch: int | None = None, stage=None
+) -> Event:
+    return Event(mesh, start, end, phase, microbatch, "fragment", stage)
 
 
-def pipeline(stages: int, microbatches: int) -> list[Event]:
-    """All forwards, then all backwards, each a unit long, and a step of the optimizer."""
-    last = stages + microbatches - 1
-    forward = [
-        Event(f"stage{s}", s + m, s + m + 1, "forward", m) for m in range(microbatches) for s in range(stages)
-    ]
-    backward = [
-        Event(f"stage{s}", last + stages - 1 - s + m, last + stages - s + m, "backward", m)
-        for m in range(microbatches)
-        for s in range(stages)
-    ]
-    return forward + backward + [Event(f"stage{s}", 2 * last, 2 * last + 0.5, "none") for s in range(stages)]
+def pipeline(name: str, meshes: int, microbatches: int) -> Timeline:
+    return by_name(name, meshes, microbatches, 2, UNIT_COSTS).timeline
 
 
-def boxes(figure) -> list:
-    collections = [c for c in figure.axes[0].collections if isinstance(c, PatchCollection)]
-    return [path.get_extents() for c in collections for path in c.get_paths()]
+def collections(figure) -> dict[str, PolyCollection]:
+    return {c.get_label(): c for c in figure.axes[0].collections if isinstance(c, PolyCollection)}
+
+
+def boxes(figure) -> list[tuple[str, float, float, int]]:
+    """(phase, start, end, row) of every box drawn."""
+    extents = [(phase, p.get_extents()) for phase, c in collections(figure).items() for p in c.get_paths()]
+    return sorted((phase, round(x.x0, 6), round(x.x1, 6), round((x.y0 + x.y1) / 2)) for phase, x in extents)
 
 
 def labels(figure) -> list[str]:
     return [text.get_text() for text in figure.axes[0].texts]
 
 
+def legend(figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].texts]
+
+
 def test_every_event_is_a_box_where_and_when_it_ran():
-    events = pipeline(2, 3)
-    drawn = [(box.x0, box.x1, (box.y0 + box.y1) / 2) for box in boxes(draw_timeline(events))]
-    ran = [(event.start, event.end, int(event.mesh[-1])) for event in events]
-    np.testing.assert_allclose(sorted(np.round(drawn, 6).tolist()), sorted(ran))
+    timeline = pipeline("zbv", 3, 6)
+    ran = sorted((e.phase, e.start, e.end, int(e.mesh[-1])) for e in timeline.events)
+    assert boxes(draw_timeline(timeline)) == ran
+
+
+def test_what_takes_no_time_is_not_drawn():
+    timeline = Timeline((event("a", 0, 1, "forward", 0), event("a", 1, 1, "none"), event("b", 1, 1, "none")))
+    figure = draw_timeline(timeline)
+    assert boxes(figure) == [("forward", 0, 1, 0)]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["a"]
+    assert "outside autodiff" not in legend(figure)
 
 
 def test_rows_are_named_after_meshes_from_the_top():
-    axes = draw_timeline(pipeline(4, 8)).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["stage0", "stage1", "stage2", "stage3"]
+    axes = draw_timeline(pipeline("1f1b", 4, 8)).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["mesh0", "mesh1", "mesh2", "mesh3"]
     bottom, top = axes.get_ylim()
     assert bottom > top
 
 
 def test_rows_follow_the_pipeline_not_the_order_of_the_events():
-    events = [*reversed(pipeline(3, 2)), Event("stage2", -1, 0, "none")]
-    axes = draw_timeline(events).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["stage0", "stage1", "stage2"]
+    events = [*reversed(pipeline("gpipe", 3, 2).events), event("mesh2", -1, 0, "none")]
+    axes = draw_timeline(Timeline(tuple(events))).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["mesh0", "mesh1", "mesh2"]
 
 
-def test_phases_have_colours_of_their_own():
-    collections = draw_timeline(pipeline(2, 2)).axes[0].collections
-    assert len({tuple(c.get_facecolor()[0]) for c in collections}) == len(collections) == 3
+def test_phases_and_stages_have_colours_of_their_own():
+    figure = draw_timeline(pipeline("zbv", 2, 4))
+    colours = {phase: set(map(tuple, c.get_facecolors())) for phase, c in collections(figure).items()}
+    assert set(colours) == {"forward", "backward-input", "backward-weight"}
+    assert [len(shades) for shades in colours.values()] == [2, 2, 2]
+    assert len(set.union(*colours.values())) == 6
+    assert "lighter: a later stage of the mesh" in legend(figure)
+    assert "lighter: a later stage of the mesh" not in legend(draw_timeline(pipeline("1f1b", 2, 4)))
 
 
-def test_idle_time_is_told():
-    figure = draw_timeline([Event("a", 0, 3, "forward", 0), Event("b", 3, 4, "forward", 0)])
-    assert "idle (50%)" in [text.get_text() for text in figure.legends[0].texts]
+def linear(colour: str) -> np.ndarray:
+    """Linear RGB of "#rrggbb"."""
+    channels = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (16, 64)])
-def test_every_microbatch_number_is_legible(stages, microbatches):
-    figure = draw_timeline(pipeline(stages, microbatches))
-    assert sorted(labels(figure)) == sorted(str(m) for m in range(microbatches) for _ in range(2 * stages))
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    figure.draw(renderer)  # settles the layout
+def lab(rgb: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* of linear RGB."""
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    x, y, z = np.cbrt(np.maximum(to_xyz @ rgb / [0.9505, 1, 1.089], 1e-3))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+# Machado, Oliveira and Fernandes 2009, "A Physiologically-based Model for Simulation of Color Vision
+# Deficiency".
+COLOUR_BLIND = {
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+
+
+def test_phases_differ_in_greyscale():
+    """Whatever the stages, no shade of one phase is as light as a shade of another, or as the background."""
+    phases = ["none", "forward", "backward", "backward-input", "backward-weight"]
+    light = [(lab(linear(LOOKS[p].dark))[0], lab(linear(LOOKS[p].light))[0]) for p in phases] + [(100, 100)]
+    assert all(after[0] - before[1] > 5 for before, after in itertools.pairwise(light))
+
+
+@pytest.mark.parametrize("kind", COLOUR_BLIND)
+def test_phases_differ_for_the_colour_blind(kind):
+    seen = {
+        (phase, nth): lab(np.clip(np.array(COLOUR_BLIND[kind]) @ linear(shade(phase, nth, 2)), 0, 1))
+        for phase in LOOKS
+        if phase != "transfer"
+        for nth in range(2)
+    }
+    for one, other in itertools.combinations(seen, 2):
+        assert one[0] == other[0] or math.dist(seen[one], seen[other]) > 12, (one, other)
+
+
+def test_ink_is_legible():
+    for phase, nth in itertools.product(LOOKS, range(2)):
+        paper = shade(phase, nth, 2)
+        luminance = sorted(float(np.dot([0.2126, 0.7152, 0.0722], linear(c))) for c in (paper, ink(paper)))
+        assert (luminance[1] + 0.05) / (luminance[0] + 0.05) > 3  # WCAG's ratio, for large text
+
+
+def test_idle_time_is_that_of_the_timeline():
+    half = Timeline((event("a", 0, 4, "forward", 0), event("b", 4, 4.5, "forward", 0)))
+    assert half.bubble == pytest.approx(1 - 4.5 / 8)
+    assert "idle (43.8% of a period)" in legend(draw_timeline(half))
+
+
+def test_every_microbatch_number_is_legible_at_4x8():
+    figure = draw_timeline(pipeline("1f1b", 4, 8))
+    assert sorted(labels(figure)) == sorted(str(m) for m in range(8) for _ in range(2 * 4))
+    settle(figure)
+    axes = figure.axes[0]
+    for text in axes.texts:
+        assert text.get_fontsize() >= 6
+        box = text.get_window_extent()
+        room = next(
+            p.get_extents().transformed(axes.transData)
+            for c in axes.collections
+            for p in c.get_paths()
+            if p.contains_point(text.get_position())
+        )
+        assert room.x0 < box.x0 and box.x1 < room.x1  # inside its box
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved-1f1b"])
+def test_a_large_pipeline_fits_a_notebook_and_its_boxes_are_seen(name):
+    figure = draw_timeline(pipeline(name, 16, 64))
+    width, height = figure.get_size_inches()
+    assert width <= 16 and height <= 10
+    settle(figure)
+    shortest = min(end - start for _, start, end, _ in boxes(figure))
+    (x0, _), (x1, _) = figure.axes[0].transData.transform([(0, 0), (shortest, 0)])
+    assert x1 - x0 > 3  # pixels
     for text in figure.axes[0].texts:
         assert text.get_fontsize() >= 5
-        assert text.get_window_extent(renderer).width < 0.3 * figure.dpi  # narrower than the box around it
 
 
-def test_times_need_not_start_at_zero():
-    figure = draw_timeline([Event("a", 100.0, 101.0, "forward", 0), Event("a", 101.0, 103.0, "backward", 0)])
-    assert figure.axes[0].get_xlim() == (0, 3)
+def settle(figure) -> None:
+    """Lays the figure out."""
+    figure.draw(FigureCanvasAgg(figure).get_renderer())
+
+
+def test_names_of_many_meshes_do_not_overlap():
+    figure = draw_timeline(pipeline("gpipe", 100, 2))
+    settle(figure)
+    names = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    assert len(names) >= 40
+    assert all(above.y0 >= below.y1 - 1 for above, below in itertools.pairwise(names))
+
+
+def test_times_need_not_start_at_zero_and_are_in_handy_units():
+    measured = Timeline(
+        (event("a", 100.0, 100.001, "forward", 0), event("a", 100.001, 100.003, "backward", 0)), unit="s"
+    )
+    axes = draw_timeline(measured, title="a run").axes[0]
+    assert axes.get_xlim() == pytest.approx((0, 3))
+    assert axes.get_xlabel() == "time (ms)" and axes.get_title(loc="left") == "a run"
 
 
 def test_nothing_to_draw():
-    with pytest.raises(ValueError, match="no events"):
-        draw_timeline([])
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_timeline(Timeline(()))
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_timeline(Timeline((event("a", 0, 0, "none"),)))
 
 
 def test_losses_are_drawn_in_bits():

@@ -66,9 +66,9 @@ def test_verification_errors_are_value_errors():
 
 
 def test_a_dropped_call(program):
-    """The first reader of what is not made is named, with its microbatch and mesh."""
+    """It is named, with its microbatch and mesh."""
     n = number_of(program, "forward")
-    refused(changed(program, n), "send", "[microbatch 1]", "stage0 -> stage1", "reads", "before it is made")
+    refused(changed(program, n), "stage0 forward of microbatch 1 on stage0", "is missing")
 
 
 def test_a_dropped_transfer(program):
@@ -133,12 +133,13 @@ def test_a_result_that_is_freed(program):
 
 
 def test_a_call_on_the_wrong_mesh(program):
-    """A fragment of the first stage that is run on the second."""
+    """Work of the first stage that is run on the second: in the loop it is missing, elsewhere it cannot read."""
     n = number_of(program, "forward")
-    call = program.instructions[n]
     other = program.instructions[number_of(program, "forward", stage=1)].mesh
-    wrong = dataclasses.replace(call, fragment=dataclasses.replace(call.fragment, mesh=other))
-    refused(changed(program, n, wrong), "stage0 forward [microbatch 1]", "which is on stage0", "on stage1")
+    for number, words in ((n, ["is missing"]), (0, ["which is on stage0", "on stage1"])):
+        call = program.instructions[number]
+        wrong = dataclasses.replace(call, fragment=dataclasses.replace(call.fragment, mesh=other))
+        refused(changed(program, number, wrong), *words)
 
 
 def test_a_transfer_from_the_wrong_mesh(program):
@@ -168,7 +169,7 @@ def test_made_twice(program):
     refused(
         changed(program, n, unfreed, call),
         "stage0 forward [microbatch 1] on stage0 (devices [0])",
-        "a second time",
+        "is there 2 times",
     )
 
 

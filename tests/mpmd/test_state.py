@@ -250,14 +250,6 @@ def test_a_donated_array_used_again():
         assert not a_after.is_deleted()
 
 
-def test_later_task_options_are_refused_until_they_act():
-    mesh, _ = pipeline(2)
-    for option in ({"split_backprop": True}, {"loop_dependent_mesh_slice": lambda i: {"stage": i}}):
-        with mesh, pytest.raises(ValueError, match=next(iter(option))):
-            task = mm.Task("early", mesh_slice={"stage": 0}, **option)
-            mm.jit(mm.task(lambda x: x + 1, task=task))(jnp.ones(2))
-
-
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_model_that_exists_is_moved_to_its_place(stages):
     """out_shardings place results that are arguments as they came, on one mesh as on several."""

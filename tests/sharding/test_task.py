@@ -52,11 +52,40 @@ class TestOptions:
         with pytest.raises(ValueError, match="task 'head' has both mesh= and mesh_slice="):
             Task("head", mesh=TaskMesh(devices=[0]), mesh_slice={"stage": 0})
 
-    @pytest.mark.parametrize("option", ["split_backprop", "loop_dependent_mesh_slice"])
-    def test_options_of_a_later_release_are_refused(self, option):
-        assert getattr(Task("t", **{option: None}), option) is None
-        with pytest.raises(ValueError, match=f"{option} acts in a later release.*'t'"):
-            Task("t", **{option: True})
+    @pytest.mark.parametrize(
+        "option, value",
+        [
+            ("split_backprop", value)
+            for value in (True, "halves", ("one",), ("same", "same"), ("a", "b", "c"), (1, 2))
+        ]
+        + [("loop_dependent_mesh_slice", value) for value in (True, {}, {"stage": ()}, {"stage": 1}, 3)],
+    )
+    def test_malformed_options_are_refused(self, option, value):
+        with pytest.raises(ValueError, match=f"{option}= of task 't' is"):
+            Task("t", **{option: value})
+
+    def test_a_slice_for_each_microbatch(self):
+        """Along a whole axis, along some of it, or as a function says."""
+        with MultiMesh(axis_sizes=(4, 2), axis_names=("stage", "model")) as mesh:
+            for moves, indices in (
+                ("stage", (0, 1, 2, 3, 0)),
+                ({"stage": (3, 1)}, (3, 1, 3, 1, 3)),
+                (lambda m: {"stage": m // 2}, (0, 0, 1, 1, 2)),
+            ):
+                task = Task("t", loop_dependent_mesh_slice=moves)
+                assert [task.to_mesh(m) for m in range(5)] == [mesh.slice(stage=i) for i in indices]
+                assert task.to_mesh() == task.to_mesh(0)
+
+    def test_slices_of_different_shapes_are_refused(self):
+        task = Task("t", loop_dependent_mesh_slice=lambda m: {("stage", "model")[m]: 0})
+        with MultiMesh(axis_sizes=(4, 2), axis_names=("stage", "model")):
+            with pytest.raises(ValueError, match="task 't': its slice for microbatch 1.*one shape"):
+                task.to_mesh(1)
+
+    def test_a_slice_of_an_axis_that_is_not_there(self):
+        with MultiMesh(axis_sizes=(4, 2), axis_names=("stage", "model")):
+            with pytest.raises(ValueError, match="'pipe'.*'stage', 'model'"):
+                Task("t", loop_dependent_mesh_slice="pipe").to_mesh()
 
     @pytest.mark.parametrize("field", ["logical_axes", "extra_axes"])
     @pytest.mark.parametrize("rules", [("embed", "model"), [("a", 1)], [("a", "b", "c")], ["ab"], "ab", 3])

@@ -61,7 +61,7 @@ def test_usage(tmp_path):
 
 def test_mistakes_are_told_in_one_line(tmp_path, capsys, monkeypatch):
     """In this process, where each takes milliseconds; `main` is all there is to the command."""
-    from mmnnx.train.cli import main
+    from mmnnx.cli import main
 
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
@@ -88,7 +88,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("options", ["--steps many", "--colour red", "--schedule 2f2b"])
 def test_options_that_make_no_sense(options, capsys):
-    from mmnnx.train.cli import main
+    from mmnnx.cli import main
 
     with pytest.raises(SystemExit) as error:
         main(["train", *options.split()])

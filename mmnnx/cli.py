@@ -1,0 +1,46 @@
+"""The command ``mmnnx``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+USAGE = """usage: mmnnx train [OPTIONS]
+       mmnnx schedule [OPTIONS]
+
+Commands:
+  train     train a language model as a pipeline over devices
+  schedule  compare pipeline schedules: step time, idle time, memory; needs no devices
+
+`mmnnx COMMAND --help` lists the options of a command."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line ``args`` (default: the process's own).
+
+    Returns the exit status: 0; 1 if training diverged; 2 for a mistake in what was asked; 130 after Ctrl-C.
+    """
+    command, *options = list(sys.argv[1:] if args is None else args) or [""]
+    errors = Console(stderr=True, highlight=False)
+
+    def tell(text: str) -> None:
+        errors.print(f"mmnnx: {text}", markup=False, soft_wrap=True)
+
+    # Each command imports what it needs, and no more.
+    if command == "train":
+        from mmnnx.train.cli import run as run_train
+
+        return run_train(options, tell)
+    if command == "schedule":
+        from mmnnx.inspect.cli import run as run_schedule
+
+        return run_schedule(options, tell)
+    if command in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if command:
+        tell(f"there is no command {command!r}")
+    print(USAGE, file=sys.stderr)
+    return 2

@@ -1,0 +1,174 @@
+"""The command ``mmnnx schedule``."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from mmnnx.inspect.schedules import Simulated, by_name, from_csv
+from mmnnx.inspect.timeline import TimelineView, check_suffix
+from mmnnx.mpmd.schedule import schedule_names, write_schedule
+
+SHEET = 120  # columns of what is written to a file or a pipe
+
+
+def optional(metavar: str, default: str) -> Any:
+    """How the help shows an option that may be left out."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Compare pipeline schedules: simulated step time, idle time and memory. Needs no devices.
+
+    Prints a table of all schedules, shortest first, and draws the shortest; or only the one that is chosen.
+    Residuals are what forwards keep for backwards.
+    """
+
+    stages: Annotated[int | None, optional("INT", "4")] = None
+    """Meshes that the model is cut over, whatever the number of stages on each. A CSV file has its own."""
+    microbatches: Annotated[int | None, optional("INT", "8")] = None
+    """Parts that the batch is cut into. A CSV file has its own."""
+    schedule: Annotated[str | None, optional("NAME|FILE.csv", "all")] = None
+    """The schedule to show: a name from the table, or a CSV file with a row for each mesh (see --csv)."""
+    all: bool = False
+    """Draw every schedule."""
+    interleave: int = 2
+    """Stages on each mesh for schedules that interleave them. (Those that put them in a V have two.)"""
+    forward: float = 1.0
+    """Time of a forward, on a mesh, of all its stages."""
+    backward_input: float = 1.0
+    """Time of the part of a backward that makes gradients of inputs."""
+    backward_weight: float = 1.0
+    """Time of the part of a backward that makes gradients of weights."""
+    csv: Annotated[Path | None, optional("FILE", "none")] = None
+    """File to write the schedule drawn to, as CSV."""
+    save: Annotated[Path | None, optional("FILE", "none")] = None
+    """File to write its timeline to: .svg, .png or .pdf for the picture, .json for a trace for Perfetto."""
+
+    def validate(self) -> None:
+        """Raises ValueError for options that make no sense."""
+        for name in ("stages", "microbatches", "interleave"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name} {value} must be at least 1")
+        for name in ("forward", "backward_input", "backward_weight"):
+            if not (math.isfinite(value := getattr(self, name)) and value >= 0):
+                raise ValueError(f"--{name.replace('_', '-')} {value:g} must be a time")
+        if not self.forward + self.backward_input + self.backward_weight:
+            raise ValueError("nothing takes time: give --forward or a --backward- time above 0")
+        if self.all and self.schedule:
+            raise ValueError("--all draws every schedule, --schedule one: give one of them")
+        for option, path in (("--csv", self.csv), ("--save", self.save)):
+            if self.all and path:
+                raise ValueError(f"{option} writes one schedule: choose it with --schedule instead of --all")
+        if self.save:
+            check_suffix(self.save)
+
+    @property
+    def costs(self) -> Mapping[str, float]:
+        """Time for each phase; a backward in one piece is both parts."""
+        return {
+            "forward": self.forward,
+            "backward": self.backward_input + self.backward_weight,
+            "backward-input": self.backward_input,
+            "backward-weight": self.backward_weight,
+        }
+
+
+def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
+    """Run ``mmnnx schedule`` with these options; `tell` is given what went wrong.
+
+    Returns the exit status: 0; 2 for a mistake in what was asked. Raises SystemExit for options that make no
+    sense to the parser.
+    """
+    config = tyro.cli(
+        ScheduleConfig, args=options, prog="mmnnx schedule", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = SHEET
+    try:
+        config.validate()
+        show(config, console)
+    except ValueError as error:
+        tell(str(error))
+        return 2
+    except OSError as error:
+        tell(f"{error.filename}: {error.strerror}")
+        return 2
+    return 0
+
+
+def show(config: ScheduleConfig, console: Console) -> None:
+    """Print the table and the drawing, and write the files.
+
+    Raises ValueError for a schedule that there is not, or that is not for such sizes, OSError for a file that
+    cannot be read or written.
+    """
+    meshes, microbatches = config.stages or 4, config.microbatches or 8
+    refused: dict[str, str] = {}
+    if config.schedule is None:
+        found = []
+        for name in schedule_names():
+            try:
+                with console.status(f"simulating {name}"):  # large ones take a second or two
+                    found.append(by_name(name, meshes, microbatches, config.interleave, config.costs))
+            except ValueError as error:
+                refused[name] = str(error)
+        found.sort(key=lambda one: one.rank)
+    elif config.schedule.lower().endswith(".csv"):
+        found = [from_csv(Path(config.schedule), config.stages, config.microbatches, config.costs)]
+    else:
+        found = [by_name(config.schedule, meshes, microbatches, config.interleave, config.costs)]
+
+    console.print(make_table(found, refused))
+    console.print(
+        "period: from one step to the next where steps follow on; makespan: a step on its own; bubble: idle "
+        "share of a period; memory: residuals on the fullest mesh, in microbatches."
+    )
+    for one in found if config.all else found[:1]:
+        console.print()
+        console.print(TimelineView(one.timeline, one.name))
+        console.print("memory of each mesh: " + " ".join(map(_brief, one.memory)))
+    if config.csv:
+        write_schedule(found[0].table, config.csv)
+        console.print(f"wrote {config.csv}", markup=False, soft_wrap=True)
+    if config.save:
+        TimelineView(found[0].timeline, found[0].name).save(config.save)
+        console.print(f"wrote {config.save}", markup=False, soft_wrap=True)
+
+
+def make_table(found: Sequence[Simulated], refused: Mapping[str, str]) -> Table:
+    """A line for each schedule; for those that were refused, the reason."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("stages a mesh", "period", "makespan", "bubble", "memory"):
+        table.add_column(heading, justify="right")
+    if refused:
+        table.add_column("why not", style="dim", overflow="fold")
+    for one in found:
+        table.add_row(
+            one.name,
+            str(one.stages_per_mesh),
+            _brief(one.period),
+            _brief(one.timeline.makespan),
+            f"{one.timeline.bubble:.1%}",
+            _brief(max(one.memory)),
+        )
+    for name, reason in refused.items():
+        table.add_row(name, *["-"] * 5, reason)
+    return table
+
+
+def _brief(value: float) -> str:
+    """With two decimals at most: 28.5, 4.33, 1536."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

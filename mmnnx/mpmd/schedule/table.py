@@ -1,0 +1,113 @@
+"""Tables of actions: checked, and played through on a chain or graph of stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from mmnnx.mpmd.play import Jobs, Stuck, play
+from mmnnx.mpmd.schedule.base import PHASES, Action, Stages, Table
+from mmnnx.mpmd.timeline import UNIT_COSTS, Event, Timeline
+
+
+def check_table(table: Table, stages: Stages, num_microbatches: int, name: str = "custom") -> None:
+    """Checks that every stage runs the forward and the backward of every microbatch once.
+
+    A backward is one "backward", or a "backward-input" and a "backward-weight".
+
+    Raises:
+      ValueError: names the actions that are missing, unknown, there twice, or in a row of another mesh.
+    """
+    counts = Counter(a for row in table for a in row)
+    wrong = []
+    for s in range(stages.num_stages):
+        for m in range(num_microbatches):
+            whole = Action(s, "backward", m)
+            halves = [Action(s, "backward-input", m), Action(s, "backward-weight", m)]
+            expected = [Action(s, "forward", m)]
+            expected += halves if any(h in counts for h in halves) and whole not in counts else [whole]
+            wrong += [f"{describe(a)} is missing" for a in expected if a not in counts]
+            wrong += [f"{describe(a)} is there {counts[a]} times" for a in expected if counts[a] > 1]
+            if whole in counts:
+                wrong += [f"{describe(h)} is there beside the whole backward" for h in halves if h in counts]
+    for a in counts:
+        known = a.phase in PHASES
+        if not (0 <= a.stage < stages.num_stages and 0 <= a.microbatch < num_microbatches and known):
+            wrong.append(f"{describe(a)} does not exist")
+    for number, row in enumerate(table):
+        meshes = {stages.meshes[a.stage] for a in row if 0 <= a.stage < stages.num_stages}
+        if len(meshes) > 1:
+            wrong.append(f"row {number} has stages of meshes {', '.join(map(str, sorted(meshes)))}")
+    if wrong:
+        raise ValueError(
+            f"schedule {name!r} for {stages.num_stages} stages and {num_microbatches} microbatches: "
+            + "; ".join(wrong[:4])
+            + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else "")
+        )
+
+
+def describe(a: Action) -> str:
+    """An action in words."""
+    return f"{a.phase} of microbatch {a.microbatch} on stage {a.stage}"
+
+
+def simulate(table: Table, stages: Stages, costs: Mapping[str, float] = UNIT_COSTS) -> Timeline:
+    """Plays a table through: each stage is its mesh's share of the model, 1 / (stages on that mesh).
+
+    Args:
+      table: a table that `check_table` accepts.
+      stages: what it is for.
+      costs: time that a mesh takes for each phase of all of its stages.
+
+    Raises:
+      ValueError: for a table in which meshes wait for each other.
+    """
+    actions = [a for row in table for a in row]
+    job = {a: n for n, a in enumerate(actions)}
+    share = Counter(stages.meshes)
+    readers: list[list[int]] = [[] for _ in stages.meshes]
+    for s, before in enumerate(stages.reads):
+        for r in before:
+            readers[r].append(s)
+
+    def backward(s: int, m: int) -> int | None:
+        """The job that makes the gradients that stages before s wait for."""
+        return job.get(Action(s, "backward-input", m), job.get(Action(s, "backward", m)))
+
+    def waits(a: Action) -> list[int]:
+        s, m = a.stage, a.microbatch
+        if a.phase == "forward":
+            needed = [job.get(Action(r, "forward", m)) for r in stages.reads[s]]
+        elif a.phase == "backward-weight":
+            needed = [job.get(Action(s, "backward-input", m))]
+        else:
+            needed = [job.get(Action(s, "forward", m)), *(backward(r, m) for r in readers[s])]
+        return [n for n in needed if n is not None]
+
+    jobs = Jobs(
+        [stages.meshes[a.stage] for a in actions],
+        [costs[a.phase] / share[stages.meshes[a.stage]] for a in actions],
+        [waits(a) for a in actions],
+        [[job[a] for a in row] for row in table],
+    )
+    try:
+        order = play(jobs)
+    except Stuck as stuck:
+        raise ValueError(
+            "these wait for each other, or for a later action of their row: "
+            + "; ".join(describe(actions[j]) for j in stuck.heads)
+        ) from None
+    return Timeline(
+        tuple(
+            Event(
+                f"mesh{jobs.meshes[j]}",
+                start,
+                start + jobs.costs[j],
+                actions[j].phase,
+                actions[j].microbatch,
+                f"stage{actions[j].stage} {actions[j].phase}",
+                actions[j].stage,
+            )
+            for start, j in order
+        )
+    )

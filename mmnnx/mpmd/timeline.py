@@ -1,0 +1,136 @@
+"""What each TaskMesh does when: simulated, or as measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+UNIT_COSTS = {"forward": 1.0, "backward": 2.0, "backward-input": 1.0, "backward-weight": 1.0, "none": 1.0}
+"""Units of time for each phase: equal ones, a whole backward being of two parts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """How long the instructions of a program take, in any one unit.
+
+    Attributes:
+      calls: times of fragment calls, by fragment or the name of one, else by its phase; "outside" for those
+        outside the microbatch loop that are not named.
+      latency, bandwidth: a transfer takes latency + bytes / bandwidth.
+      dispatch: what the host needs to start one instruction; it starts them one after another.
+    """
+
+    calls: Mapping[Any, float]
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    dispatch: float = 0.0
+
+    def of_call(self, fragment: Any, name: str, phase: str, outside: bool) -> float:
+        for key in (fragment, name):
+            if key in self.calls:
+                return self.calls[key]
+        return self.calls["outside"] if outside and "outside" in self.calls else self.calls[phase]
+
+    def of_transfer(self, nbytes: int) -> float:
+        return self.latency + nbytes / self.bandwidth
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One fragment call, or one transfer, on a timeline.
+
+    Attributes:
+      mesh: name of the mesh; for a transfer the two, as "a -> b".
+      start, end: in the unit of the costs.
+      phase: "forward", "backward", "backward-input", "backward-weight", "none" or "transfer".
+      microbatch: which one, None outside the loop.
+      name: of the fragment.
+      stage: which stage of the loop, None outside it.
+    """
+
+    mesh: str
+    start: float
+    end: float
+    phase: str
+    microbatch: int | None
+    name: str
+    stage: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """What each TaskMesh does when.
+
+    Attributes:
+      events: the fragment calls.
+      transfers: arrays under way between meshes.
+      peak_bytes: for each mesh, the most bytes of live arrays at any time; empty if unknown.
+      unit: what times are in: "units" or "s".
+    """
+
+    events: tuple[Event, ...]
+    transfers: tuple[Event, ...] = ()
+    peak_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    unit: str = "units"
+
+    @property
+    def makespan(self) -> float:
+        """The time from the start to the last end."""
+        return max((e.end for e in self.events), default=0.0)
+
+    @property
+    def period(self) -> float:
+        """The time from one step to the next when steps follow each other and no mesh waits for all others.
+
+        It is the longest time that one mesh is at it, from its first event to its last: what zero-bubble
+        schedules shorten (Qi et al. 2023, arXiv:2401.10241).
+        """
+        spans = ((min(e.start for e in es), max(e.end for e in es)) for es in self.by_mesh().values())
+        return max((end - start for start, end in spans), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The share of mesh time in which nothing runs, over all meshes and one `period`."""
+        rows = self.by_mesh()
+        busy = sum(e.end - e.start for es in rows.values() for e in es)
+        return 1 - busy / (self.period * len(rows)) if self.period else 0.0
+
+    def by_mesh(self) -> dict[str, list[Event]]:
+        """The events that take time, by mesh, in the order in which they start."""
+        rows: dict[str, list[Event]] = {}
+        for e in sorted(self.events, key=lambda e: e.start):
+            if e.end > e.start:
+                rows.setdefault(e.mesh, []).append(e)
+        return rows
+
+    def in_flight(self) -> dict[str, int]:
+        """For each mesh, the most residuals it holds at a time, counted in (stage, microbatch) pairs.
+
+        Residuals are held from the start of a forward to the end of the last part of its backward (of the
+        forward itself, where there is no backward).
+        """
+        begun: dict[tuple[str, int, int], float] = {}
+        ended: dict[tuple[str, int, int], float] = {}
+        for e in self.events:
+            if e.stage is None or e.microbatch is None:
+                continue
+            key = (e.mesh, e.stage, e.microbatch)
+            if e.phase == "forward":
+                begun[key] = min(e.start, begun.get(key, e.start))
+            ended[key] = max(e.end, ended.get(key, e.end))
+        moves = [(t, 1, key[0]) for key, t in begun.items()]
+        moves += [(ended[key], -1, key[0]) for key in begun]
+        return peaks(moves)
+
+
+def peaks(moves: Iterable[tuple[float, int, str]]) -> dict[str, int]:
+    """For each name, the highest sum of (time, change, name) over time; at one time, falls come first."""
+    now: defaultdict[str, int] = defaultdict(int)
+    peak: dict[str, int] = {}
+    for _, change, name in sorted(moves):
+        now[name] += change
+        peak[name] = max(peak.get(name, 0), now[name])
+    return peak

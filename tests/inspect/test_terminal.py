@@ -1,0 +1,104 @@
+"""Timelines in the terminal."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+from rich.console import Console
+
+from mmnnx.inspect import draw_text, timeline
+from mmnnx.inspect.schedules import by_name
+from mmnnx.mpmd.timeline import UNIT_COSTS, Event, Timeline
+
+
+def pipeline(name: str, meshes: int, microbatches: int) -> Timeline:
+    return by_name(name, meshes, microbatches, 2, UNIT_COSTS).timeline
+
+
+def test_1f1b_written_out():
+    assert str(timeline(pipeline("1f1b", 2, 3), title="1f1b")).split("\n") == [
+        "1f1b",
+        "mesh0 F0F1    B0--F2B1--  B2--",
+        "mesh1   F0B0--F1B1--F2B2--",
+        "F forward  B backward  blank: idle, 25.0% of a period of 12 units",
+    ]
+
+
+def test_stages_of_a_mesh_and_parts_of_a_backward_written_out():
+    assert draw_text(pipeline("zbv", 2, 3), width=70).plain.split("\n") == [
+        "mesh0 F0F1F2f0i0w0f1i1w1I0W0f2i2w2I1W1I2W2",
+        "mesh1   F0f0F1f1i0w0F2I0W0f2i1w1I1i2I2W1w2W2",
+        "F forward  I backward-input  W backward-weight",
+        "small: every other stage of a mesh",
+        "blank: idle, 0.0% of a period of 9 units",
+    ]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble-h2", "zbv", "dualpipe-v"])
+@pytest.mark.parametrize("size", [(4, 8), (4, 12), (16, 64)])
+@pytest.mark.parametrize("width", [60, 80, 120, 250])
+def test_lines_fit_and_each_phase_has_its_share(name, size, width):
+    simulated = pipeline(name, *size)
+    lines = draw_text(simulated, width=width).plain.split("\n")
+    assert max(map(len, lines)) <= width
+    assert len([line for line in lines if line.startswith("mesh")]) == size[0]
+    seen: Counter[str] = Counter()
+    for line in lines[: size[0]]:
+        assert line.startswith("mesh")
+        letter = " "
+        for cell in line[7:].rstrip():  # a number or a dash belongs to the letter before it
+            letter = cell.upper() if cell.isalpha() or cell == " " else letter
+            seen[letter] += 1
+    times: Counter[str] = Counter()
+    for e in simulated.events:
+        times[{"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}[e.phase]] += (
+            e.end - e.start
+        )
+    del seen[" "]
+    for letter, time in times.items():
+        assert seen[letter] / seen.total() == pytest.approx(time / times.total(), abs=0.05)
+
+
+def test_microbatches_are_numbered_where_there_is_room():
+    plain = draw_text(pipeline("1f1b", 2, 12), width=124).plain
+    for m in range(12):
+        assert len(re.findall(rf"[FB]{m}(?!\d)", plain)) == 4
+    assert draw_text(pipeline("1f1b", 2, 12), width=50).plain.split("\n")[:2] == [
+        "mesh0 FF  B0FB1FB2FB3FB4FB5FB6FB7FB8FB9FB- B-",
+        "mesh1  FB0FB1FB2FB3FB4FB5FB6FB7FB8FB9FB-FB-",
+    ]
+
+
+def test_measured_times():
+    """Boxes of any length: each begins and ends at the nearest column."""
+    events = [
+        Event("a", 5.0, 5.0103, "forward", 0, "f", 0),
+        Event("a", 5.0103, 5.0104, "none", None, "g"),  # too short to be seen
+        Event("a", 5.0213, 5.0410, "backward", 0, "b", 0),
+    ]
+    lines = draw_text(Timeline(tuple(events), unit="s"), width=50).plain.split("\n")
+    assert lines[0] == "a F0----------             B0---------------------"
+    assert lines[-1].endswith("of a period of 41 ms")
+
+
+def test_coloured_by_phase_where_there_are_colours():
+    view = timeline(pipeline("zbv", 2, 3))
+
+    def show(**options) -> str:
+        console = Console(width=80, **options)
+        with console.capture() as capture:
+            console.print(view)
+        return capture.get()
+
+    plain, coloured = show(color_system=None), show(force_terminal=True, color_system="truecolor")
+    assert plain.rstrip("\n") == draw_text(view.timeline, width=80).plain
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+    backgrounds = set(re.findall(r"48;2;[\d;]+?m", coloured))
+    assert len(backgrounds) == 6  # three phases of two stages
+
+
+def test_nothing_to_draw():
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_text(Timeline(()))

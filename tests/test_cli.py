@@ -1,0 +1,192 @@
+"""The command line: ``mmnnx`` itself, and ``mmnnx schedule``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mmnnx.cli import main
+from mmnnx.inspect.schedules import by_name
+from mmnnx.mpmd.schedule import read_schedule, schedule_names
+from mmnnx.mpmd.timeline import UNIT_COSTS
+
+
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch, tmp_path):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def schedule(capsys, options: str = "") -> list[str]:
+    """The lines that ``mmnnx schedule`` prints."""
+    assert main(["schedule", *options.split()]) == 0
+    out, errors = capsys.readouterr()
+    assert errors == ""
+    return [line.rstrip() for line in out.split("\n")]
+
+
+def table(lines: list[str]) -> dict[str, list[str]]:
+    """The rows of the table, in their order."""
+    first = next(n for n, line in enumerate(lines) if "schedule" in line) + 2
+    rows = lines[first : lines.index("", first)]
+    return {name: cells for name, *cells in map(str.split, rows)}
+
+
+def drawn(lines: list[str]) -> list[str]:
+    """The names of the schedules drawn."""
+    return [lines[n - 1] for n, line in enumerate(lines) if line.startswith("mesh0 ")]
+
+
+def numbers(name: str, meshes: int, microbatches: int, interleave: int = 2, costs=UNIT_COSTS) -> list[float]:
+    """Stages a mesh, period, makespan, bubble in % and memory."""
+    one = by_name(name, meshes, microbatches, interleave, costs)
+    line = one.timeline
+    return [one.stages_per_mesh, line.period, line.makespan, 100 * line.bubble, max(one.memory)]
+
+
+def test_usage(capsys):
+    assert main(["--help"]) == 0
+    out, errors = capsys.readouterr()
+    assert "mmnnx train" in out and "mmnnx schedule" in out and not errors
+    assert main([]) == 2
+    assert "usage: mmnnx" in capsys.readouterr().err
+    assert main(["fly"]) == 2
+    out, errors = capsys.readouterr()
+    assert errors.startswith("mmnnx: there is no command 'fly'\nusage: mmnnx train") and not out
+
+
+def test_the_table_says_what_simulation_says(capsys):
+    found = table(schedule(capsys, "--stages 3 --microbatches 9 --interleave 3"))
+    assert set(found) == set(schedule_names())
+    for name, cells in found.items():
+        shown = [float(cell.rstrip("%")) for cell in cells]
+        assert shown == pytest.approx(numbers(name, 3, 9, 3), abs=0.051), name
+    assert list(found) == sorted(
+        found, key=lambda name: (float(found[name][1]), float(found[name][4]), schedule_names().index(name))
+    )
+
+
+def test_costs(capsys):
+    costs = {"forward": 2.0, "backward": 4.5, "backward-input": 3.0, "backward-weight": 1.5}
+    options = "--schedule 1f1b --forward 2 --backward-input 3 --backward-weight 1.5"
+    (cells,) = table(schedule(capsys, options)).values()
+    assert [float(cell.rstrip("%")) for cell in cells] == pytest.approx(
+        numbers("1f1b", 4, 8, costs=costs), abs=0.051
+    )
+
+
+def test_one_schedule_written_out(capsys):
+    lines = schedule(capsys, "--stages 2 --microbatches 3 --schedule 1f1b")
+    assert [line for line in lines if line] == [
+        " schedule   stages a mesh   period   makespan   bubble   memory",
+        " ──────────────────────────────────────────────────────────────",
+        " 1f1b                   1       12         12    25.0%        2",
+        "period: from one step to the next where steps follow on; makespan: a step on its own; "
+        "bubble: idle share of a period;",
+        "memory: residuals on the fullest mesh, in microbatches.",
+        "1f1b",
+        "mesh0 F0F1    B0--F2B1--  B2--",
+        "mesh1   F0B0--F1B1--F2B2--",
+        "F forward  B backward  blank: idle, 25.0% of a period of 12 units",
+        "memory of each mesh: 2 1",
+    ]
+
+
+def test_draws_the_shortest_or_all(capsys):
+    lines = schedule(capsys)
+    shortest = min(schedule_names(), key=lambda name: by_name(name, 4, 8, 2, UNIT_COSTS).rank)
+    assert drawn(lines) == [shortest] == list(table(lines))[:1]
+    lines = schedule(capsys, "--all --stages 2 --microbatches 4")
+    assert drawn(lines) == list(table(lines)) and len(drawn(lines)) == len(schedule_names())
+
+
+def test_a_schedule_that_refuses_says_why_in_the_table(capsys):
+    lines = schedule(capsys, "--stages 4 --microbatches 3")
+    assert table(lines)["dualpipe-v"][:5] == ["-"] * 5
+    with pytest.raises(ValueError) as error:
+        by_name("dualpipe-v", 4, 3, 2, UNIT_COSTS)
+    start = next(n for n, line in enumerate(lines) if "dualpipe-v" in line)
+    reason = " ".join(" ".join(lines[start:]).split("- ", 5)[-1].split())
+    assert reason.startswith(str(error.value))
+
+
+@pytest.mark.parametrize("columns", [None, 80, 60])
+def test_lines_fit(columns, capsys, monkeypatch):
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    lines = schedule(capsys, "--all --stages 8 --microbatches 5")  # some refuse
+    assert max(map(len, lines)) <= (columns or 120)
+
+
+def test_csv_written_and_read(capsys):
+    schedule(capsys, "--stages 3 --microbatches 6 --schedule zbv --csv it.csv")
+    assert read_schedule("it.csv") == by_name("zbv", 3, 6, 2, UNIT_COSTS).table
+    lines = schedule(capsys, "--schedule it.csv")
+    (cells,) = table(lines).values()
+    assert [float(cell.rstrip("%")) for cell in cells] == pytest.approx(numbers("zbv", 3, 6), abs=0.051)
+    assert drawn(lines) == ["it.csv"]
+
+
+def test_the_shortest_is_saved(capsys):
+    lines = schedule(capsys, "--stages 2 --microbatches 4 --save it.json --csv it.csv")
+    (name,) = drawn(lines)
+    one = by_name(name, 2, 4, 2, UNIT_COSTS)
+    assert lines[-3:] == ["wrote it.csv", "wrote it.json", ""]
+    assert read_schedule("it.csv") == one.table
+    with open("it.json") as file:
+        slices = [e for e in json.load(file)["traceEvents"] if e["ph"] == "X"]
+    assert len(slices) == len(one.timeline.events)
+
+
+def test_mistakes_are_told_in_one_line(capsys, tmp_path):
+    (tmp_path / "bad.csv").write_text("0F0,0X0\n")
+    (tmp_path / "cut.csv").write_text("0F0,0B0,0F1\n")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\0")
+    for options, says in {
+        "--schedule 2f2b": "unknown schedule '2f2b'; there are '1f1b'",
+        "--schedule dualpipe-v --microbatches 3": "at least 8 here; there are 3",
+        "--schedule none.csv": "none.csv: No such file",
+        "--schedule bad.csv": "bad.csv, row 1, column 2: '0X0' is no action",
+        "--schedule cut.csv": "backward of microbatch 1 on stage 0 is missing",
+        "--schedule binary.csv": "binary.csv: this is not UTF-8 text",
+        "--stages 0": "--stages 0 must be at least 1",
+        "--microbatches -2": "--microbatches -2 must be at least 1",
+        "--interleave 0": "--interleave 0 must be at least 1",
+        "--forward nan": "--forward nan must be a time",
+        "--backward-weight -1": "--backward-weight -1 must be a time",
+        "--forward 0 --backward-input 0 --backward-weight 0": "nothing takes time",
+        "--all --schedule 1f1b": "give one of them",
+        "--all --csv it.csv": "--csv writes one schedule",
+        "--all --save it.svg": "--save writes one schedule",
+        "--save it.bmp": "it.bmp: the file name must end in .svg",
+        "--save missing/it.svg": "missing/it.svg: No such file",
+    }.items():
+        assert main(["schedule", *options.split()]) == 2, options
+        errors = capsys.readouterr().err
+        assert says in errors
+        assert errors.startswith("mmnnx: ") and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", ["--stages many", "--colour red", "--forward"])
+def test_options_that_make_no_sense(options, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["schedule", *options.split()])
+    assert error.value.code == 2
+    assert options.split()[0] in capsys.readouterr().err
+
+
+def test_the_process_needs_no_devices():
+    """JAX fails here as soon as it looks for devices."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mmnnx", "schedule", "--stages", "2", "--microbatches", "2"],
+        env=os.environ | {"JAX_PLATFORMS": "nowhere", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mesh1 " in done.stdout and "\x1b" not in done.stdout and done.stderr == ""
