@@ -106,10 +106,7 @@ def from_csv(
       ValueError: for a file that is no schedule, or one for other numbers of meshes or microbatches.
       OSError: if it cannot be read.
     """
-    try:
-        table = [row for row in read_schedule(path) if row]
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: this is not UTF-8 text") from None
+    table = [row for row in read_schedule(path) if row]
     if not table:
         raise ValueError(f"{path}: there are no actions in it")
     if meshes is not None and meshes != len(table):

@@ -138,7 +138,8 @@ def microbatch(
       arg_shardings: PartitionSpec, or a prefix tree of them, for each slice of the argument.
       custom_schedule: the order of work itself, one row for each TaskMesh: of task names (the k-th time a
         name appears is microbatch k), of (microbatch, task name) pairs, or of `mm.Action`. A task that is
-        trained has several names: "stage0 forward", "stage0 backward". What no row names follows by dependency.
+        trained has several names: "stage0 forward", "stage0 backward". What no row names follows by
+        dependency.
       reduce: "sum" (default), "mean", "max", "last" or "concat" (along `dim`; scalars become a vector of
         one entry per microbatch), or a prefix tree of these over the results.
       remat: what the backward of a stage may compute again rather than keep: None for what is cheap, True for

@@ -171,8 +171,8 @@ class Task:
         names = () if isinstance(halves, (str, bool)) else tuple(halves)
         if len(names) != 2 or not all(isinstance(name, str) for name in names) or len(set(names)) < 2:
             raise ValueError(
-                f"split_backprop= of {self} is two names, of the part of the backward that others wait for and "
-                f"of the rest, not {halves!r}"
+                f"split_backprop= of {self} is two names, of the part of the backward that others wait for "
+                f"and of the rest, not {halves!r}"
             )
         return names
 

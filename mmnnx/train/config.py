@@ -48,7 +48,7 @@ class TrainConfig:
     """Devices in a stage, over which its weights are split (tensor parallelism)."""
     microbatches: int = 8
     """Equal parts the batch is cut into, to go through the pipeline one behind the other."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "eager-1f1b", "wavefront", "zero-bubble-h1", "zero-bubble-h2"] = "1f1b"
     """Order in which a stage takes the microbatches' forwards and backwards."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type to compute in. Weights and optimizer state are float32 either way."""

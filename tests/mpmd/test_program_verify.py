@@ -133,7 +133,7 @@ def test_a_result_that_is_freed(program):
 
 
 def test_a_call_on_the_wrong_mesh(program):
-    """Work of the first stage that is run on the second: in the loop it is missing, elsewhere it cannot read."""
+    """Work of the first stage run on the second: in the loop it is missing, elsewhere it cannot read."""
     n = number_of(program, "forward")
     other = program.instructions[number_of(program, "forward", stage=1)].mesh
     for number, words in ((n, ["is missing"]), (0, ["which is on stage0", "on stage1"])):
@@ -168,7 +168,7 @@ def test_made_twice(program):
     unfreed = dataclasses.replace(call, frees=())
     refused(
         changed(program, n, unfreed, call),
-        "stage0 forward [microbatch 1] on stage0 (devices [0])",
+        "stage0 forward of microbatch 1 on stage0 (devices [0])",
         "is there 2 times",
     )
 

@@ -41,7 +41,8 @@ def read_schedule(path: str | os.PathLike[str]) -> list[list[Action]]:
     Cells that are empty (a mesh idles) are passed over: when an action runs follows from what it waits for.
 
     Raises:
-      ValueError: for a cell that is no action, with its row and column, both counted from 1.
+      ValueError: for a cell that is no action, with its row and column, both counted from 1; for a file that
+        is not text.
       OSError: if the file cannot be read.
 
     Example:
@@ -51,12 +52,19 @@ def read_schedule(path: str | os.PathLike[str]) -> list[list[Action]]:
       >>> read_schedule(path)
       [[Action(stage=1, phase='backward-input', microbatch=2)]]
     """
-    table = []
-    with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets begin a file with a mark
-        for r, cells in enumerate(csv.reader(file), 1):
-            where = f"{os.fspath(path)}, row {r}, column"
-            table.append([_action(cell, f"{where} {c}") for c, cell in enumerate(cells, 1) if cell.strip()])
-    return table
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets begin a file with a mark
+            rows = list(csv.reader(file))
+    except UnicodeDecodeError:
+        raise ValueError(f"{os.fspath(path)}: this is not UTF-8 text") from None
+    return [
+        [
+            _action(cell, f"{os.fspath(path)}, row {r}, column {c}")
+            for c, cell in enumerate(cells, 1)
+            if cell.strip()
+        ]
+        for r, cells in enumerate(rows, 1)
+    ]
 
 
 def _action(cell: str, where: str) -> Action:
