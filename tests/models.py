@@ -8,6 +8,7 @@ differ by nature.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+import mmnnx as mm
 
 Batch = dict[str, np.ndarray]
 
@@ -131,9 +134,8 @@ class Transformer(nnx.Module):
         x = self.embed(tokens)
         frequency = 2.0 ** -jnp.arange(x.shape[-1])
         x = x + jnp.sin(positions[:, None] * frequency).astype(x.dtype)
-        call = nnx.remat(Block.__call__) if self.remat else Block.__call__
         for block in self.blocks:
-            x = call(block, x, mask)
+            x = nnx.remat(Block.__call__)(block, x, mask) if self.remat else block(x, mask)
         x = self.norm(x)
         return self.embed.attend(x) if self.head is None else self.head(x)
 
@@ -317,6 +319,24 @@ class CustomRuleNet(nnx.Module):
         for layer in self.layers:
             x = damped(jnp.tanh(layer(x)))
         return self.last(x)
+
+
+def in_tasks(make_model: Callable[[], nnx.Module], tasks: Mapping[tuple[Any, ...], mm.Task]):
+    """A function that makes the model with the submodules at some paths in tasks, as `mm.task` puts them."""
+
+    def make_scoped():
+        model = make_model()
+        for (*above, last), task in tasks.items():
+            owner = model
+            for key in above:
+                owner = owner[key] if isinstance(key, int) else getattr(owner, key)
+            if isinstance(last, int):
+                owner[last] = mm.task(owner[last], task=task)
+            else:
+                setattr(owner, last, mm.task(getattr(owner, last), task=task))
+        return model
+
+    return make_scoped
 
 
 def make(model: type[nnx.Module], *args: Any, seed: int = 0, **kwargs: Any):

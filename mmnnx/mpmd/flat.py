@@ -186,7 +186,8 @@ class FlatTraced:
 
     def split(self) -> Split:
         """Cuts the function into fragments."""
-        return split(self.traced, self.record, self.leaves, self.multimesh)
+        with self.multimesh or contextlib.nullcontext():
+            return split(self.traced, self.record, self.leaves, self.multimesh)
 
     def lower(self, **kwargs: Any) -> Any:
         found = self.split()

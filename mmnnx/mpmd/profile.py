@@ -33,21 +33,22 @@ class Profile:
       timeline: the program played through with these costs.
       peak_bytes: for each mesh, the most bytes of arrays that the program held while it ran one instruction
         at a time, over all of its devices: a replicated array counts once for each.
+      residual_bytes: the same, of what backwards read of the forwards alone.
     """
 
     seconds: float
     costs: Costs
     timeline: Timeline
     peak_bytes: Mapping[str, int]
+    residual_bytes: Mapping[str, int]
 
     def __str__(self) -> str:
         lines = [
             f"step {self.seconds * 1e3:.2f} ms; in simulation {self.timeline.makespan * 1e3:.2f} ms, "
             f"bubble {self.timeline.bubble:.1%}"
         ]
-        names = [getattr(f, "name", f) for f in self.costs.calls]
-        width = max(map(len, names), default=0)
-        lines += [f"  {n:<{width}}  {t * 1e6:10.1f} us" for n, t in zip(names, self.costs.calls.values())]
+        width = max(map(len, self.costs.calls), default=0)
+        lines += [f"  {name:<{width}}  {t * 1e6:10.1f} us" for name, t in self.costs.calls.items()]
         lines.append(
             f"  transfers: {self.costs.latency * 1e6:.1f} us + bytes / {self.costs.bandwidth / 1e9:.2f} GB/s"
             f"; to start an instruction: {self.costs.dispatch * 1e6:.1f} us"
@@ -99,7 +100,7 @@ def measure(program: Program, steps: Steps, arrays: list[jax.Array]) -> list[Any
     slots = _fill(program, jax.block_until_ready(arrays))
     live = _Live(program, slots)
     starts: list[float] = []
-    calls: defaultdict[Any, list[float]] = defaultdict(list)
+    calls: defaultdict[str, list[float]] = defaultdict(list)
     transfers: defaultdict[int, list[float]] = defaultdict(list)
     for i, (execute, inputs, outputs, frees) in zip(program.instructions, steps):
         began = time.perf_counter()
@@ -107,7 +108,7 @@ def measure(program: Program, steps: Steps, arrays: list[jax.Array]) -> list[Any
         starts.append(time.perf_counter() - began)
         jax.block_until_ready(made)
         took = time.perf_counter() - began
-        (calls[i.fragment] if isinstance(i, Call) else transfers[i.nbytes]).append(took)
+        (calls[program.labels[i.fragment]] if isinstance(i, Call) else transfers[i.nbytes]).append(took)
         for s, array in zip(outputs, made):
             slots[s] = array
         live.after(inputs, outputs)
@@ -116,7 +117,7 @@ def measure(program: Program, steps: Steps, arrays: list[jax.Array]) -> list[Any
             slots[s] = None
     latency, bandwidth = _line({n: statistics.median(times) for n, times in transfers.items()})
     costs = Costs(
-        {f: statistics.median(times) for f, times in calls.items()},
+        {label: statistics.median(times) for label, times in calls.items()},
         latency,
         bandwidth,
         statistics.median(starts or [0.0]),
@@ -124,7 +125,7 @@ def measure(program: Program, steps: Steps, arrays: list[jax.Array]) -> list[Any
     profiles = _profiles.get()
     if profiles is not None:
         timeline = dataclasses.replace(program.simulate(costs), unit="s")
-        profiles.append(Profile(seconds, costs, timeline, dict(live.peak)))
+        profiles.append(Profile(seconds, costs, timeline, dict(live.peak), dict(live.residual_peak)))
     return slots
 
 
@@ -153,6 +154,8 @@ class _Live:
         self.bytes: dict[int, int] = {}
         self.now: defaultdict[str, int] = defaultdict(int)
         self.peak: defaultdict[str, int] = defaultdict(int)
+        self.residuals: defaultdict[str, int] = defaultdict(int)
+        self.residual_peak: defaultdict[str, int] = defaultdict(int)
         self.after((), program.inputs)
 
     def after(self, inputs: Sequence[int], outputs: Any) -> None:
@@ -164,12 +167,15 @@ class _Live:
             array = self.slots[s]
             shard = array.sharding.shard_shape(array.shape)
             self.bytes[s] = math.prod(shard) * array.dtype.itemsize * array.sharding.num_devices
-            name = self._mesh(s)
-            self.now[name] += self.bytes[s]
-            self.peak[name] = max(self.peak[name], self.now[name])
+            self._add(s, self.bytes[s])
 
     def drop(self, s: int) -> None:
-        self.now[self._mesh(s)] -= self.bytes.pop(s, 0)
+        self._add(s, -self.bytes.pop(s, 0))
 
-    def _mesh(self, s: int) -> str:
-        return self.program.names[self.program.values[s][1]]
+    def _add(self, s: int, change: int) -> None:
+        name = self.program.names[self.program.values[s][1]]
+        self.now[name] += change
+        self.peak[name] = max(self.peak[name], self.now[name])
+        if s in self.program.residuals:
+            self.residuals[name] += change
+            self.residual_peak[name] = max(self.residual_peak[name], self.residuals[name])

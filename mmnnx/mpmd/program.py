@@ -7,6 +7,7 @@ It is data. It can be printed, verified and simulated without running; `mmnnx.mp
 from __future__ import annotations
 
 import dataclasses
+import functools
 import graphlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -137,6 +138,30 @@ class Program:
         """Every array that moves between meshes, in order."""
         return [i for i in self.instructions if isinstance(i, Transfer)]
 
+    @functools.cached_property
+    def labels(self) -> dict[Fragment, str]:
+        """For each fragment its name, with a number if it is not the first of that name."""
+        seen: Counter[str] = Counter()
+        labels = {}
+        for f in self.fragments:
+            seen[f.name] += 1
+            labels[f] = f.name if seen[f.name] == 1 else f"{f.name} ({seen[f.name]})"
+        return labels
+
+    @functools.cached_property
+    def residuals(self) -> frozenset[int]:
+        """The slots of what the backward of a stage and microbatch reads of its forward."""
+        made_for = {s: i.microbatch for i in self.instructions for s in i.outputs}
+        seen: defaultdict[Any, set[int]] = defaultdict(set)  # what forwards make and read
+        found: set[int] = set()
+        for c in self.calls:
+            key = (c.mesh, c.stage, c.microbatch)
+            if c.phase == "forward":
+                seen[key].update((*c.inputs, *c.outputs))
+            elif key in seen and c.phase != "none":
+                found.update(s for s in c.inputs if s in seen[key] and made_for.get(s) is not None)
+        return frozenset(found)
+
     def table(self) -> list[list[Action]]:
         """What each mesh runs of the stages of the microbatch loop, in order: one row for each mesh.
 
@@ -223,29 +248,38 @@ class Program:
             return ". Instructions wait for each other: " + " <- ".join(steps)
         return ""
 
-    def simulate(self, costs: Costs | Mapping[Any, float] | None = None) -> Timeline:
+    def simulate(self, costs: Costs | Mapping[str, float] | None = None) -> Timeline:
         """Plays the program through, without running it.
 
         Args:
-          costs: how long fragments and transfers take: a `Costs` (such as `profile(...).costs`), or a
-            mapping from names of fragments or phases to times. Default: one unit for a forward and for each
-            of the two parts of a backward, nothing for transfers and what is outside the microbatch loop.
+          costs: how long fragments and transfers take: a `Costs` (such as `profile(...).costs`), or times by
+            the name of a fragment (see `labels`), a phase, or "outside", in place of the default: one unit
+            for a forward and for each of the two parts of a backward, nothing for transfers and what is
+            outside the microbatch loop.
 
         Returns:
-          The timeline: `makespan`, `bubble`, `peak_bytes` and `in_flight` say how long the step takes, how
-          much of it the meshes idle, and how many bytes (residuals) are live on each at a time.
+          The timeline: `makespan` and `bubble` say how long the step takes and how much of it the meshes
+          idle; `peak_bytes`, `residual_bytes` and `in_flight` what is live on each at a time.
+
+        Raises:
+          ValueError: for names of what is not there, and for what the costs have no time for.
 
         Example:
           >>> train_step.program(model, optimizer, batch).simulate({"forward": 1.0, "backward": 1.8}).bubble
         """
-        if costs is None:
-            costs = Costs(UNIT_COSTS | ({"outside": 0.0} if self.loops else {}))
-        elif isinstance(costs, Mapping):
-            costs = Costs(UNIT_COSTS | dict(costs))
+        if not isinstance(costs, Costs):
+            costs = Costs(UNIT_COSTS | ({"outside": 0.0} if self.loops else {}) | dict(costs or {}))
+        known = {*UNIT_COSTS, "outside", *self.labels.values(), *(f.name for f in self.labels)}
+        if unknown := [name for name in costs.calls if name not in known]:
+            raise ValueError(
+                f"simulate: there is no {', '.join(map(repr, unknown))}; there are "
+                + ", ".join(map(repr, self.labels.values()))
+            )
         ready: dict[int, float] = dict.fromkeys(self.inputs, 0.0)
         idle: defaultdict[Any, float] = defaultdict(float)  # of meshes, and of the ways between them
         events, transfers = [], []
         moves = [(0.0, nbytes(v), self.names[mesh]) for v, mesh in self.inputs.values()]
+        kept: list[tuple[float, int, str]] = []  # moves of residuals alone
         received = {s for t in self.transfers for s in t.outputs}
         host = 0.0  # when the next instruction is dispatched
         for i in self.instructions:
@@ -254,7 +288,9 @@ class Program:
             if isinstance(i, Call):
                 mesh = self.names[i.mesh]
                 start = max(begin, idle[i.mesh], host)
-                end = idle[i.mesh] = start + costs.of_call(i.fragment, i.name, i.phase, i.microbatch is None)
+                outside = i.microbatch is None
+                took = costs.of_call(self.labels[i.fragment], i.name, i.phase, outside)
+                end = idle[i.mesh] = start + took
                 events.append(Event(mesh, start, end, i.phase, i.microbatch, i.name, i.stage))
             else:
                 way = f"{i.source} -> {i.target}"
@@ -263,13 +299,14 @@ class Program:
                 transfers.append(Event(way, start, end, "transfer", i.microbatch, "transfer"))
             ready.update(dict.fromkeys(i.outputs, end))
             overwritten = self._overwritten(i, received)
-            for s in i.outputs:
-                if s not in overwritten.values():
-                    moves.append((start, nbytes(self.values[s][0]), self.names[self.values[s][1]]))
-            for s in i.frees:
-                if s not in overwritten:
-                    moves.append((end, -nbytes(self.values[s][0]), self.names[self.values[s][1]]))
-        return Timeline(tuple(events), tuple(transfers), peaks(moves))
+            changes = [(start, 1, s) for s in i.outputs if s not in overwritten.values()]
+            changes += [(end, -1, s) for s in i.frees if s not in overwritten]
+            for time, sign, s in changes:
+                v, home = self.values[s]
+                moves.append((time, sign * nbytes(v), self.names[home]))
+                if s in self.residuals:
+                    kept.append(moves[-1])
+        return Timeline(tuple(events), tuple(transfers), peaks(moves), peaks(kept))
 
     def _overwritten(self, i: Instruction, received: set[int]) -> dict[int, int]:
         """Slots that an instruction drops and whose memory one of its results takes over: that result's."""

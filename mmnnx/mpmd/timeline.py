@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 UNIT_COSTS = {"forward": 1.0, "backward": 2.0, "backward-input": 1.0, "backward-weight": 1.0, "none": 1.0}
 """Units of time for each phase: equal ones, a whole backward being of two parts."""
@@ -17,22 +16,23 @@ class Costs:
     """How long the instructions of a program take, in any one unit.
 
     Attributes:
-      calls: times of fragment calls, by fragment or the name of one, else by its phase; "outside" for those
-        outside the microbatch loop that are not named.
+      calls: times of fragment calls, by the name of a fragment (see `Program.labels`), else by its phase;
+        "outside" for those outside the microbatch loop that are not named.
       latency, bandwidth: a transfer takes latency + bytes / bandwidth.
       dispatch: what the host needs to start one instruction; it starts them one after another.
     """
 
-    calls: Mapping[Any, float]
+    calls: Mapping[str, float]
     latency: float = 0.0
     bandwidth: float = math.inf
     dispatch: float = 0.0
 
-    def of_call(self, fragment: Any, name: str, phase: str, outside: bool) -> float:
-        for key in (fragment, name):
+    def of_call(self, label: str, name: str, phase: str, outside: bool) -> float:
+        keys = (label, name, "outside", phase) if outside else (label, name, phase)
+        for key in keys:
             if key in self.calls:
                 return self.calls[key]
-        return self.calls["outside"] if outside and "outside" in self.calls else self.calls[phase]
+        raise ValueError(f"the costs have no time for {label!r}, nor for its phase {phase!r}")
 
     def of_transfer(self, nbytes: int) -> float:
         return self.latency + nbytes / self.bandwidth
@@ -68,12 +68,14 @@ class Timeline:
       events: the fragment calls.
       transfers: arrays under way between meshes.
       peak_bytes: for each mesh, the most bytes of live arrays at any time; empty if unknown.
+      residual_bytes: the same, of what backwards read of the forwards alone.
       unit: what times are in: "units" or "s".
     """
 
     events: tuple[Event, ...]
     transfers: tuple[Event, ...] = ()
     peak_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    residual_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     unit: str = "units"
 
     @property

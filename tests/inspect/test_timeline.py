@@ -26,7 +26,7 @@ MEASURED = Timeline(
         Event("left -> right", 10.6, 11.0, "transfer", 0, "mask"),
     ),
     {"left": 1 << 20, "right": 1 << 21},
-    "s",
+    unit="s",
 )
 
 

@@ -10,7 +10,8 @@ third witness.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -127,10 +128,11 @@ def train_step(
     reduce: Any = "mean",
     has_aux: bool = False,
     wrt: Any = nnx.Param,
+    loop: Mapping[str, Any] | None = None,
     **jit_options: Any,
 ) -> Callable:
     """The train step of every test here, as a user writes it: (model, optimizer, batch) -> (loss, aux),
-    gradients.
+    gradients. `loop` are more keywords of `mm.microbatch`.
     """
 
     @jit(**jit_options)
@@ -138,13 +140,82 @@ def train_step(
         grad_fn = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
         if microbatch is not None:
             grad_fn = mm.microbatch(
-                grad_fn, dim=0, size=microbatch, argnum=1, schedule=schedule, reduce=reduce
+                grad_fn,
+                dim=0,
+                size=microbatch,
+                argnum=1,
+                schedule=schedule,
+                reduce=reduce,
+                **(loop or {}),
             )
         loss, grads = grad_fn(model, batch)
         optimizer.update(model, grads)
         return loss, grads
 
     return step
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDevice:
+    """What a train step does on one device, step by step.
+
+    Attributes:
+      birth: the model's state before the first step.
+      steps: after each step: results by what they are.
+      whole_batch: loss and gradients of the first step without microbatches, None if they differ by nature.
+    """
+
+    birth: Any
+    steps: list[dict[str, Any]]
+    whole_batch: Any
+
+
+# An Adam whose epsilon is as large as gradients here: it does not blow rounding up into steps of full size.
+ADAMW = optax.adamw(3e-2, eps=1e-1, weight_decay=1e-2)
+
+
+def on_one_device(
+    make_model: Callable[[], nnx.Module],
+    loss_fn: Callable,
+    batch: Any,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    steps: int = 3,
+    has_aux: bool = False,
+    wrt: Any = nnx.Param,
+    whole_batch: bool = True,
+    **options: Any,
+) -> OneDevice:
+    """Trains with `nnx.jit`; `options` are more of `train_step`. No schedule makes a difference to it."""
+    init = nnx.jit(make_model)
+    model = init()
+    state = nnx.Optimizer(model, optimizer or ADAMW, wrt=wrt)
+    step_fn = train_step(nnx.jit, loss_fn, has_aux=has_aux, wrt=wrt, **options)
+    birth, taken, whole = snapshot(model), [], None
+    for step in range(steps):
+        loss, grads = step_fn(model, state, rolled(batch, step))
+        taken.append(
+            {
+                "losses": loss,
+                "gradients": grads,
+                "model states": snapshot(model),
+                "optimizer states": snapshot(state),
+            }
+        )
+    if whole_batch:
+        grad_fn = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
+        whole = nnx.jit(grad_fn)(init(), batch)
+    return OneDevice(birth, taken, whole)
+
+
+def snapshot(node: Any) -> nnx.State:
+    """The state of a graph node as it is now: what happens to the node does not change it."""
+    return jax.tree.map(lambda leaf: leaf, nnx.state(node))
+
+
+def rolled(batch: Any, step: int) -> Any:
+    """The batch of a step: the same rows, each `step` further down."""
+    return jax.tree.map(lambda leaf: np.roll(leaf, step, axis=0), batch)
 
 
 def assert_parity(
@@ -163,47 +234,41 @@ def assert_parity(
     wrt: Any = nnx.Param,
     whole_batch: bool = True,
     rtol: float = 1e-5,
-) -> None:
+    expected: OneDevice | None = None,
+    **loop: Any,
+) -> mm.Program:
     """Train for `steps` steps with `nnx.jit` on one device and with `mm.jit` as placed, and compare
     everything.
 
     `mesh` is made current around the split run. `placement` says where the model's state is born; without one
     the tasks are named inside the model. `whole_batch` says that the mean over microbatches of the loss and
-    of its gradients are those of the whole batch, and has that compared too. State must keep its home from
+    of its gradients are those of the whole batch, and has that compared too. `expected` is what one device
+    does, where tests share it. `loop` are more keywords of `mm.microbatch`. State must keep its home from
     step to step.
+
+    Returns the program that was run.
     """
-    # An Adam whose epsilon is as large as gradients here: it does not blow rounding up into steps of full
-    # size.
-    optimizer = optimizer or optax.adamw(3e-2, eps=1e-1, weight_decay=1e-2)
-    options = dict(microbatch=microbatch, schedule=schedule, reduce=reduce, has_aux=has_aux, wrt=wrt)
-    init = nnx.jit(make_model)
-    whole = init()
-    whole_optimizer = nnx.Optimizer(whole, optimizer, wrt=wrt)
-    whole_step = train_step(nnx.jit, loss_fn, **options)
-
+    options = dict(microbatch=microbatch, reduce=reduce, has_aux=has_aux, wrt=wrt)
+    expected = expected or on_one_device(
+        make_model, loss_fn, batch, optimizer=optimizer, steps=steps, whole_batch=whole_batch, **options
+    )
     with mesh or contextlib.nullcontext():
-        split = born(make_model, placement)
-        assert_same(split, whole, rtol, "states at birth")
-        split_optimizer = mm.jit(lambda model: nnx.Optimizer(model, optimizer, wrt=wrt))(split)
-        split_step = train_step(mm.jit, loss_fn, **options)
-        at_birth = homes(split)
+        model = born(make_model, placement)
+        assert_same(model, expected.birth, rtol, "states at birth")
+        state = mm.jit(lambda model: nnx.Optimizer(model, optimizer or ADAMW, wrt=wrt))(model)
+        step_fn = train_step(mm.jit, loss_fn, schedule=schedule, loop=loop, **options)
+        at_birth = homes(model)
 
-        for step in range(steps):
-            rows = jax.tree.map(lambda leaf, step=step: np.roll(leaf, step, axis=0), batch)
-            (loss, grads), (want_loss, want_grads) = (
-                split_step(split, split_optimizer, rows),
-                whole_step(whole, whole_optimizer, rows),
-            )
-            assert_same(loss, want_loss, rtol, f"step {step}: losses")
-            assert_same(grads, want_grads, rtol, f"step {step}: gradients")
-            assert_same(split, whole, rtol, f"step {step}: model states")
-            assert_same(split_optimizer, whole_optimizer, rtol, f"step {step}: optimizer states")
-            if step == 0 and whole_batch:
-                grad_fn = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
-                assert_same(
-                    (loss, grads), nnx.jit(grad_fn)(init(), rows), rtol, "microbatches and whole batch"
-                )
+        for step, want in enumerate(expected.steps):
+            loss, grads = step_fn(model, state, rolled(batch, step))
+            assert_same(loss, want["losses"], rtol, f"step {step}: losses")
+            assert_same(grads, want["gradients"], rtol, f"step {step}: gradients")
+            assert_same(model, want["model states"], rtol, f"step {step}: model states")
+            assert_same(state, want["optimizer states"], rtol, f"step {step}: optimizer states")
+            if step == 0 and expected.whole_batch is not None:
+                assert_same((loss, grads), expected.whole_batch, rtol, "microbatches and whole batch")
             if placement is not None:
-                now = homes(split)
+                now = homes(model)
                 moved = {path: (at_birth[path], now[path]) for path in now if now[path] != at_birth[path]}
                 assert not moved, f"step {step}: state moved from its home: {moved}"
+        return step_fn.program(model, state, batch)
