@@ -3,10 +3,9 @@
 from mmnnx.inspect import TimelineView, timeline
 from mmnnx.mpmd.jit import enable_recomputation, ignore_transforms, jit
 from mmnnx.mpmd.microbatch import microbatch
-from mmnnx.mpmd.profile import Profile
-from mmnnx.mpmd.program import Program
-from mmnnx.mpmd.schedule import Action, read_schedule, register_schedule, write_schedule
-from mmnnx.mpmd.timeline import Costs, Timeline
+from mmnnx.mpmd.program import Program, VerificationError
+from mmnnx.mpmd.schedule import Action, Stages, read_schedule, register_schedule, write_schedule
+from mmnnx.mpmd.timeline import Costs, Profile, Timeline
 from mmnnx.sharding import (
     MultiMesh,
     PlacementError,
@@ -28,11 +27,13 @@ __all__ = [
     "PlacementError",
     "Profile",
     "Program",
+    "Stages",
     "Task",
     "TaskMesh",
     "TaskSharding",
     "Timeline",
     "TimelineView",
+    "VerificationError",
     "clear_tasks",
     "enable_recomputation",
     "ignore_transforms",

@@ -1,4 +1,4 @@
-"""The README's program runs as written and learns something."""
+"""The programs of the documents run as written, and the README's learns something."""
 
 import os
 import re
@@ -6,16 +6,31 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+
+
+def run_document(name: str, folder: Path) -> str:
+    """What the Python of a document prints, all of its pieces being one program."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    program = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
 
 
 def test_the_program_of_the_readme(tmp_path):
-    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    losses = [float(loss) for loss in re.findall(r"^\d+ (\d+\.\d+)$", run.stdout, flags=re.MULTILINE)]
+    printed = run_document("README.md", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"^\d+ (\d+\.\d+)$", printed, flags=re.MULTILINE)]
     assert len(losses) == 20 and losses[-1] < losses[0] - 1, losses
-    assert all(f"stage{i}" in run.stdout for i in range(4))
+    assert all(f"stage{i}" in printed for i in range(4))
+
+
+def test_the_program_about_schedules(tmp_path):
+    """Zero-bubble h1 on 4 stages and 8 microbatches: (P - 1) / (3 M + P - 1) is 3 / 27."""
+    printed = run_document("docs/schedules.md", tmp_path)
+    assert printed.startswith("11.1% {'stage0': 4, 'stage1': 4, 'stage2': 4, 'stage3': 4}")
+    assert (tmp_path / "zero-bubble-h1.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "schedule.csv").read_text().startswith("0F0,0F1,0F2,0F3,0I0,0W0,")

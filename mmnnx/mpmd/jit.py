@@ -15,9 +15,10 @@ from mmnnx import _compat
 from mmnnx.mpmd.flat import FlatJit, ignoring, static_arguments
 from mmnnx.mpmd.lift import Observer
 from mmnnx.mpmd.place import recomputing
-from mmnnx.mpmd.profile import Profile, measuring
+from mmnnx.mpmd.profile import measuring
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import Shortcut, learn, take_apart
+from mmnnx.mpmd.timeline import Profile
 from mmnnx.sharding.mesh import MultiMesh
 
 

@@ -17,43 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmnnx.mpmd.program import Call, Program
-from mmnnx.mpmd.timeline import Costs, Timeline
+from mmnnx.mpmd.timeline import Costs, Profile
 
 # (function, slots it reads, slots it fills, slots that are dropped then), for each instruction.
 Steps = Sequence[tuple[Callable[..., Sequence[jax.Array]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Profile:
-    """How long a program took, in seconds.
-
-    Attributes:
-      seconds: one step, as it runs: from the first dispatch until all results are there.
-      costs: the median time of each fragment, of transfers, and of starting an instruction, each alone.
-      timeline: the program played through with these costs.
-      peak_bytes: for each mesh, the most bytes of arrays that the program held while it ran one instruction
-        at a time, over all of its devices: a replicated array counts once for each.
-      residual_bytes: the same, of what backwards read of the forwards alone.
-    """
-
-    seconds: float
-    costs: Costs
-    timeline: Timeline
-    peak_bytes: Mapping[str, int]
-    residual_bytes: Mapping[str, int]
-
-    def __str__(self) -> str:
-        lines = [
-            f"step {self.seconds * 1e3:.2f} ms; in simulation {self.timeline.makespan * 1e3:.2f} ms, "
-            f"bubble {self.timeline.bubble:.1%}"
-        ]
-        width = max(map(len, self.costs.calls), default=0)
-        lines += [f"  {name:<{width}}  {t * 1e6:10.1f} us" for name, t in self.costs.calls.items()]
-        lines.append(
-            f"  transfers: {self.costs.latency * 1e6:.1f} us + bytes / {self.costs.bandwidth / 1e9:.2f} GB/s"
-            f"; to start an instruction: {self.costs.dispatch * 1e6:.1f} us"
-        )
-        return "\n".join(lines)
 
 
 _profiles: ContextVar[list[Profile] | None] = ContextVar("mmnnx_profiles", default=None)

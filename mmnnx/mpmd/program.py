@@ -11,18 +11,15 @@ import functools
 import graphlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.fragments import Fragment, Held
 from mmnnx.mpmd.schedule import Action
 from mmnnx.mpmd.schedule.base import Phase
-from mmnnx.mpmd.timeline import UNIT_COSTS, Costs, Event, Timeline, peaks
+from mmnnx.mpmd.timeline import UNIT_COSTS, Costs, Event, Profile, Timeline, peaks
 from mmnnx.mpmd.trace import Var, nbytes
-
-if TYPE_CHECKING:
-    from mmnnx.mpmd.profile import Profile
 
 
 @dataclasses.dataclass(frozen=True)
