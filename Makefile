@@ -1,10 +1,12 @@
 # Everything runs inside .venv, which is made on first use and brought up to date when pyproject.toml changes.
 #   make train ARGS="--steps 200 --stages 2"      make test ARGS="tests/mpmd -k dropout"
+#   make bench BENCH=schedules ARGS="--stages 2"
 
 # The first Python of a supported version that works (a version manager's shim may be there and not work).
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell \
 	$(p) -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $(p))))
 ARGS ?=
+BENCH ?= pipeline
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
@@ -22,7 +24,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/pipeline.py $(ARGS)
+	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
 
 clean:
 	rm -rf .venv dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache

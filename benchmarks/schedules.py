@@ -160,7 +160,8 @@ def render(summary: dict[str, Any]) -> str:
         f"{o['stages']} devices, {o['microbatches']} microbatches of {o['rows']} rows, {o['layers']} blocks "
         f"of width {o['width']}; {o['rounds']} rounds; {summary['cores']} cores, jax {summary['jax']}",
         "",
-        f"{'':{width}}{'median':>10}{'min':>10}{'simulated':>11}{'measured/':>11}{'bubble':>9}{'with costs':>12}",
+        f"{'':{width}}{'median':>10}{'min':>10}{'simulated':>11}{'measured/':>11}{'bubble':>9}"
+        f"{'with costs':>12}",
         f"{'':{width}}{'ms':>10}{'ms':>10}{'ms':>11}{'simulated':>11}{'':>9}{'measured':>12}",
     ]
     for name, r in rows.items():
@@ -173,7 +174,7 @@ def render(summary: dict[str, Any]) -> str:
         "Residuals of each device at their peak, and the most bytes of arrays on one (counted: on the",
         "program; measured: on the arrays of a run); MiB",
         "",
-        f"{'':{width}}  {'microbatches in flight':<24}{'counted':<26}{'measured':<26}{'all, counted/measured'}",
+        f"{'':{width}}  {'microbatches in flight':<24}{'counted':<26}{'measured':<26}all, counted / measured",
     ]
     for name, r in rows.items():
         counted, measured = (

@@ -34,12 +34,16 @@ def split_sums(nodes: Sequence[Node], group_of: Callable[[Loop, Var], Hashable])
     return out
 
 
-def is_sum(loop: Loop, enters: Var, leaves: Var) -> bool:
-    """Whether a carry is a running sum of what each microbatch adds to it."""
+def running_sums(loop: Loop) -> set[Var]:
+    """The carries of a loop that microbatches do nothing with but add to, as they enter."""
     maker = {v: e for e in loop.body for v in e.outvars}
     uses = Counter(a for e in loop.body for a in e.invars if is_var(a))
-    last = maker.get(leaves)
-    return last is not None and bool(_terms(last, enters, maker, uses)[0])
+    uses.update([*loop.carry_out, *loop.ys])
+    return {
+        enters
+        for enters, leaves in zip(loop.carry_in, loop.carry_out)
+        if leaves in maker and uses[leaves] == 1 and _terms(maker[leaves], enters, maker, uses)[0]
+    }
 
 
 def _split_loop(loop: Loop, group_of: Callable[[Loop, Var], Hashable]) -> list[Node]:

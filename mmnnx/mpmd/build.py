@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.accumulate import is_sum
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan
 from mmnnx.mpmd.localise import localise
-from mmnnx.mpmd.order import Moves, order_loop, previous
+from mmnnx.mpmd.order import Moves, order_loop, sums
 from mmnnx.mpmd.program import Call, Instruction, LoopRuns, Program, Transfer
 from mmnnx.mpmd.trace import Var, nbytes
 
@@ -185,8 +184,9 @@ class _Builder:
         starts = dict(zip(loop.carry_in, loop.init))
         leaves = dict(zip(loop.carry_in, loop.carry_out))
         slices = dict(zip(loop.slice_vars, loop.slices))
-        # Sums of a moving task: each of its meshes has its own.
-        apart = {v for v, m in placed.items() if m in self.moving and is_sum(loop, v, leaves[v])}
+        any_order = sums(plan)
+        totals = {leaves[v] for v in any_order}
+        latest: dict[tuple[Var, Mesh], int] = {}  # the microbatch that was last to add to a sum on a mesh
         stage_of: dict[int | None, int] = {p: n for n, p in enumerate(plan.timetable.positions)}
         # Placed carries return to their home after each microbatch; results that are kept, to theirs.
         readers = _readers(body.fragments, body.homes)
@@ -200,7 +200,7 @@ class _Builder:
             if var in starts:
                 if mesh not in carried[var]:
                     return send_on(var, here, m, placed[var])
-                before = previous(self.moving[mesh], m) if var in apart else m - 1 if m else None
+                before = latest.get((leaves[var], here)) if var in any_order else m - 1 if m else None
                 if before is None:
                     return self.slot(starts[var], here)
                 there = self._real(mesh, before)
@@ -226,12 +226,14 @@ class _Builder:
             f = body.fragments[index]
             inputs = tuple(find(v, f.mesh, m) for v in f.invars)
             self._call(f, m, inputs, readers, None, stage_of.get(f.position))
+            latest.update(((v, self._real(f.mesh, m)), m) for v in f.outvars if v in totals)
         for enters, out, after, meshes in zip(loop.carry_in, loop.carry_out, loop.carries, plan.carried):
             for mesh in meshes:
-                if enters in apart:
-                    self._add_up(out, after, self.moving[mesh], loop.spec.length)
+                if enters in any_order and mesh in self.moving:
+                    parts = {here: m for (v, here), m in latest.items() if v is out}
+                    self._add_up(out, after, parts)
                 else:
-                    self._becomes(out, last, after, mesh)
+                    self._becomes(out, latest.get((out, mesh), last), after, mesh)
         for y, row, meshes in zip(loop.ys, loop.stacks, plan.kept):
             for m, v in enumerate(row):
                 for mesh in meshes:
@@ -244,10 +246,12 @@ class _Builder:
         if mesh in self.moving:
             self.homes[outer] = here
 
-    def _add_up(self, out: Var, total: Var, mesh_for: Callable[[int], Mesh], length: int) -> None:
-        """Adds up the sums that the meshes of a moving task made, where the total is read first."""
-        home = self._real(self.readers[total][0]) if self.readers.get(total) else mesh_for(0)
-        last = {mesh_for(m): m for m in range(length)}
+    def _add_up(self, out: Var, total: Var, last: dict[Mesh, int]) -> None:
+        """Adds up the sums that the meshes of a moving task made, at the home of the total.
+
+        `last` is the microbatch that was last on each of its meshes.
+        """
+        home = self.homes[total]
         parts = []
         for mesh, m in last.items():
             slot = self.slots[out, mesh, m]

@@ -105,7 +105,9 @@ class FlatJit:
             key = (tree, held, surroundings(), *map(_signature, leaves))
             if key not in self.splits:
                 traced = self._trace(args, kwargs, leaves, tree, held)
-                self.splits[key] = (traced.split(), traced.out_tree, traced.record)
+                found = traced.split()
+                key = (tree, held, surroundings(), *map(_signature, leaves))  # state may have been placed
+                self.splits[key] = (found, traced.out_tree, traced.record)
             found, out_tree, record = self.splits[key]
             run = found.prepare() if found.prepare else functools.partial(self._run_whole, tree, held)
             results = run(leaves)
@@ -183,6 +185,14 @@ class FlatTraced:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.traced, name)
+
+    def signature(self) -> list[tuple[str, str]]:
+        """What a program depends on in each array: its name, its type and where it lives."""
+
+        def where(x: Any) -> str:
+            return f" on {x.sharding}" if isinstance(x, jax.Array) and x.committed else ""
+
+        return [(str(leaf), f"{jax.typeof(x)}{where(x)}") for leaf, x in zip(self.record.inputs, self.leaves)]
 
     def split(self) -> Split:
         """Cuts the function into fragments."""

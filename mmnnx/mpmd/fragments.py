@@ -132,7 +132,7 @@ _COSTLY = {
     "cholesky", "eigh", "svd", "qr", "lu", "triangular_solve", "custom_jvp_call", "custom_vjp_call",
     "shard_map", "remat2", "checkpoint",
 }  # fmt: skip
-_PARTS = ("backward-input", "backward-weight")
+PARTS = ("backward-input", "backward-weight")
 _SMALL = 1024  # bytes: below this nothing is costly
 
 Group = tuple[Mesh, str, "int | None"]
@@ -361,8 +361,8 @@ class _Cutter:
             task = self.placement.positions[position].task if position is not None else None
             owner = task.name if task is not None and task.name else self.name_of[mesh]
             name = owner if phase == "none" else f"{owner} {phase}"
-            if task is not None and task.split_backprop and phase in _PARTS:
-                name = task.split_backprop[_PARTS.index(phase)]
+            if task is not None and task.split_backprop and phase in PARTS:
+                name = task.split_backprop[PARTS.index(phase)]
             jaxpr = _compat.close_jaxpr(invars, outvars, [localise(e, mesh) for e in eqns])
             steps.append(Fragment(name, owner, mesh, phase, position, jaxpr, tuple(invars), tuple(outvars)))
         return tuple(steps)

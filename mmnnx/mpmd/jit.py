@@ -41,8 +41,9 @@ def ignore_transforms(ignore: bool = True) -> Iterator[None]:
 def enable_recomputation(enable: bool = True) -> Iterator[None]:
     """Whether work that several tasks need and that depends on no placed state is done by each of them.
 
-    Masks, positions and casts of a batch are: to compute them again is cheaper than to send them. Switched
-    off, each is computed once, where it is needed first, and sent to the others.
+    What is made of the batch alone, such as masks and casts, is: to compute it again is cheaper than to send
+    it. Switched off, each is computed once, where it is needed first, and sent to the others. What depends on
+    nothing at all, such as positions, is never sent.
 
     Example:
       >>> with mm.enable_recomputation(False):
@@ -182,10 +183,21 @@ class Jit:
 
         Nothing is compiled or run, and the arguments are not changed.
         """
-        program = _compat.inner_traced(self.trace(*args, **kwargs)).split().program
-        return dataclasses.replace(program, run=self._profile)
+        traced = _compat.inner_traced(self.trace(*args, **kwargs))
+        return dataclasses.replace(
+            traced.split().program, run=functools.partial(self._profile, traced.signature())
+        )
 
-    def _profile(self, *args: Any, **kwargs: Any) -> Profile:
+    def _profile(self, expected: list[tuple[str, str]], *args: Any, **kwargs: Any) -> Profile:
+        found = _compat.inner_traced(self.trace(*args, **kwargs)).signature()
+        if found != expected:
+            differ = [
+                f"argument {a} is {now}, not {b}" for (a, now), (_, b) in zip(found, expected) if now != b
+            ]
+            raise ValueError(
+                "profile: these arguments are not like those that the program was made for: "
+                + ("; ".join(differ[:3]) or f"{len(found)} arrays, not {len(expected)}")
+            )
         with measuring() as profiles:
             self(*args, **kwargs)
         if not profiles:

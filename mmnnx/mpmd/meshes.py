@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.sharding.mesh import MultiMesh
-from mmnnx.sharding.task import Task, scope_name
+from mmnnx.sharding.task import Task, placed_tasks, scope_name
 
 
 def mesh_of(sharding: NamedSharding) -> Mesh:
@@ -86,7 +86,9 @@ class Meshes:
         """A name for every mesh: that of its task, else of its slice of the MultiMesh, else a number."""
         names: dict[Mesh, str] = {}
         for n, mesh in enumerate(self._known.values()):
-            name = self._names.get(mesh) or self._slice(mesh) or f"mesh{n}"
+            tasks = placed_tasks(mesh, self.multimesh)
+            name = self._names.get(mesh) or (tasks[0].name if len(tasks) == 1 else None)
+            name = name or self._slice(mesh) or f"mesh{n}"
             names[mesh] = name if name not in names.values() else f"{name}.{n}"
         return names | {m: self._moving_names[m] or names[where(0)] for m, where in self.moving.items()}
 

@@ -18,6 +18,7 @@ from flax import nnx
 
 from mmnnx.mpmd.schedule import Action, get_schedule, schedule_names
 from mmnnx.sharding import with_sharding_constraint
+from mmnnx.sharding.task import check_remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +170,8 @@ def microbatch(
             raise ValueError(f"microbatch: reduce={name!r} is none of {', '.join(map(repr, _NAMES))}")
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"microbatch: size must be a positive int, got {size!r}")
+    for each in remat if isinstance(remat, (list, tuple)) else (remat,):
+        check_remat(each, "microbatch: remat=")
     spec = LoopSpec(
         None if rows else schedule,
         tuple(options.items()),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.accumulate import is_sum
+from mmnnx.mpmd.accumulate import running_sums
 from mmnnx.mpmd.fragments import Fragment, LoopPlan
 from mmnnx.mpmd.play import Jobs, Stuck, play
 from mmnnx.mpmd.schedule import Action
@@ -42,7 +42,7 @@ def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
     rows = [[m * count + indices[0] for indices, m in row] for row in asked]
     share = Counter((f.position, f.phase) for f in fragments)
     costs = [UNIT_COSTS[f.phase] / share[f.position, f.phase] for f in fragments]
-    waits = _dependencies(plan, moving)
+    waits = _dependencies(plan)
     # What follows a scheduled action goes ahead of the next. Only a moving task, which no schedule orders,
     # fills idle time.
     early = [n for n, f in enumerate(fragments) if f.mesh not in moving or f.phase != "forward"]
@@ -114,7 +114,21 @@ def _named_rows(plan: LoopPlan) -> list[Asked]:
     return [[(by_name[name], m) for m, name in row] for row in spec.rows]
 
 
-def _dependencies(plan: LoopPlan, moving: Moves) -> Callable[[int, int], list[int]]:
+def sums(plan: LoopPlan) -> set[Var]:
+    """The carries that microbatches add to in any order: each adds to what was added to last."""
+    readers: dict[Var, list[Fragment]] = {}
+    for f in plan.body.fragments:
+        for v in f.invars:
+            readers.setdefault(v, []).append(f)
+    leaves, meshes = (dict(zip(plan.loop.carry_in, x)) for x in (plan.loop.carry_out, plan.carried))
+    return {
+        v
+        for v in running_sums(plan.loop)
+        if all(f.mesh in meshes[v] and leaves[v] in f.outvars for f in readers.get(v, ()))
+    }
+
+
+def _dependencies(plan: LoopPlan) -> Callable[[int, int], list[int]]:
     """From a fragment and a microbatch to the jobs that it waits for."""
     fragments, count = plan.body.fragments, len(plan.body.fragments)
     made: dict[Var, list[int]] = {}
@@ -122,37 +136,23 @@ def _dependencies(plan: LoopPlan, moving: Moves) -> Callable[[int, int], list[in
         for v in f.outvars:
             made.setdefault(v, []).append(index)
     leaves = dict(zip(plan.loop.carry_in, plan.loop.carry_out))
+    any_order = sums(plan)
 
     def makers(var: Var, f: Fragment) -> list[int]:
         home = plan.body.homes.get(var)
         return [i for i in made.get(var, ()) if fragments[i].mesh == (home or f.mesh)]
 
     same: list[list[int]] = []  # for each fragment, those it waits for of the same microbatch ...
-    last: list[list[int]] = []  # ... of the one before ...
-    sums: list[list[int]] = []  # ... and of the one before on the same mesh, where each mesh has its own sum
+    last: list[list[int]] = []  # ... and of the one before
     for f in fragments:
-        found: tuple[dict[int, None], ...] = ({}, {}, {})
+        found: tuple[dict[int, None], dict[int, None]] = ({}, {})
         for v in f.invars:
-            before = leaves.get(v)
-            apart = before is not None and f.mesh in moving and is_sum(plan.loop, v, before)
-            which = 0 if before is None else 2 if apart else 1
-            found[which].update(dict.fromkeys(makers(v if before is None else before, f)))
-        for group, indices in zip((same, last, sums), found):
-            group.append(list(indices))
+            if v not in any_order:
+                found[v in leaves].update(dict.fromkeys(makers(leaves.get(v, v), f)))
+        same.append(list(found[False]))
+        last.append(list(found[True]))
 
     def waits(n: int, m: int) -> list[int]:
-        needed = [m * count + i for i in same[n]]
-        if m:
-            needed += [(m - 1) * count + i for i in last[n]]
-        if sums[n]:
-            earlier = previous(moving[fragments[n].mesh], m)
-            needed += [earlier * count + i for i in sums[n]] if earlier is not None else []
-        return needed
+        return [m * count + i for i in same[n]] + [(m - 1) * count + i for i in last[n] if m]
 
     return waits
-
-
-def previous(mesh_for: Callable[[int], Mesh], microbatch: int) -> int | None:
-    """The last microbatch before that a moving task runs on the same mesh, None for the first there."""
-    here = mesh_for(microbatch)
-    return next((m for m in reversed(range(microbatch)) if mesh_for(m) == here), None)

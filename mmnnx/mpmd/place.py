@@ -426,7 +426,11 @@ class _Region:
             inputs |= moved
         self.out.bodies[loop] = body
         for v, c in zip(loop.carry_in, loop.carries):
-            self.where[c] = _activation(inputs[v].home)
+            home = inputs[v].home
+            tasks = [p.task for p in body.positions if p.mesh == home and p.task is not None]
+            if any(t.loop_dependent_mesh_slice is not None for t in tasks) and c in self.out.follows:
+                home = self.where[self.out.follows[c]].home  # the sums of all its meshes are added up there
+            self.where[c] = _activation(home)
         for y, row in zip(loop.ys, loop.stacks):
             self.where.update(dict.fromkeys(row, _activation(body.where[y].home)))
 

@@ -208,6 +208,8 @@ class Program:
             for s in i.frees:
                 if s in results:
                     raise VerificationError(f"{where}: frees {self._value(s)}, which is a result")
+                if self.values[s][1] not in (mesh_in, mesh_out):
+                    raise VerificationError(f"{where}: frees {self._value(s)}, which is on another mesh")
                 if live.pop(s, None) is None:
                     raise VerificationError(f"{where}: frees {self._value(s)}, which is not there")
         for s in results - live.keys():
@@ -275,11 +277,14 @@ class Program:
         ready: dict[int, float] = dict.fromkeys(self.inputs, 0.0)
         idle: defaultdict[Any, float] = defaultdict(float)  # of meshes, and of the ways between them
         events, transfers = [], []
-        moves = [(0.0, nbytes(v), self.names[mesh]) for v, mesh in self.inputs.values()]
-        kept: list[tuple[float, int, str]] = []  # moves of residuals alone
+        # Falls come before rises at one time, except in a call that takes none: what it holds, it holds.
+        moves: list[tuple[Any, int, str]] = [
+            ((0.0, 0, -1, 0), nbytes(v), self.names[mesh]) for v, mesh in self.inputs.values()
+        ]
+        kept: list[tuple[Any, int, str]] = []  # moves of residuals alone
         received = {s for t in self.transfers for s in t.outputs}
         host = 0.0  # when the next instruction is dispatched
-        for i in self.instructions:
+        for n, i in enumerate(self.instructions):
             host += costs.dispatch
             begin = max((ready[s] for s in i.inputs), default=0.0)
             if isinstance(i, Call):
@@ -296,8 +301,8 @@ class Program:
                 transfers.append(Event(way, start, end, "transfer", i.microbatch, "transfer"))
             ready.update(dict.fromkeys(i.outputs, end))
             overwritten = self._overwritten(i, received)
-            changes = [(start, 1, s) for s in i.outputs if s not in overwritten.values()]
-            changes += [(end, -1, s) for s in i.frees if s not in overwritten]
+            changes = [((start, 1, n, 0), 1, s) for s in i.outputs if s not in overwritten.values()]
+            changes += [((end, int(end == start), n, 1), -1, s) for s in i.frees if s not in overwritten]
             for time, sign, s in changes:
                 v, home = self.values[s]
                 moves.append((time, sign * nbytes(v), self.names[home]))
@@ -327,6 +332,9 @@ class Program:
         Returns:
           The times of every fragment and transfer, for `simulate`, and the time of the step.
 
+        Raises:
+          ValueError: for arguments of other shapes or homes than it was made for.
+
         Example:
           >>> profile = train_step.program(model, optimizer, batch).profile(model, optimizer, batch)
           >>> profile.seconds, profile.timeline.makespan
@@ -347,7 +355,10 @@ class Program:
             f"Program: {len(self.fragments)} fragments, {len(self.calls)} calls, "
             f"{len(self.transfers)} transfers ({sum(t.nbytes for t in self.transfers):,} bytes)"
         ]
+        used = {mesh for _, mesh in self.values}
         for mesh, name in self.names.items():
+            if mesh not in used:
+                continue
             lines.append(f"  {name}: devices {[d.id for d in mesh.devices.flat]}, {dict(mesh.shape)}")
         for number, i in enumerate(self.instructions):
             line = f"{number:5d}  {self.describe(i)}"

@@ -27,7 +27,7 @@ Remat = Any
 _CHEAP = LAYOUT | {
     "abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "cos", "custom_jvp_call",
     "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite",
-    "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not",
+    "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not",
     "one_minus_square", "or", "pow", "reduce_max", "reduce_min", "reduce_sum", "rem", "round", "rsqrt",
     "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
@@ -102,8 +102,10 @@ def rematerialise(
 def _residuals(
     nodes: Sequence[Node], placement: Placement, maker: Mapping[Var, Node]
 ) -> dict[Spot, tuple[set[Equation], list[Var]]]:
-    """For each spot with a backward: the equations of its forward, and those of their values it reads."""
+    """For each spot with a backward: the equations of its forward, and which of the values that they read or
+    make it reads."""
     forward: dict[Spot, set[Equation]] = {}
+    read: dict[Spot, set[Var]] = {}
     needed: dict[Spot, dict[Var, None]] = {}
     for node in nodes:
         spot = placement.spots.get(node)
@@ -111,9 +113,11 @@ def _residuals(
             continue
         if placement.phases[node] == "forward" and isinstance(node, Equation):
             forward.setdefault(spot, set()).add(node)
+            activations = (a for a in node.invars if is_var(a) and placement.where[a].kind is Kind.ACTIVATION)
+            read.setdefault(spot, set()).update(activations)
         elif placement.phases[node] == "backward":
             for a in node.invars:
-                if is_var(a) and maker.get(a) in forward.get(spot, ()):
+                if is_var(a) and (maker.get(a) in forward.get(spot, ()) or a in read.get(spot, ())):
                     needed.setdefault(spot, {})[a] = None
     return {spot: (forward[spot], list(values)) for spot, values in needed.items()}
 

@@ -22,12 +22,12 @@ from mmnnx.mpmd.lift import Record
 from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred
 from mmnnx.mpmd.order import Moves
-from mmnnx.mpmd.place import Placement, TaskOf, place
+from mmnnx.mpmd.place import Placement, Position, TaskOf, place
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.run import runner
 from mmnnx.mpmd.trace import FREE, Equation, Flat, Loop, Node, Var, at_home, is_var, open_calls, scopes_in
 from mmnnx.sharding.mesh import MultiMesh
-from mmnnx.sharding.task import find_task
+from mmnnx.sharding.task import Task, find_task, place_task, placed_tasks
 
 Run = Callable[[Sequence[Any]], list[Any]]
 
@@ -64,6 +64,8 @@ def split(
 
     for scope in scopes_in(traced.jaxpr):
         task_of(scope)
+    for task, mesh in dict.fromkeys(_placing(record)):
+        place_task(task, mesh)
     ends = find_ends(record, leaves, traced.jaxpr.out_avals, meshes)
     divided = meshes.tasks()
     if len(divided) == 1 and not meshes.moving:
@@ -78,6 +80,41 @@ def split(
     if len(divided) == 1 and len(groups) <= 1 and not ruled:
         return Split(program, None)
     return Split(program, _preparer(program, pieces, ends, record, leaves, donates, multimesh))
+
+
+def _placing(record: Record) -> Iterator[tuple[Task, Mesh]]:
+    """The tasks of the rules that place arguments and results, with their meshes."""
+    for leaf in (*record.inputs, *record.results):
+        if leaf is not None and leaf.rule is not None:
+            task, sharding = leaf.rule
+            if task is not None and isinstance(sharding, NamedSharding):
+                yield task, mesh_of(sharding)
+
+
+def _with_tasks(placement: Placement, multimesh: MultiMesh | None) -> Placement:
+    """Gives what follows state of a task, and is in no scope, the options of that task.
+
+    Raises:
+      ValueError: if several tasks with other options have state on the same mesh.
+    """
+    trained = {placement.spots[n].position for n, phase in placement.phases.items() if phase == "backward"}
+
+    def task_on(mesh: Mesh) -> Task | None:
+        tasks = placed_tasks(mesh, multimesh)
+        for a, b in itertools.pairwise(tasks):
+            if (a.remat, a.split_backprop) != (b.remat, b.split_backprop):
+                raise ValueError(
+                    f"{a} and {b} both have state on devices {[d.id for d in mesh.devices.flat]}, but not "
+                    "the same remat and split_backprop: say what each computes with mm.task"
+                )
+        return dataclasses.replace(tasks[0], name=None) if len(tasks) > 1 else next(iter(tasks), None)
+
+    positions = [
+        Position(p.mesh, task_on(p.mesh)) if p.task is None and n in trained else p
+        for n, p in enumerate(placement.positions)
+    ]
+    bodies = {loop: _with_tasks(body, multimesh) for loop, body in placement.bodies.items()}
+    return dataclasses.replace(placement, positions=positions, bodies=bodies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +151,7 @@ def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, meshes: Meshes) -> Iterator
         where = {v: o for body in placement.bodies.values() for v, o in body.where.items()}
         nodes = split_sums(nodes, lambda loop, term: where[term].home)
         placement = place(nodes, origin, task_of, led)
+    placement = _with_tasks(placement, meshes.multimesh)
     results = _results(flat, placement, ends.asked, meshes.tasks(), meshes.multimesh)
     given = dict(zip(flat.invars, ends.given))
     for choice in itertools.count():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -65,7 +65,9 @@ def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:
             f"microbatch: num_stages={spec.num_stages}, but the loop runs through {stages.num_stages} "
             f"stages: {', '.join(names)}"
         )
-    name, table = _table(spec, stages, "backward" in placement.phases.values(), choice)
+    spots = {placement.spots[n].position for n, phase in placement.phases.items() if phase == "backward"}
+    trained = {n for n, p in enumerate(positions) if p in spots}
+    name, table = _table(spec, stages, trained, choice)
     parts = {a.stage for row in table for a in row if a.phase in ("backward-input", "backward-weight")}
     split = {positions[s] for s in parts}
     if spec.names_tasks:
@@ -127,16 +129,18 @@ def _moves(placement: Placement, position: int) -> bool:
     return task is not None and task.loop_dependent_mesh_slice is not None
 
 
-def _table(spec: LoopSpec, stages: Stages, trains: bool, choice: int) -> tuple[str, list[list[Action]]]:
-    """The name and the table of the schedule of a loop."""
+def _table(
+    spec: LoopSpec, stages: Stages, trained: Collection[int], choice: int
+) -> tuple[str, list[list[Action]]]:
+    """The name and the table of the schedule of a loop; `trained` are the stages with a backward."""
     if spec.rows:
         table = [] if spec.names_tasks else [list(row) for row in spec.rows]
         if table:
-            check_table(table, stages, spec.length)
+            check_table(table, stages, spec.length, trained=trained)
         return "custom", table
     if spec.schedule is not None:
         name = spec.schedule
-    elif trains and stages.num_stages:
+    elif trained:
         everyone = tuple(map(get_schedule, schedule_names()))
         ranked = _ranked(everyone, stages, min(spec.length, 2 * stages.num_stages + 1), spec.options)
         if choice >= len(ranked):
@@ -144,8 +148,10 @@ def _table(spec: LoopSpec, stages: Stages, trains: bool, choice: int) -> tuple[s
         name = ranked[choice]
     else:
         name = "gpipe"  # forwards alone, in order
+    if not stages.num_stages:
+        return name, []  # all is in moving tasks, and follows by dependency
     table = get_schedule(name).table(stages, spec.length, **dict(spec.options))
-    check_table(table, stages, spec.length, name)
+    check_table(table, stages, spec.length, name, trained)
     return name, table
 
 

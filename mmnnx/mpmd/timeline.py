@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 UNIT_COSTS = {"forward": 1.0, "backward": 2.0, "backward-input": 1.0, "backward-weight": 1.0, "none": 1.0}
 """Units of time for each phase: equal ones, a whole backward being of two parts."""
@@ -161,7 +162,7 @@ class Profile:
         return "\n".join(lines)
 
 
-def peaks(moves: Iterable[tuple[float, int, str]]) -> dict[str, int]:
+def peaks(moves: Iterable[tuple[Any, int, str]]) -> dict[str, int]:
     """For each name, the highest sum of (time, change, name) over time; at one time, falls come first."""
     now: defaultdict[str, int] = defaultdict(int)
     peak: dict[str, int] = {}

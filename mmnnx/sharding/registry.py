@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,7 @@ class Registry:
     def __init__(self) -> None:
         self.generation = 0
         self._rules: list[Rule] = []
+        self._placed: dict[Hashable, dict[str | None, Any]] = {}
         self._found: dict[str, Rule | None] = {}  # find() is asked about each equation of a program
 
     def add(self, matcher: Matcher, callback: Callable[[str, bool], Any] | None, task: Any) -> None:
@@ -59,9 +60,21 @@ class Registry:
         self._rules.append(Rule(matcher, callback, task))
         self._changed()
 
+    def place(self, where: Hashable, task: Any) -> None:
+        """Remember that there is state of a task; it takes the place of one of the same name."""
+        tasks = self._placed.setdefault(where, {})
+        if tasks.get(task.name) != task:
+            tasks[task.name] = task
+            self._changed()
+
+    def placed(self, where: Hashable) -> tuple[Any, ...]:
+        """The tasks that have state there."""
+        return tuple(self._placed.get(where, {}).values())
+
     def clear(self) -> None:
-        """Forget all rules."""
+        """Forget all rules and tasks."""
         self._rules.clear()
+        self._placed.clear()
         self._changed()
 
     def _changed(self) -> None:

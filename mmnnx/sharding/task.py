@@ -85,6 +85,7 @@ class Task:
         if not isinstance(mesh, Mesh | TaskMesh | None):
             raise TypeError(f"mesh= of {self} is a TaskMesh or a jax.sharding.Mesh, not {mesh!r}")
         object.__setattr__(self, "mesh", mesh)
+        check_remat(self.remat, f"remat= of {self}")
         object.__setattr__(self, "mesh_slice", self._normal_slice())
         object.__setattr__(self, "split_backprop", self._normal_halves())
         object.__setattr__(self, "loop_dependent_mesh_slice", self._normal_moves())
@@ -323,6 +324,18 @@ def _in_scope(fun: Callable[..., Any], task: Task) -> Callable[..., Any]:
     return wrapper
 
 
+def check_remat(remat: Any, what: str) -> None:
+    """Checks that it is None, a bool, or can be called as a policy.
+
+    Raises:
+      TypeError: if it is neither.
+    """
+    if not (remat is None or isinstance(remat, bool) or callable(remat)):
+        raise TypeError(
+            f"{what} is True, or a policy such as jax.checkpoint_policies.dots_saveable itself, not {remat!r}"
+        )
+
+
 @functools.cache  # one class for one pair, so that graph definitions of equal modules stay equal
 def _task_class(cls: type[nnx.Module], task: Task) -> type[nnx.Module]:
     body: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
@@ -365,8 +378,25 @@ def register_task(
 
 
 def clear_tasks() -> None:
-    """Forget what was registered with `register_task`, except on a MultiMesh."""
+    """Forget what was registered with `register_task`, and the tasks of placed state; not on a MultiMesh."""
     _registry.clear()
+
+
+def place_task(task: Task, mesh: Mesh) -> None:
+    """Remember that a rule of a TaskSharding has put state of a task on a mesh."""
+    multimesh = current_multimesh()
+    (_registry if multimesh is None else multimesh.registry).place(_devices(mesh), task)
+
+
+def placed_tasks(mesh: Mesh, multimesh: MultiMesh | None) -> tuple[Task, ...]:
+    """The tasks that have state on a mesh, but for those that move."""
+    found = () if multimesh is None else multimesh.registry.placed(_devices(mesh))
+    tasks = found or _registry.placed(_devices(mesh))
+    return tuple(t for t in tasks if t.loop_dependent_mesh_slice is None)
+
+
+def _devices(mesh: Mesh) -> tuple[Any, ...]:
+    return mesh.devices.shape, *(d.id for d in mesh.devices.flat)
 
 
 def registrations() -> tuple[int, int]:

@@ -255,6 +255,24 @@ def test_a_schedule_of_lines_on_stages_that_share_meshes(name, meshes):
 
 
 TWO_ENCODERS = (("left",), ("right",), ("decoder",))
+SIDE_BY_SIDE = ((), (), (0, 1))
+
+
+class ScopedTwoEncoders(models.TwoEncoders):
+    """Its decoder, and the join before it, are in a task."""
+
+    def __init__(self, task: mm.Task, *, rngs: nnx.Rngs):
+        super().__init__(rngs=rngs)
+        self.task = task
+
+    def __call__(self, x):
+        left, right = x, x
+        for layer in self.left:
+            left = jnp.tanh(layer(left))
+        for layer in self.right:
+            right = jax.nn.gelu(layer(right))
+        join = lambda decoder, *parts: decoder(jnp.concatenate(parts, axis=-1))
+        return mm.task(join, task=self.task)(self.decoder, left, right)
 
 
 def both_losses(model: nnx.Module, batch: models.Batch) -> jax.Array:
@@ -271,10 +289,10 @@ def expected_of_two_encoders(loss: Callable, num_microbatches: int) -> OneDevice
     return on_one_device(make(models.TwoEncoders), loss, batch, microbatch=2, steps=2)
 
 
-def check_two_encoders(name: str, meshes: Sequence[int], num_microbatches: int, loss: Callable) -> None:
-    mesh, tasks = on_meshes(meshes)
-    program = assert_parity(
-        make(models.TwoEncoders),
+def check_two_encoders(name: str, num_microbatches: int, loss: Callable, scoped: bool) -> mm.Program:
+    mesh, tasks = pipeline(3)
+    return assert_parity(
+        make(ScopedTwoEncoders, tasks[2]) if scoped else make(models.TwoEncoders),
         loss,
         models.vectors(rows=2 * num_microbatches),
         place(tasks, *TWO_ENCODERS),
@@ -283,20 +301,29 @@ def check_two_encoders(name: str, meshes: Sequence[int], num_microbatches: int, 
         schedule=name,
         expected=expected_of_two_encoders(loss, num_microbatches),
     )
-    stages = Stages(tuple(meshes), ((), (), (0, 1)))
-    table = get_schedule(name).table(stages, num_microbatches)
-    assert_followed(program, table, {(0, "backward-input"), (1, "backward-input")})
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 5])
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_two_encoders_into_one_decoder(name, num_microbatches):
-    check_two_encoders(name, (0, 1, 2), num_microbatches, models.squared_error)
+    program = check_two_encoders(name, num_microbatches, models.squared_error, scoped=True)
+    table = get_schedule(name).table(Stages((0, 1, 2), SIDE_BY_SIDE), num_microbatches)
+    assert_followed(program, table, {(0, "backward-input"), (1, "backward-input")})
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero-bubble-h2"])
 def test_losses_of_decoder_and_encoder(name):
-    check_two_encoders(name, (0, 1, 2), 3, both_losses)
+    check_two_encoders(name, 3, both_losses, scoped=False)
+
+
+def test_encoders_side_by_side_do_not_wait_for_each_other():
+    """Though nothing says where their results are joined: the join belongs to the decoder. With unit costs
+    the pipeline is two deep.
+    """
+    program = check_two_encoders("1f1b", 5, models.squared_error, scoped=False)
+    assert program.simulate().makespan == 3 * (5 + 2 - 1)
+    last = [c.mesh for c in program.calls if c.phase == "forward"][-1]
+    assert all(t.target_mesh == last for t in program.transfers if t.microbatch == 0 and t.shape == (2, 16))
 
 
 # Refusals, before anything runs
@@ -316,7 +343,7 @@ def refusal(name: str, make_model: Callable, placement: mm.TaskSharding, mesh: m
 @pytest.mark.parametrize("name", LOOPING + VEES)
 def test_a_graph_is_refused_by_schedules_of_chains(name):
     mesh, tasks = pipeline(3)
-    said = refusal(name, make(models.TwoEncoders), place(tasks, *TWO_ENCODERS), mesh)
+    said = refusal(name, make(ScopedTwoEncoders, tasks[2]), place(tasks, *TWO_ENCODERS), mesh)
     assert f"schedule '{name}' is for a chain of stages; here they read 0: no other; 1: no other" in said
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import graphlib
 import re
 
 import optax
@@ -20,13 +22,13 @@ from tests.mpmd.parity import born, pipeline, place, train_step
 
 
 @functools.cache
-def valid() -> mm.Program:
-    """A train step over two stages and three microbatches."""
-    mesh, tasks = pipeline(2)
+def valid(schedule: str = "1f1b", stages: int = 2) -> mm.Program:
+    """A train step of one layer a stage, over three microbatches."""
+    mesh, tasks = pipeline(stages)
     with mesh:
-        model = born(make(models.MLP, layers=2), place(tasks, [("layers", 0)], [("layers", 1)]))
+        model = born(make(models.MLP, layers=stages), place(tasks, *[[("layers", i)] for i in range(stages)]))
         optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param))(model)
-        step = train_step(mm.jit, models.squared_error, microbatch=2)
+        step = train_step(mm.jit, models.squared_error, microbatch=2, schedule=schedule)
         return step.program(model, optimizer, models.vectors(rows=6))
 
 
@@ -183,6 +185,101 @@ def test_never_freed(program):
     refused(changed(program, n, kept), "stage0 (devices [0])")
 
 
+def test_freed_by_another_mesh(program):
+    """A process drops what is on its own devices: it cannot be told to in an instruction of others."""
+    n = number_of(program, "backward", stage=1)
+    call = program.instructions[n]
+    own = next(s for s in call.frees if s in call.inputs)
+    later = number_of(program, "backward", microbatch=2)
+    instructions = list(program.instructions)
+    instructions[n] = dataclasses.replace(call, frees=tuple(s for s in call.frees if s != own))
+    instructions[later] = dataclasses.replace(instructions[later], frees=(*instructions[later].frees, own))
+    refused(
+        dataclasses.replace(program, instructions=tuple(instructions)),
+        "stage0 backward [microbatch 2] on stage0 (devices [0])",
+        f"frees %{own} ",
+        "stage1 (devices [1])",
+    )
+
+
+# Meshes that wait for each other
+
+
+def waits(program) -> dict[int, set[int]]:
+    """For each instruction those before it, if each mesh keeps its own order and reads what others made."""
+    makes = {s: n for n, i in enumerate(program.instructions) for s in i.outputs}
+    last, found = {}, {}
+    for n, i in enumerate(program.instructions):
+        meshes = (i.mesh,) if isinstance(i, Call) else (i.source_mesh, i.target_mesh)
+        found[n] = {makes[s] for s in i.inputs if s in makes} | {last[m] for m in meshes if m in last}
+        last.update(dict.fromkeys(meshes, n))
+    return found
+
+
+def circle(message: str) -> list[int]:
+    """The numbers of the instructions of the circle that a message names; none if it names no circle."""
+    _, found, steps = message.partition("Instructions wait for each other: ")
+    return [int(step.split(",")[0]) for step in steps.split(" <- ")] if found else []
+
+
+def reordered(program, *moves: tuple[int, int]):
+    """The program with instructions taken out and put in elsewhere, one after the other."""
+    instructions = list(program.instructions)
+    for source, target in moves:
+        instructions.insert(target, instructions.pop(source))
+    return dataclasses.replace(program, instructions=tuple(instructions))
+
+
+def test_a_circle_is_named_whole(program):
+    """The first stage asks for a backward before the forward that it comes of: all on the way are named."""
+    first, wrong = number_of(program, "forward", 0), number_of(program, "backward", 0)
+    broken = reordered(program, (wrong, first))
+    with pytest.raises(VerificationError) as error:
+        broken.verify()
+    message = str(error.value)
+    assert f"instruction {first}, stage0 backward [microbatch 0] on stage0 (devices [0])" in message
+    numbers = circle(message)
+    names = [broken.describe(broken.instructions[n]) for n in numbers]
+    assert numbers[0] == numbers[-1] and len(set(numbers)) == len(numbers) - 1
+    assert {
+        "stage0 backward [microbatch 0] on stage0 (devices [0])",
+        "stage0 forward [microbatch 0] on stage0 (devices [0])",
+        "stage1 forward [microbatch 0] on stage1 (devices [1])",
+        "stage1 backward [microbatch 0] on stage1 (devices [1])",
+    } <= set(names)
+    assert {name.split(", ")[0].split("] ")[-1] for name in names if name.startswith("send")} == {
+        "stage0 -> stage1",
+        "stage1 -> stage0",
+    }
+    assert all(name in message for name in names)
+
+
+def test_two_meshes_that_each_keep_an_order_of_their_own():
+    """Each mesh receives before it sends: neither is wrong alone, and together they stand still."""
+    program = valid("gpipe")
+    there = number_of(program, "forward", 2) + 1
+    back = number_of(program, "backward", 0, stage=1) + 1
+    assert all(isinstance(program.instructions[n], Transfer) for n in (there, back))
+    broken = reordered(program, (back, there))
+    with pytest.raises(VerificationError) as error:
+        broken.verify()
+    message = str(error.value)
+    assert f"instruction {there}, send" in message and "stage1 -> stage0" in message
+    described = [broken.describe(broken.instructions[n]) for n in circle(message)]
+    assert any("stage0 -> stage1" in d for d in described) or any("stage1 forward" in d for d in described)
+    linked = waits(broken)
+    numbers = circle(message)
+    assert all(a in linked[b] for a, b in zip(numbers[:-1], numbers[1:], strict=True))
+
+
+def test_what_is_missing_is_no_circle(program):
+    """Where the order is right and a transfer is left out, no circle is told of."""
+    n = number_of(program, "forward") + 1
+    with pytest.raises(VerificationError) as error:
+        changed(program, n).verify()
+    assert circle(str(error.value)) == []
+
+
 def test_a_result_that_is_never_made(program):
     values = (*program.values, program.values[program.outputs[0][0]])
     new = len(program.values)
@@ -241,3 +338,71 @@ def test_mutilated_programs_are_refused(data):
     else:
         with pytest.raises(VerificationError):
             broken.verify()
+
+
+def meaning(program: mm.Program, terms: dict) -> list[list[int]]:
+    """What each result is, as a number that stands for how it was computed: of which inputs, by what.
+
+    `terms` has the numbers; programs that share it can be compared.
+    """
+    term = lambda *key: terms.setdefault(key, len(terms))
+    slots = {s: term("input", v, mesh) for s, (v, mesh) in program.inputs.items()}
+    for i in program.instructions:
+        read = [slots[s] for s in i.inputs]
+        if isinstance(i, Call):
+            slots.update({s: term(i.fragment, n, *read) for n, s in enumerate(i.outputs)})
+        else:
+            slots[i.outputs[0]] = read[0]
+        for s in i.frees:
+            del slots[s]
+    return [[slots[s] for s in held] for held in program.outputs]
+
+
+PROGRAMS = [("1f1b", 2), ("gpipe", 3), ("zero-bubble-h1", 3)]
+
+
+@st.composite
+def mutations(draw):
+    """A program with up to three of its instructions swapped, moved, dropped or there twice."""
+    program = valid(*draw(st.sampled_from(PROGRAMS)))
+    instructions = list(program.instructions)
+    for kind in draw(st.lists(st.sampled_from(["swap", "move", "drop", "double"]), min_size=1, max_size=3)):
+        a, b = (draw(st.integers(0, len(instructions) - 1)) for _ in range(2))
+        if kind == "swap":
+            instructions[a], instructions[b] = instructions[b], instructions[a]
+        elif kind == "move":
+            instructions.insert(b, instructions.pop(a))
+        elif kind == "drop":
+            del instructions[a]
+        else:
+            instructions.insert(b, instructions[a])
+    return program, dataclasses.replace(program, instructions=tuple(instructions))
+
+
+@given(mutations())
+def test_what_is_accepted_computes_the_same(pair):
+    """A program that was changed is refused, or makes every result in the same way of the same inputs."""
+    program, mutant = pair
+    try:
+        mutant.verify()
+    except VerificationError as error:
+        assert any(f"stage{i}" in str(error) for i in range(3)), error
+    else:
+        terms = {}
+        assert meaning(mutant, terms) == meaning(program, terms)
+        assert collections.Counter(mutant.instructions) == collections.Counter(program.instructions)
+        assert len(mutant.simulate().events) == len(program.calls)
+
+
+@given(mutations())
+def test_circles_are_circles(pair):
+    """What a message names as a circle is one; and where there is one among the instructions, it is named."""
+    mutant = pair[1]
+    try:
+        mutant.verify()
+    except VerificationError as error:
+        numbers, linked = circle(str(error)), waits(mutant)
+        assert all(a in linked[b] for a, b in zip(numbers[:-1], numbers[1:], strict=True))
+        assert not numbers or numbers[0] == numbers[-1]
+        if "before it is made" in str(error) and not numbers:
+            assert list(graphlib.TopologicalSorter(linked).static_order())

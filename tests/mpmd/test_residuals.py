@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import mmnnx as mm
 from mmnnx import _compat
@@ -82,6 +83,24 @@ class Convolution(Body):
 class Loop(Body):
     def after(self, x):
         return jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=3)[0]
+
+
+class Sine(Body):
+    """A second layer, which reads the sine of the first; its gradient does, too."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def after(self, x):
+        return self.second(jnp.sin(x))
+
+
+class MarkedSine(Sine):
+    """With a name for the sine, as `jax.checkpoint` policies ask for."""
+
+    def after(self, x):
+        return self.second(checkpoint_name(jnp.sin(x), "sine"))
 
 
 BODIES = [Relu, Gelu, Norm, Dropout, Attention, Convolution, Loop]
@@ -179,6 +198,27 @@ def test_dropout_keeps_what_came_of_its_random_bits():
         for phase in ("forward", "backward")
     ]
     assert bits == [1, 0]
+
+
+def test_what_is_kept_anyway_is_not_kept_in_another_form():
+    """A middle stage of linear layers and tanh keeps what it was given, which the gradient of its weights
+    reads: the derivative of the tanh before it, 1 - x², is made of that again.
+    """
+    mesh, tasks = pipeline(3)
+    with mesh:
+        placement = place(tasks, *[[("layers", i)] for i in range(3)])
+        model = born(models.make(models.MLP, layers=3, width=WIDTH), placement)
+        grad_fn = mm.microbatch(nnx.value_and_grad(models.squared_error), 0, ROWS, argnum=1, schedule="1f1b")
+        step = mm.jit(lambda model, batch: grad_fn(model, batch))
+        found = step.program(model, models.vectors(rows=2 * ROWS))
+    assert kept_bytes(found, 1) == (ROWS * WIDTH + WIDTH * WIDTH) * 4  # the activation and the kernel
+    assert kept(found, 1) == []
+
+
+def test_a_name_costs_nothing():
+    """What has a name for `jax.checkpoint` is computed again like anything else."""
+    assert kept(program(Sine)) == [ACTIVATION]
+    assert kept(program(MarkedSine)) == kept(program(Sine))
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -1,8 +1,11 @@
-"""Schedules: the tables themselves, what they cost on a chain, and schedules of a user's own."""
+"""Schedules in programs: what is asked for is what runs, by name, as a table, or chosen by simulation."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -12,13 +15,128 @@ import mmnnx as mm
 from mmnnx.mpmd import schedule as schedules
 from mmnnx.mpmd.microbatch import LoopSpec
 from mmnnx.mpmd.order import order_loop
-from mmnnx.mpmd.program import Timeline
-from mmnnx.mpmd.schedule import Action, get_schedule, register_schedule
+from mmnnx.mpmd.schedule import Action, Stages, get_schedule, schedule_names
+from mmnnx.mpmd.stages import Timetable
+from mmnnx.mpmd.timeline import Timeline
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import assert_parity, born, pipeline, place
+from tests.mpmd.parity import OneDevice, assert_parity, assert_same, born, on_one_device, pipeline, place
 
-SIZES = [(1, 1), (1, 4), (2, 1), (2, 5), (3, 2), (4, 3), (4, 4), (4, 16), (8, 3)]
+ROWS = 2  # of a microbatch
+
+
+def layers(count: int) -> list[list[tuple[str, int]]]:
+    return [[("layers", n)] for n in range(count)]
+
+
+@functools.cache
+def chain(meshes: tuple[int, ...]) -> tuple[mm.MultiMesh, models.MLP]:
+    """A chain of linear layers, each on the mesh of its number."""
+    mesh, tasks = pipeline(max(meshes) + 1)
+    with mesh:
+        placement = place([tasks[m] for m in meshes], *layers(len(meshes)))
+        return mesh, born(make(models.MLP, layers=len(meshes), width=8), placement)
+
+
+def chain_program(meshes: Sequence[int], num_microbatches: int, schedule: str | None = None, **loop):
+    """The program of loss and gradients of a chain of linear layers."""
+    mesh, model = chain(tuple(meshes))
+    with mesh:
+        grad_fn = mm.microbatch(
+            nnx.value_and_grad(models.squared_error), 0, ROWS, argnum=1, schedule=schedule, **loop
+        )
+        return mm.jit(lambda model, batch: grad_fn(model, batch)).program(
+            model, models.vectors(rows=ROWS * num_microbatches)
+        )
+
+
+@pytest.fixture(scope="module")
+def one_device() -> OneDevice:
+    """What three layers do with four microbatches."""
+    model = make(models.MLP, layers=3, width=8)
+    return on_one_device(model, models.squared_error, models.vectors(), microbatch=ROWS, steps=2)
+
+
+def trained(one_device: OneDevice, **loop: Any) -> mm.Program:
+    """The program of three layers on three meshes, which has given what one device gives."""
+    mesh, tasks = pipeline(3)
+    return assert_parity(
+        make(models.MLP, layers=3, width=8),
+        models.squared_error,
+        models.vectors(),
+        place(tasks, *layers(3)),
+        mesh=mesh,
+        microbatch=ROWS,
+        expected=one_device,
+        **{"schedule": None, **loop},
+    )
+
+
+def loop_of(program: mm.Program) -> Timeline:
+    """What the meshes do in the loop, at unit costs; what is outside it takes no time."""
+    timeline = program.simulate()
+    return Timeline(tuple(e for e in timeline.events if e.microbatch is not None))
+
+
+# In simulation a program is as good as the papers say its schedule is
+
+
+@pytest.mark.parametrize("num_meshes, num_microbatches", [(2, 1), (2, 6), (3, 4), (4, 2), (4, 8)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "wavefront"])
+def test_bubble(schedule, num_meshes, num_microbatches):
+    """(P-1)/(M+P-1)"""
+    P, M = num_meshes, num_microbatches
+    timeline = loop_of(chain_program(range(P), M, schedule))
+    assert {e.phase for e in timeline.events} == {"forward", "backward"}
+    assert len(timeline.events) == 2 * P * M
+    assert timeline.makespan == 3 * (M + P - 1)
+    assert timeline.bubble == pytest.approx((P - 1) / (M + P - 1))
+
+
+@pytest.mark.parametrize("num_meshes, rounds, num_microbatches", [(2, 2, 4), (2, 3, 6), (3, 2, 6), (4, 2, 8)])
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs"])
+def test_bubble_of_several_stages_on_each_mesh(schedule, num_meshes, rounds, num_microbatches):
+    """(P-1)/(VM+P-1): with V stages on each mesh it is a V-th, of the work of one stage."""
+    P, V, M = num_meshes, rounds, num_microbatches
+    timeline = loop_of(chain_program([*range(P)] * V, M, schedule))
+    assert timeline.makespan == 3 * (V * M + P - 1)
+    assert timeline.bubble == pytest.approx((P - 1) / (V * M + P - 1))
+
+
+@pytest.mark.parametrize("num_meshes, num_microbatches", [(2, 4), (4, 12)])
+def test_bubble_of_backwards_in_two_parts(num_meshes, num_microbatches):
+    """H1 has a third of 1F1B's bubble; H2 none, but for the part that the first stage does not have."""
+    P, M = num_meshes, num_microbatches
+    bubbles = {}
+    for name in ("1f1b", "zero-bubble-h1", "zero-bubble-h2"):
+        # The layers lie so that the first stage has two: of the first of them it has input gradients too.
+        timeline = loop_of(chain_program([0, *range(P)], M, name))
+        bubbles[name] = timeline.bubble
+        assert timeline.makespan >= 3 * M
+    assert bubbles["1f1b"] == pytest.approx((P - 1) / (M + P - 1))
+    assert bubbles["zero-bubble-h1"] == pytest.approx((P - 1) / (3 * M + P - 1))
+    assert bubbles["zero-bubble-h2"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name, most", [("gpipe", 8), ("1f1b", 4), ("zero-bubble-h1", 4), ("zero-bubble-h2", 7)]
+)
+def test_residuals_in_a_program(name, most):
+    """As many as the schedule's own table holds."""
+    program = chain_program([0, 0, 1, 2, 3], 8, name)
+    assert max(program.simulate().in_flight().values()) == most
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 6])
+def test_every_stage_runs_its_own_backward(num_microbatches):
+    """Also a stage of one small layer: the next stage does not do its backward and send the sum home."""
+    program = chain_program(range(2), num_microbatches)
+    names = {f.name for f in program.fragments if f.phase != "none"}
+    assert {name.split()[0] for name in names} == {"stage0", "stage1"}
+    assert all(any(n.startswith(f"stage{s} backward") for n in names) for s in range(2))
+
+
+# A user's own, by name
 
 
 @pytest.fixture
@@ -27,181 +145,396 @@ def registry(monkeypatch):
     monkeypatch.setattr(schedules.base, "_schedules", dict(schedules.base._schedules))
 
 
-def tables(name: str, num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    schedule = get_schedule(name)
-    return [list(schedule(stage, num_stages, num_microbatches)) for stage in range(num_stages)]
+def forwards(stage: int, microbatches) -> list[Action]:
+    return [Action(stage, "forward", m) for m in microbatches]
 
 
-@pytest.mark.parametrize("num_stages, num_microbatches", SIZES)
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_each_action_once_and_in_order(name, num_stages, num_microbatches):
-    """Every stage runs each forward and each backward once, the backward later, each kind in order."""
-    for table in tables(name, num_stages, num_microbatches):
-        order = list(range(num_microbatches))
-        assert [a.microbatch for a in table if a.phase == "forward"] == order
-        assert [a.microbatch for a in table if a.phase == "backward"] == order
-        assert len(table) == 2 * num_microbatches
-        assert all(table.index(("forward", m)) < table.index(("backward", m)) for m in order)
+def backwards(stage: int, microbatches) -> list[Action]:
+    return [Action(stage, "backward", m) for m in microbatches]
 
 
-@pytest.mark.parametrize("num_stages, num_microbatches", SIZES)
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_microbatches_whose_residuals_a_stage_holds(name, num_stages, num_microbatches):
-    """1F1B: at most as many as there are stages from this one on, however many microbatches; GPipe: all."""
-    for stage, table in enumerate(tables(name, num_stages, num_microbatches)):
-        held = most = 0
-        for action in table:
-            held += 1 if action.phase == "forward" else -1
-            most = max(most, held)
-        bound = num_stages - stage if name == "1f1b" else num_microbatches
-        assert most == min(bound, num_microbatches)
-        assert held == 0
-
-
-def test_1f1b_written_out():
-    f, b = (lambda m: ("forward", m)), (lambda m: ("backward", m))
-    assert tables("1f1b", 3, 4) == [
-        [f(0), f(1), f(2), b(0), f(3), b(1), b(2), b(3)],
-        [f(0), f(1), b(0), f(2), b(1), f(3), b(2), b(3)],
-        [f(0), b(0), f(1), b(1), f(2), b(2), f(3), b(3)],
+def by_twos(stages: Stages, num_microbatches: int) -> list[list[Action]]:
+    """Two forwards and two backwards in turn: as no schedule that is here."""
+    pairs = [range(m, min(m + 2, num_microbatches)) for m in range(0, num_microbatches, 2)]
+    return [
+        [a for pair in pairs for a in forwards(s, pair) + backwards(s, pair)]
+        for s in range(stages.num_stages)
     ]
 
 
-def test_fewer_microbatches_than_stages():
-    """The early stages have no steady phase at all; nothing is asked for that does not exist."""
-    f, b = (lambda m: ("forward", m)), (lambda m: ("backward", m))
-    assert tables("1f1b", 4, 2)[:3] == [[f(0), f(1), b(0), b(1)]] * 3
-    assert tables("1f1b", 4, 2)[3] == [f(0), b(0), f(1), b(1)]
+def last_first(stages: Stages, num_microbatches: int) -> list[list[Action]]:
+    """All forwards; then all backwards, from the last microbatch to the first, as GPipe's paper draws it."""
+    order = range(num_microbatches)
+    return [forwards(s, order) + backwards(s, reversed(order)) for s in range(stages.num_stages)]
 
 
-def test_an_unknown_name():
-    with pytest.raises(ValueError, match=r"'zigzag'.*'1f1b', 'gpipe'"):
-        get_schedule("zigzag")
+def test_a_schedule_of_ones_own_is_followed_and_trains_alike(registry, one_device):
+    assert mm.register_schedule("by-twos")(by_twos) is by_twos
+    program = trained(one_device, schedule="by-twos")
+    assert program.table() == by_twos(Stages.chain(range(3)), 4)
+    assert [loop.schedule for loop in program.loops] == ["by-twos"]
 
 
-# On a chain
+def test_microbatches_in_another_order(registry, one_device):
+    """Where no state is carried, microbatches may come in any order: gradients are sums."""
+    mm.register_schedule("last-first")(last_first)
+    program = trained(one_device, schedule="last-first")
+    assert program.table() == last_first(Stages.chain(range(3)), 4)
 
 
-def chain_program(num_stages: int, num_microbatches: int, schedule: str) -> mm.Program:
-    """Loss and gradients of a chain of linear layers, two layers a stage."""
-    mesh, tasks = pipeline(num_stages)
-    placement = place(tasks, *[[("layers", (2 * i, 2 * i + 1))] for i in range(num_stages)])
-    with mesh:
-        model = born(make(models.MLP, layers=2 * num_stages), placement)
-        grad_fn = mm.microbatch(
-            nnx.value_and_grad(models.squared_error), 0, 2, argnum=1, schedule=schedule, reduce="sum"
-        )
-        return mm.jit(lambda model, batch: grad_fn(model, batch)).program(
-            model, models.vectors(rows=2 * num_microbatches)
-        )
+def test_a_schedule_of_ones_own_may_cut_some_backwards(registry, one_device):
+    """Those of the stages that it names parts of, and no others."""
+
+    @mm.register_schedule("one-cut")
+    def one_cut(stages, num_microbatches):
+        table = get_schedule("gpipe").table(stages, num_microbatches)
+        table[1] = forwards(1, range(num_microbatches))
+        for phase in ("backward-input", "backward-weight"):
+            table[1] += [Action(1, phase, m) for m in range(num_microbatches)]
+        return table
+
+    program = trained(one_device, schedule="one-cut")
+    assert program.table() == one_cut(Stages.chain(range(3)), 4)
 
 
-@pytest.mark.parametrize("num_stages, num_microbatches", [(2, 1), (2, 6), (3, 4), (4, 2), (4, 8)])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_bubble(schedule, num_stages, num_microbatches):
-    """Of the time of the loop, each mesh idles (S - 1) of (M + S - 1) parts."""
-    program = chain_program(num_stages, num_microbatches, schedule)
-    loop = [e for e in program.simulate().events if e.microbatch is not None]
-    assert {e.phase for e in loop} == {"forward", "backward"}
-    assert len(loop) == 2 * num_stages * num_microbatches
-    begin = min(e.start for e in loop)
-    assert begin == 1  # the sums start from nought
-    loop = [type(e)(e.mesh, e.start - begin, e.end - begin, e.phase, e.microbatch, e.name) for e in loop]
-    timeline = Timeline(tuple(loop))
-    assert timeline.makespan == 2 * (num_microbatches + num_stages - 1)
-    assert timeline.bubble == pytest.approx((num_stages - 1) / (num_microbatches + num_stages - 1))
+def test_a_schedule_of_ones_own_with_an_option(registry):
+    """A keyword of its function that mm.microbatch has is handed on."""
+    seen = []
 
+    @mm.register_schedule("with-unrolling")
+    def with_unrolling(stages, num_microbatches, unrolling=None):
+        seen.append(unrolling)
+        return by_twos(stages, num_microbatches)
 
-@pytest.mark.parametrize("num_microbatches", [2, 6])
-def test_every_stage_runs_its_own_backward(num_microbatches):
-    """Also a stage of one small layer: the next stage does not do its backward and send the sum home."""
-    mesh, tasks = pipeline(2)
-    with mesh:
-        model = born(make(models.MLP, layers=2), place(tasks, [("layers", 0)], [("layers", 1)]))
-        grad_fn = mm.microbatch(nnx.value_and_grad(models.squared_error), 0, 2, argnum=1)
-        program = mm.jit(lambda model, batch: grad_fn(model, batch)).program(
-            model, models.vectors(rows=2 * num_microbatches)
-        )
-    names = {f.name for f in program.fragments if f.phase != "none"}
-    assert names == {f"stage{s} {phase}" for s in range(2) for phase in ("forward", "backward")}
-
-
-# A user's own
-
-
-def early(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """1F1B that runs twice as far ahead."""
-    ahead = min(2 * (num_stages - stage - 1), num_microbatches)
-    actions = [Action("forward", m) for m in range(ahead)]
-    for m in range(num_microbatches - ahead):
-        actions += [Action("forward", ahead + m), Action("backward", m)]
-    return actions + [Action("backward", m) for m in range(num_microbatches - ahead, num_microbatches)]
-
-
-def test_a_schedule_of_ones_own_is_followed(registry):
-    assert register_schedule("early")(early) is early
-    program = chain_program(3, 6, "early")
-    for stage in range(2):  # the last stage is done with a microbatch as soon as it has it
-        calls = [c for c in program.calls if c.name.startswith(f"stage{stage} ")]
-        assert [(c.phase, c.microbatch) for c in calls] == early(stage, 3, 6)
-
-
-def test_a_schedule_of_ones_own_trains_alike(registry):
-    register_schedule("early")(early)
-    mesh, tasks = pipeline(3)
-    assert_parity(
-        make(models.MLP, layers=3),
-        models.squared_error,
-        models.vectors(),
-        place(tasks, [("layers", 0)], [("layers", 1)], [("layers", 2)]),
-        mesh=mesh,
-        microbatch=2,
-        schedule="early",
-        steps=2,
-    )
-
-
-def order(num_microbatches: int) -> list[Action]:
-    return list(get_schedule("gpipe")(0, 1, num_microbatches))
+    chain_program(range(2), 2, "with-unrolling", unrolling=5)
+    assert seen == [5]
+    with pytest.raises(ValueError, match="interleave=2 means nothing to schedule 'with-unrolling'"):
+        chain_program(range(2), 2, "with-unrolling", interleave=2)
 
 
 def test_a_schedule_that_deadlocks(registry):
     """Backwards before forwards: said before anything runs, with what each mesh waits for."""
-    register_schedule("backwards-first")(lambda stage, num_stages, n: order(n)[::-1])
+    mm.register_schedule("backwards-first")(
+        lambda stages, n: [backwards(s, range(n)) + forwards(s, range(n)) for s in range(stages.num_stages)]
+    )
     with pytest.raises(ValueError, match=r"'backwards-first' cannot run") as error:
-        chain_program(2, 3, "backwards-first")
-    for words in ("stage0 backward of microbatch 2", "stage1 backward of microbatch 2"):
+        chain_program(range(2), 3, "backwards-first")
+    for words in ("stage0 backward of microbatch 0", "stage1 backward of microbatch 0"):
         assert words in str(error.value)
 
 
 def test_a_schedule_whose_stages_wait_for_each_other(registry):
     """Each alone is in order; together not: the first wants a gradient the last has yet to make."""
 
-    def impatient(stage, num_stages, n):
-        if stage == 0:
-            return [Action(phase, m) for m in range(n) for phase in ("forward", "backward")]
-        return order(n)
+    @mm.register_schedule("impatient")
+    def impatient(stages, n):
+        first = [a for m in range(n) for a in (Action(0, "forward", m), Action(0, "backward", m))]
+        return [first, forwards(1, range(n)) + backwards(1, range(n))]
 
-    register_schedule("impatient")(impatient)
     with pytest.raises(ValueError, match=r"'impatient' cannot run") as error:
-        chain_program(2, 3, "impatient")
+        chain_program(range(2), 3, "impatient")
     assert "stage0 backward of microbatch 0; stage1 forward of microbatch 1" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "name, wrong",
+    "spoil, message",
     [
-        ("forgets", lambda n: order(n)[:-1]),
-        ("repeats", lambda n: [order(n)[0], *order(n)]),
-        ("repeats-and-forgets", lambda n: [order(n)[0], *order(n)[:-1]]),
-        ("one-too-many", lambda n: order(n + 1)),
+        (lambda table: table[1].pop(), "backward of microbatch 2 on stage 1 is missing"),
+        (lambda table: table[0].append(table[0][0]), "forward of microbatch 0 on stage 0 is there 2 times"),
+        (
+            lambda table: table[1].append(Action(1, "forward", 3)),
+            "forward of microbatch 3 on stage 1 does not",
+        ),
+        (
+            lambda table: table[1].append(Action(2, "forward", 0)),
+            "forward of microbatch 0 on stage 2 does not",
+        ),
+        (lambda table: table[0].append(table[1].pop()), "row 0 has stages of meshes 0, 1"),
     ],
 )
-def test_a_schedule_that_is_no_schedule(registry, name, wrong):
-    """An action left out, asked for twice, or of a microbatch there is not: refused by name."""
-    register_schedule(name)(lambda stage, num_stages, n: wrong(n))
-    with pytest.raises(ValueError, match=f"'{name}'"):
-        chain_program(2, 3, name)
+def test_a_schedule_that_is_no_schedule(registry, spoil, message):
+    """An action left out, asked for twice, that there is not, or in the row of another mesh."""
+
+    @mm.register_schedule("spoilt")
+    def spoilt(stages, n):
+        table = by_twos(stages, n)
+        spoil(table)
+        return table
+
+    with pytest.raises(ValueError, match=f"'spoilt' for 2 stages and 3 microbatches: {message}"):
+        chain_program(range(2), 3, "spoilt")
+
+
+# A custom schedule, as rows
+
+PHASES = ("forward", "backward")
+NAMES = [[f"stage{s} {phase}" for phase in PHASES for _ in range(4)] for s in range(3)]  # GPipe
+GPIPE = get_schedule("gpipe").table(Stages.chain(range(3)), 4)
+
+
+def as_pairs(table: Sequence[Sequence[Action]]) -> list[list[tuple[int, str]]]:
+    return [[(a.microbatch, f"stage{a.stage} {a.phase}") for a in row] for row in table]
+
+
+def test_custom_rows_of_names(one_device):
+    """The k-th time that a name appears is microbatch k."""
+    assert trained(one_device, schedule="custom", custom_schedule=NAMES).table() == GPIPE
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble-h2"])
+def test_custom_rows_of_pairs(one_device, name):
+    """Names of both halves of a backward cut it in two."""
+    table = get_schedule(name).table(Stages.chain(range(3)), 4)
+    if name == "zero-bubble-h2":  # the first stage has no input gradients
+        table[0] = [a for a in table[0] if a.phase != "backward-input"]
+    assert trained(one_device, custom_schedule=as_pairs(table)).table() == table
+
+
+def test_custom_rows_of_actions_in_an_order_of_their_own(one_device):
+    table = by_twos(Stages.chain(range(3)), 4)
+    table[0][:2] = reversed(table[0][:2])  # the first stage, which sums no loss, begins with microbatch 1
+    program = trained(one_device, schedule="custom", custom_schedule=table)
+    assert program.table() == table
+    assert [loop.schedule for loop in program.loops] == ["custom"]
+
+
+@pytest.mark.parametrize("name", ["eager-1f1b", "zero-bubble-h1"])
+def test_custom_rows_from_a_file_that_a_program_wrote(one_device, tmp_path, name):
+    """What a program ran, written and read again, is run again."""
+    program = trained(one_device, schedule=name)
+    mm.write_schedule(program.table(), tmp_path / "schedule.csv")
+    read = mm.read_schedule(tmp_path / "schedule.csv")
+    assert read == program.table()
+    again = chain_program(range(3), 4, "custom", custom_schedule=read)
+    assert again.table() == program.table()
+
+
+def test_what_custom_rows_of_names_leave_out_follows_by_dependency(one_device):
+    """Only the first stage is told what to do."""
+    table = trained(one_device, custom_schedule=NAMES[:1]).table()
+    assert table[0] == GPIPE[0]
+    assert [sorted(row) for row in table] == [sorted(row) for row in GPIPE]
+
+
+PAIRS = as_pairs(GPIPE)
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([*NAMES[:2], ["stage9 forward"] * 4], r"'stage9 forward' is not there \(there are 'stage0 forward'"),
+        ([NAMES[0][:-1], *NAMES[1:]], "'stage0 backward' of microbatch 3 is there 0 times"),
+        ([[*NAMES[0], "stage0 forward"], *NAMES[1:]], "'stage0 forward' of microbatch 4 does not exist"),
+        ([[*PAIRS[0], (1, "stage0 forward")]], "'stage0 forward' of microbatch 1 is there 2 times"),
+        ([[(-1, "stage0 forward"), *PAIRS[0]]], "'stage0 forward' of microbatch -1 does not exist"),
+        (
+            [[*NAMES[0], *NAMES[1]]],
+            "row 0 names what runs on 2 TaskMeshes: 'stage0 forward', 'stage0 backward', 'stage1 forward'",
+        ),
+        ([NAMES[0][::-1], *NAMES[1:]], "'custom' cannot run: .*stage0 backward of microbatch 0"),
+        ([[*GPIPE[0], NAMES[0][0]], *GPIPE[1:]], "both names and Actions: use one or the other"),
+        ([GPIPE[0][:-1], *GPIPE[1:]], "'custom' .* backward of microbatch 3 on stage 0 is missing"),
+        ([[*GPIPE[0], *GPIPE[1]], GPIPE[2]], "row 0 has stages of meshes 0, 1"),
+        (
+            [[*GPIPE[0], Action(3, "forward", 0)], *GPIPE[1:]],
+            "forward of microbatch 0 on stage 3 does not exist",
+        ),
+        ([], "custom_schedule has no entries"),
+        ([[], []], "custom_schedule has no entries"),
+        (
+            ["stage0 forward", "stage1 forward"],
+            "each row of custom_schedule is a list for one mesh, not 'stage0",
+        ),
+        (NAMES[0], "each row of custom_schedule is a list for one mesh, not 'stage0 forward'"),
+        ([[0, 1]], "an entry of custom_schedule is a task name, a pair .* not 0"),
+        ([[("stage0 forward", 0)]], "an entry of custom_schedule is a task name, a pair .* not"),
+    ],
+)
+def test_custom_rows_that_are_wrong(rows, message):
+    with pytest.raises(ValueError, match=message):
+        chain_program(range(3), 4, "custom", custom_schedule=rows)
+
+
+def test_a_custom_schedule_without_rows_and_rows_for_another():
+    with pytest.raises(ValueError, match="schedule='custom' with custom_schedule=None"):
+        chain_program(range(2), 2, "custom")
+    with pytest.raises(ValueError, match="schedule='gpipe' with custom_schedule="):
+        chain_program(range(2), 2, "gpipe", custom_schedule=NAMES)
+
+
+# Options
+
+
+def test_options_that_are_right():
+    program = chain_program([0, 1, 0, 1], 6, "interleaved-1f1b", interleave=2, unrolling=3, num_stages=4)
+    asked = get_schedule("interleaved-1f1b").table(Stages.chain([0, 1, 0, 1]), 6, unrolling=3)
+    assert program.table() == asked
+
+
+@pytest.mark.parametrize(
+    "schedule, options, message",
+    [
+        ("interleaved-1f1b", {"interleave": 3}, "interleave=3, but each mesh has 2 of the stages"),
+        ("interleaved-1f1b", {"num_stages": 3}, "num_stages=3, but the loop runs through 4 stages"),
+        ("1f1b", {"num_stages": 5}, "num_stages=5, but the loop runs through 4 stages: stage 0, stage 1"),
+        ("interleaved-1f1b", {"unrolling": 0}, "unrolling must be a positive int, got 0"),
+        ("interleaved-1f1b", {"unrolling": 1.5}, "unrolling must be a positive int, got 1.5"),
+        ("looped-bfs", {"interleave": "2"}, "interleave must be a positive int, got '2'"),
+        (
+            "1f1b",
+            {"interleave": 2},
+            "interleave=2 means nothing to schedule '1f1b'; it is for 'interleaved-1f1b'",
+        ),
+        ("looped-bfs", {"unrolling": 2}, "unrolling=2 means nothing to schedule 'looped-bfs'; it is for"),
+        ("zigzag", {}, "unknown schedule 'zigzag'; there are '1f1b'"),
+    ],
+)
+def test_options_that_are_wrong(schedule, options, message):
+    with pytest.raises(ValueError, match=message):
+        chain_program([0, 1, 0, 1], 4, schedule, **options)
+
+
+def test_a_custom_schedule_has_no_options():
+    with pytest.raises(ValueError, match="interleave means nothing to a custom schedule"):
+        chain_program(range(3), 4, "custom", custom_schedule=NAMES, interleave=1)
+
+
+def test_an_option_without_a_schedule_chooses_among_those_that_have_it():
+    program = chain_program([0, 1, 0, 1], 4, unrolling=2)
+    assert program.loops[0].schedule in ("interleaved-1f1b", "interleaved-zero-bubble")
+
+
+# None asked for: the shortest
+
+
+def all_programs(meshes: Sequence[int], num_microbatches: int) -> dict[str, mm.Program]:
+    """The program of every schedule that is for such stages."""
+    found = {}
+    for name in schedule_names():
+        try:
+            found[name] = chain_program(meshes, num_microbatches, name)
+        except ValueError as error:
+            assert "needs" in str(error)
+    return found
+
+
+@pytest.mark.parametrize(
+    "meshes, num_microbatches", [((0, 1, 2, 3), 8), ((0, 1, 2, 3), 2), ((0, 1, 0, 1), 4), ((0, 1), 1)]
+)
+def test_the_default_is_the_shortest_in_simulation(meshes, num_microbatches):
+    """Of tables that are equally short, the one that holds fewest residuals."""
+    stages = Stages.chain(meshes)
+    cost = {}
+    for name in all_programs(meshes, num_microbatches):
+        timeline = schedules.simulate(get_schedule(name).table(stages, num_microbatches), stages)
+        cost[name] = (round(timeline.makespan, 6), max(timeline.in_flight().values()))
+    chosen = chain_program(meshes, num_microbatches).loops[0].schedule
+    assert cost[chosen] == min(cost.values()), cost
+
+
+def test_the_default_is_the_shortest_program():
+    programs = all_programs((0, 0, 1, 2, 3), 8)
+    spans = {name: program.simulate().makespan for name, program in programs.items()}
+    chosen = chain_program((0, 0, 1, 2, 3), 8)
+    assert chosen.simulate().makespan == min(spans.values()), spans
+
+
+@pytest.fixture(scope="module")
+def wide() -> Callable[..., mm.Program]:
+    """Makes programs of a model whose residuals are more than its weights."""
+    mesh, tasks = pipeline(3)
+    with mesh:
+        model = born(make(models.MLP, layers=4, width=8), place([tasks[0], *tasks], *layers(4)))
+
+    def program(**loop: Any) -> mm.Program:
+        with mesh:
+            grad_fn = mm.microbatch(nnx.value_and_grad(models.squared_error), 0, 32, argnum=1, **loop)
+            return mm.jit(lambda model, batch: grad_fn(model, batch)).program(model, models.vectors(rows=256))
+
+    return program
+
+
+def peak(program: mm.Program) -> int:
+    return max(program.simulate().peak_bytes.values())
+
+
+def test_a_memory_limit(wide):
+    """Under the peak of the first choice: the shortest of those that fit is taken instead."""
+    free = wide()
+    programs = {name: wide(schedule=name) for name in ("gpipe", "1f1b", "zero-bubble-h1", "zero-bubble-h2")}
+    assert peak(programs["1f1b"]) < peak(free)
+    limit = peak(free) - 1
+    chosen = wide(memory_limit=limit)
+    assert chosen.loops[0].schedule != free.loops[0].schedule
+    assert peak(chosen) <= limit
+    fit = [p.simulate().makespan for p in programs.values() if peak(p) <= limit]
+    assert free.simulate().makespan <= chosen.simulate().makespan <= min(fit)
+    assert wide(memory_limit=peak(free)).loops[0].schedule == free.loops[0].schedule
+    assert wide(memory_limit=peak(programs["1f1b"])).simulate().peak_bytes
+
+
+def test_a_memory_limit_that_nothing_fits(wide):
+    """The one that comes closest is named, with what it takes."""
+    with pytest.raises(ValueError, match="memory_limit=1,000 bytes for one TaskMesh is too little") as error:
+        wide(memory_limit=1_000)
+    least = min(peak(wide(schedule=name)) for name in [*schedule_names()[:4], "zero-bubble-h1"])
+    named = str(error.value).split("holds ")[1]
+    assert int(named.split(" bytes")[0].replace(",", "")) <= least
+    name = named.split("under '")[1].split("'")[0]
+    assert f"holds {peak(wide(schedule=name)):,} bytes" in str(error.value)
+
+
+def test_a_memory_limit_for_a_schedule_that_was_asked_for(wide):
+    """No other is tried."""
+    with pytest.raises(ValueError, match="too little: .* bytes under 'gpipe'"):
+        wide(schedule="gpipe", memory_limit=peak(wide(schedule="gpipe")) - 1)
+    assert wide(schedule="gpipe", memory_limit=peak(wide(schedule="gpipe"))).loops[0].schedule == "gpipe"
+
+
+# Forwards alone
+
+
+@pytest.mark.parametrize("schedule", [None, *schedule_names()])
+def test_evaluation(schedule):
+    """Every schedule orders the forwards of a loop that has no backwards."""
+    meshes = (0, 1, 0, 1) if schedule and ("looped" in schedule or "inter" in schedule) else (0, 1, 2, 3)
+    vee = schedule in ("zbv", "dualpipe-v")
+    meshes = (0, 1, 1, 0) if vee else meshes
+    mesh, _ = pipeline(max(meshes) + 1)
+    tasks = [mm.Task(f"stage{n}", mesh_slice={"stage": m}) for n, m in enumerate(meshes)]
+    model = make(models.MLP, layers=4, width=8)
+    if vee:
+        model = models.in_tasks(model, {("layers", n): task for n, task in enumerate(tasks)})
+    batch = models.vectors(rows=8)["x"]
+    run = mm.microbatch(
+        lambda model, x: model(x), dim=0, size=2, argnum=1, schedule=schedule, reduce="concat"
+    )
+    with mesh:
+        placed = born(model, place(tasks, *layers(4)))
+        evaluate = mm.jit(lambda model, x: run(model, x))
+        assert_same(evaluate(placed, batch), make(models.MLP, layers=4, width=8)()(batch))
+        program = evaluate.program(placed, batch)
+    assert {a for row in program.table() for a in row} == {
+        Action(s, "forward", m) for s in range(4) for m in range(4)
+    }
+
+
+def test_evaluation_by_rows_of_forwards():
+    """As `Program.table` gives them."""
+    mesh, tasks = pipeline(2)
+    rows = [forwards(s, [1, 0, 2, 3]) for s in range(2)]
+    run = mm.microbatch(
+        lambda model, x: model(x), dim=0, size=2, argnum=1, custom_schedule=rows, reduce="concat"
+    )
+    batch = models.vectors(rows=8)["x"]
+    with mesh:
+        model = born(make(models.MLP, layers=2, width=8), place(tasks, *layers(2)))
+        evaluate = mm.jit(lambda model, x: run(model, x))
+        assert_same(evaluate(model, batch), make(models.MLP, layers=2, width=8)()(batch))
+        assert evaluate.program(model, batch).table() == rows
+
+
+# The order of what is in no row
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -212,7 +545,7 @@ def test_what_follows_by_dependency_never_waits_in_line(schedule):
 
     def fragment(mesh, phase, position, invars, outvars):
         return SimpleNamespace(
-            name=phase, mesh=mesh, phase=phase, position=position, invars=invars, outvars=outvars
+            name=phase, task=phase, mesh=mesh, phase=phase, position=position, invars=invars, outvars=outvars
         )
 
     fragments = (
@@ -221,9 +554,11 @@ def test_what_follows_by_dependency_never_waits_in_line(schedule):
         fragment(here, "forward", 0, [b], [c]),  # the rest of the same action
         fragment(here, "none", None, [c], [d]),
     )
+    stages = Stages.chain((0,))
+    times = Timetable(schedule, stages, (0,), get_schedule(schedule).table(stages, 64), frozenset(), {})
     body = SimpleNamespace(fragments=fragments, homes={a: here, b: there, c: here, d: here})
     loop = SimpleNamespace(spec=LoopSpec(schedule, length=64), carry_in=(), carry_out=())
-    order = order_loop(SimpleNamespace(loop=loop, body=body, depths={0: 0}))
+    order = order_loop(SimpleNamespace(loop=loop, body=body, timetable=times), {})
     assert sorted(order) == [(f, m) for f in range(4) for m in range(64)]
     place = {instance: n for n, instance in enumerate(order)}
     assert all(place[f, m] < place[f + 1, m] for f in range(3) for m in range(64))

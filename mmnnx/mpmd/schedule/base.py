@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 Phase = Literal["forward", "backward", "backward-input", "backward-weight"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+PARTS: tuple[Phase, ...] = ("backward-input", "backward-weight")
 
 
 class Action(NamedTuple):

@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from mmnnx.mpmd.play import Jobs, Stuck, play
-from mmnnx.mpmd.schedule.base import PHASES, Action, Stages, Table
+from mmnnx.mpmd.schedule.base import PARTS, PHASES, Action, Stages, Table
 from mmnnx.mpmd.timeline import UNIT_COSTS, Event, Timeline
 
 
-def check_table(table: Table, stages: Stages, num_microbatches: int, name: str = "custom") -> None:
+def check_table(
+    table: Table,
+    stages: Stages,
+    num_microbatches: int,
+    name: str = "custom",
+    trained: Collection[int] | None = None,
+) -> None:
     """Checks that every stage runs the forward and the backward of every microbatch once.
 
-    A backward is one "backward", or a "backward-input" and a "backward-weight".
+    A backward is one "backward", or a "backward-input" and a "backward-weight"; a stage of which it has only
+    one of these for all microbatches is one that has no other.
+
+    Args:
+      table: rows of actions.
+      stages: what it is for.
+      num_microbatches: how many there are.
+      name: of the schedule, for messages.
+      trained: the stages that have a backward, by number. Others may have one in the table. Default: all.
 
     Raises:
       ValueError: names the actions that are missing, unknown, there twice, or in a row of another mesh.
     """
     counts = Counter(a for row in table for a in row)
+    phases = {(a.stage, a.phase) for a in counts}
     wrong = []
     for s in range(stages.num_stages):
+        parts = [part for part in PARTS if (s, part) in phases]
         for m in range(num_microbatches):
             whole = Action(s, "backward", m)
-            halves = [Action(s, "backward-input", m), Action(s, "backward-weight", m)]
-            expected = [Action(s, "forward", m)]
-            expected += halves if any(h in counts for h in halves) and whole not in counts else [whole]
+            halves = [Action(s, part, m) for part in parts]
+            backward = halves if any(h in counts for h in halves) and whole not in counts else [whole]
+            needed = trained is None or s in trained or any(a in counts for a in backward)
+            expected = [Action(s, "forward", m), *(backward if needed else [])]
             wrong += [f"{describe(a)} is missing" for a in expected if a not in counts]
             wrong += [f"{describe(a)} is there {counts[a]} times" for a in expected if counts[a] > 1]
             if whole in counts:
