@@ -29,6 +29,9 @@ def split_backward(
     """
     phases = dict(placement.phases)
     backward = {n: s for n, s in placement.spots.items() if placement.phases[n] == "backward"}
+    joins = {
+        n for n, s in placement.spots.items() if placement.phases[n] == "none" and s.position is not None
+    }
     made_at = {v: backward.get(n) for n in nodes for v in n.outvars}
     # For each value: the gradients that are made of it; None stands for what another stage waits for.
     ends: dict[Var, set[Var | None]] = {}
@@ -39,6 +42,10 @@ def split_backward(
             chained = None in reached or len(reached) > 1
             phases[node] = "backward-input" if chained else "backward-weight"
         for a in filter(is_var, node.invars):
-            becomes = {a} if spot is None else reached if made_at.get(a) == spot else {None}
+            becomes: set[Var | None] = {None}
+            if spot is None and node not in joins:
+                becomes = {a}
+            elif spot is not None and made_at.get(a) == spot:
+                becomes = reached
             ends.setdefault(a, set()).update(becomes)
     return dataclasses.replace(placement, phases=phases)

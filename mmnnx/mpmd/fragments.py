@@ -16,9 +16,11 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.backward import split_backward
+from mmnnx.mpmd.joins import set_joins_apart
 from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.place import Placement
 from mmnnx.mpmd.residuals import rematerialise
+from mmnnx.mpmd.schedule.base import PARTS
 from mmnnx.mpmd.stages import Timetable, split_positions, task_remat, timetable
 from mmnnx.mpmd.trace import LAYOUT, Equation, Kind, Loop, Node, Var, is_var, nbytes
 
@@ -132,7 +134,6 @@ _COSTLY = {
     "cholesky", "eigh", "svd", "qr", "lu", "triangular_solve", "custom_jvp_call", "custom_vjp_call",
     "shard_map", "remat2", "checkpoint",
 }  # fmt: skip
-PARTS = ("backward-input", "backward-weight")
 _SMALL = 1024  # bytes: below this nothing is costly
 
 Group = tuple[Mesh, str, "int | None"]
@@ -239,7 +240,7 @@ class _Cutter:
         return self.placement.where[var].home or mesh
 
     def _plan_loop(self, loop: Loop) -> LoopPlan:
-        placement = self.placement.bodies[loop]
+        placement = set_joins_apart(loop, self.placement.bodies[loop])
         times = timetable(loop, placement, self.choice)
         nodes, placement = rematerialise(loop.body, placement, times.remat)
         placement = split_backward(nodes, placement, times.split)

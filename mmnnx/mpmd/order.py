@@ -15,6 +15,7 @@ from mmnnx.mpmd.accumulate import running_sums
 from mmnnx.mpmd.fragments import Fragment, LoopPlan
 from mmnnx.mpmd.play import Jobs, Stuck, play
 from mmnnx.mpmd.schedule import Action
+from mmnnx.mpmd.schedule.base import PARTS
 from mmnnx.mpmd.timeline import UNIT_COSTS
 from mmnnx.mpmd.trace import Var
 
@@ -41,7 +42,8 @@ def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
     # Of several fragments that one action is made of, the first keeps its place; the others follow.
     rows = [[m * count + indices[0] for indices, m in row] for row in asked]
     share = Counter((f.position, f.phase) for f in fragments)
-    costs = [UNIT_COSTS[f.phase] / share[f.position, f.phase] for f in fragments]
+    unit = UNIT_COSTS | {"none": 0.0}
+    costs = [unit[f.phase] / share[f.position, f.phase] for f in fragments]
     waits = _dependencies(plan)
     # What follows a scheduled action goes ahead of the next. Only a moving task, which no schedule orders,
     # fills idle time.
@@ -76,7 +78,7 @@ def _rows(plan: LoopPlan) -> list[Asked]:
 
     def made_of(a: Action) -> list[list[int]]:
         """Fragments of an action; a whole backward of a stage that was cut in two is one after the other."""
-        phases = [a.phase, "backward-input", "backward-weight"] if a.phase == "backward" else [a.phase]
+        phases = [a.phase, *PARTS] if a.phase == "backward" else [a.phase]
         found = (parts.get((times.positions[a.stage], phase)) for phase in phases)
         return [indices for indices in found if indices]
 

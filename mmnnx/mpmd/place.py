@@ -514,6 +514,13 @@ class _Region:
                         edges.append((number[u], number[maker], -1))
                 elif u in at and at[u] > boundary and (u in self.tied or u in limit):
                     edges.append((value, 1, -1))
+            if at[maker] < boundary:
+                # It is sent to the near side only if an equation that reads it stays there. Where that makes
+                # no difference it goes straight to the far side: branches do not wait for each other.
+                near = [number[u] for u in self.users.get(v, ()) if u in number and at[u] > at[maker]]
+                if len(near) == sum(at[maker] < at.get(u, -1) <= boundary for u in self.users.get(v, ())):
+                    count += 1
+                    edges += [*((u, count - 1, -1) for u in near), (count - 1, 1, nbytes(v) + 1)]
             if maker in number and wanted.get(maker, -1) > boundary:
                 # A gradient is summed where it is made and sent home once, not in every microbatch.
                 edges.append((number[maker], 1, max(1, nbytes(v) // self.microbatches)))

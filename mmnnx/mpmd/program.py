@@ -253,8 +253,8 @@ class Program:
         Args:
           costs: how long fragments and transfers take: a `Costs` (such as `profile(...).costs`), or times by
             the name of a fragment (see `labels`), a phase, or "outside", in place of the default: one unit
-            for a forward and for each of the two parts of a backward, nothing for transfers and what is
-            outside the microbatch loop.
+            for a forward and for each of the two parts of a backward, nothing for transfers and for what is
+            no part of a stage.
 
         Returns:
           The timeline: `makespan` and `bubble` say how long the step takes and how much of it the meshes
@@ -267,7 +267,8 @@ class Program:
           >>> train_step.program(model, optimizer, batch).simulate({"forward": 1.0, "backward": 1.8}).bubble
         """
         if not isinstance(costs, Costs):
-            costs = Costs(UNIT_COSTS | ({"outside": 0.0} if self.loops else {}) | dict(costs or {}))
+            nothing = {"outside": 0.0, "none": 0.0} if self.loops else {}
+            costs = Costs(UNIT_COSTS | nothing | dict(costs or {}))
         known = {*UNIT_COSTS, "outside", *self.labels.values(), *(f.name for f in self.labels)}
         if unknown := [name for name in costs.calls if name not in known]:
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from mmnnx.mpmd.backward import split_backward
 from mmnnx.mpmd.microbatch import LoopSpec
 from mmnnx.mpmd.place import Placement
 from mmnnx.mpmd.residuals import Remat
@@ -21,6 +22,7 @@ from mmnnx.mpmd.schedule import (
     schedule_names,
     simulate,
 )
+from mmnnx.mpmd.schedule.base import PARTS
 from mmnnx.mpmd.trace import Loop, is_var
 
 
@@ -65,10 +67,11 @@ def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:
             f"microbatch: num_stages={spec.num_stages}, but the loop runs through {stages.num_stages} "
             f"stages: {', '.join(names)}"
         )
-    spots = {placement.spots[n].position for n, phase in placement.phases.items() if phase == "backward"}
-    trained = {n for n, p in enumerate(positions) if p in spots}
-    name, table = _table(spec, stages, trained, choice)
-    parts = {a.stage for row in table for a in row if a.phase in ("backward-input", "backward-weight")}
+    halved = split_backward(loop.body, placement, positions)
+    there = {(halved.spots[node].position, phase) for node, phase in halved.phases.items()}
+    backward = {n: {part for part in PARTS if (p, part) in there} for n, p in enumerate(positions)}
+    name, table = _table(spec, stages, backward, choice)
+    parts = {a.stage for row in table for a in row if a.phase in PARTS}
     split = {positions[s] for s in parts}
     if spec.names_tasks:
         named = [entry[1] for row in spec.rows for entry in row]
@@ -101,14 +104,14 @@ def _stages(loop: Loop, placement: Placement) -> tuple[tuple[int, ...], Stages]:
     A task whose slice depends on the microbatch is no stage: it runs where and when others need it.
     """
     reads: dict[int, set[int]] = {}
-    made: dict[Any, int] = {}
+    made: dict[Any, set[int]] = {}  # by which positions
     for node in loop.body:
         spot = placement.spots.get(node)
-        if spot is None or spot.position is None or placement.phases[node] != "forward":
-            continue
-        mine = reads.setdefault(spot.position, set())
-        mine.update(made[a] for a in node.invars if is_var(a) and a in made)
-        made.update(dict.fromkeys(node.outvars, spot.position))
+        makers = set().union(*(made.get(a, ()) for a in node.invars if is_var(a)))
+        if spot is not None and spot.position is not None and placement.phases[node] == "forward":
+            reads.setdefault(spot.position, set()).update(makers)
+            makers = {spot.position}
+        made.update(dict.fromkeys(node.outvars, makers))
     for p in sorted(reads):
         reads[p].discard(p)
         for before in [b for b in reads[p] if _moves(placement, b)]:
@@ -130,17 +133,17 @@ def _moves(placement: Placement, position: int) -> bool:
 
 
 def _table(
-    spec: LoopSpec, stages: Stages, trained: Collection[int], choice: int
+    spec: LoopSpec, stages: Stages, parts: Mapping[int, Collection[str]], choice: int
 ) -> tuple[str, list[list[Action]]]:
-    """The name and the table of the schedule of a loop; `trained` are the stages with a backward."""
+    """The name and the table of the schedule of a loop; `parts` are those that its backwards have."""
     if spec.rows:
         table = [] if spec.names_tasks else [list(row) for row in spec.rows]
         if table:
-            check_table(table, stages, spec.length, trained=trained)
+            check_table(table, stages, spec.length, parts=parts)
         return "custom", table
     if spec.schedule is not None:
         name = spec.schedule
-    elif trained:
+    elif any(parts.values()):
         everyone = tuple(map(get_schedule, schedule_names()))
         ranked = _ranked(everyone, stages, min(spec.length, 2 * stages.num_stages + 1), spec.options)
         if choice >= len(ranked):
@@ -151,7 +154,7 @@ def _table(
     if not stages.num_stages:
         return name, []  # all is in moving tasks, and follows by dependency
     table = get_schedule(name).table(stages, spec.length, **dict(spec.options))
-    check_table(table, stages, spec.length, name, trained)
+    check_table(table, stages, spec.length, name, parts)
     return name, table
 
 

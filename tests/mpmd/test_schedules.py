@@ -182,6 +182,37 @@ def test_microbatches_in_another_order(registry, one_device):
     assert program.table() == last_first(Stages.chain(range(3)), 4)
 
 
+BACKWARDS = [forwards(s, [1, 0]) + backwards(s, [1, 0]) for s in range(2)]
+
+
+def test_random_numbers_do_not_depend_on_the_order_of_microbatches():
+    """Dropout's keys are counted on in order, ahead of the forwards that use them."""
+    mesh, tasks = pipeline(2)
+    program = assert_parity(
+        make(models.ConvNet, batch_norm=False),
+        models.cross_entropy,
+        models.images(rows=4),
+        place(tasks, [("convs", 0), ("dropouts", 0)], [("convs", 1), ("dropouts", 1), "head"]),
+        mesh=mesh,
+        microbatch=2,
+        schedule="custom",
+        custom_schedule=BACKWARDS,
+        whole_batch=False,
+    )
+    assert program.table() == BACKWARDS
+
+
+def test_state_that_a_stage_carries_keeps_microbatches_in_order():
+    """BatchNorm's statistics after a microbatch are made from those after the one before."""
+    mesh, tasks = pipeline(2)
+    with mesh:
+        placement = place(tasks, [("convs", 0), ("norms", 0)], [("convs", 1), ("norms", 1), "head"])
+        model = born(make(models.ConvNet), placement)
+        grad_fn = mm.microbatch(nnx.grad(models.cross_entropy), 0, 2, argnum=1, custom_schedule=BACKWARDS)
+        with pytest.raises(ValueError, match="'custom' cannot run: .* stage0 forward of microbatch 1"):
+            mm.jit(lambda model, batch: grad_fn(model, batch)).program(model, models.images(rows=4))
+
+
 def test_a_schedule_of_ones_own_may_cut_some_backwards(registry, one_device):
     """Those of the stages that it names parts of, and no others."""
 
@@ -376,7 +407,11 @@ def test_options_that_are_right():
     [
         ("interleaved-1f1b", {"interleave": 3}, "interleave=3, but each mesh has 2 of the stages"),
         ("interleaved-1f1b", {"num_stages": 3}, "num_stages=3, but the loop runs through 4 stages"),
-        ("1f1b", {"num_stages": 5}, "num_stages=5, but the loop runs through 4 stages: stage 0, stage 1"),
+        (
+            "1f1b",
+            {"num_stages": 5},
+            "num_stages=5, but the loop runs through 4 stages: task 'stage0', task 'stage1'",
+        ),
         ("interleaved-1f1b", {"unrolling": 0}, "unrolling must be a positive int, got 0"),
         ("interleaved-1f1b", {"unrolling": 1.5}, "unrolling must be a positive int, got 1.5"),
         ("looped-bfs", {"interleave": "2"}, "interleave must be a positive int, got '2'"),
@@ -444,7 +479,7 @@ def wide() -> Callable[..., mm.Program]:
     """Makes programs of a model whose residuals are more than its weights."""
     mesh, tasks = pipeline(3)
     with mesh:
-        model = born(make(models.MLP, layers=4, width=8), place([tasks[0], *tasks], *layers(4)))
+        model = born(make(models.MLP, layers=4, width=64), place([tasks[0], *tasks], *layers(4)))
 
     def program(**loop: Any) -> mm.Program:
         with mesh:
@@ -557,8 +592,8 @@ def test_what_follows_by_dependency_never_waits_in_line(schedule):
     stages = Stages.chain((0,))
     times = Timetable(schedule, stages, (0,), get_schedule(schedule).table(stages, 64), frozenset(), {})
     body = SimpleNamespace(fragments=fragments, homes={a: here, b: there, c: here, d: here})
-    loop = SimpleNamespace(spec=LoopSpec(schedule, length=64), carry_in=(), carry_out=())
-    order = order_loop(SimpleNamespace(loop=loop, body=body, timetable=times), {})
+    loop = SimpleNamespace(spec=LoopSpec(schedule, length=64), carry_in=(), carry_out=(), ys=(), body=())
+    order = order_loop(SimpleNamespace(loop=loop, body=body, timetable=times, carried=()), {})
     assert sorted(order) == [(f, m) for f in range(4) for m in range(64)]
     place = {instance: n for n, instance in enumerate(order)}
     assert all(place[f, m] < place[f + 1, m] for f in range(3) for m in range(64))

@@ -15,33 +15,31 @@ def check_table(
     stages: Stages,
     num_microbatches: int,
     name: str = "custom",
-    trained: Collection[int] | None = None,
+    parts: Mapping[int, Collection[str]] | None = None,
 ) -> None:
     """Checks that every stage runs the forward and the backward of every microbatch once.
 
-    A backward is one "backward", or a "backward-input" and a "backward-weight"; a stage of which it has only
-    one of these for all microbatches is one that has no other.
+    A backward is one "backward", or a "backward-input" and a "backward-weight".
 
     Args:
       table: rows of actions.
       stages: what it is for.
       num_microbatches: how many there are.
       name: of the schedule, for messages.
-      trained: the stages that have a backward, by number. Others may have one in the table. Default: all.
+      parts: for each stage, which of the two parts its backward has; none for a stage without a backward. A
+        table may have the others nevertheless. Default: both.
 
     Raises:
       ValueError: names the actions that are missing, unknown, there twice, or in a row of another mesh.
     """
     counts = Counter(a for row in table for a in row)
-    phases = {(a.stage, a.phase) for a in counts}
     wrong = []
     for s in range(stages.num_stages):
-        parts = [part for part in PARTS if (s, part) in phases]
         for m in range(num_microbatches):
             whole = Action(s, "backward", m)
-            halves = [Action(s, part, m) for part in parts]
-            backward = halves if any(h in counts for h in halves) and whole not in counts else [whole]
-            needed = trained is None or s in trained or any(a in counts for a in backward)
+            halves = [Action(s, part, m) for part in PARTS]
+            needed = halves if parts is None else [h for h in halves if h.phase in parts.get(s, ())]
+            backward = [whole] if whole in counts or not any(h in counts for h in halves) else needed
             expected = [Action(s, "forward", m), *(backward if needed else [])]
             wrong += [f"{describe(a)} is missing" for a in expected if a not in counts]
             wrong += [f"{describe(a)} is there {counts[a]} times" for a in expected if counts[a] > 1]
