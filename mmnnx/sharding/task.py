@@ -52,8 +52,12 @@ class Task:
       remat: what the backward of the task may compute again rather than keep: None for what is cheap, True
         for everything, or a policy of `jax.checkpoint`. It comes before that of `mm.microbatch`.
 
+    `split_backprop` and `remat` also hold for what follows state that a TaskSharding gave to the task, on a
+    mesh where no other task has state. A task that moves is one of computation: scope it with `mm.task`.
+
     Raises:
       ValueError: more than one of `mesh`, `mesh_slice` and `loop_dependent_mesh_slice`, or malformed options.
+      TypeError: a `remat` that is no policy.
 
     Example:
       >>> Task("stage0", mesh_slice={"stage": 0}, logical_axes=[("mlp", "model")]).name

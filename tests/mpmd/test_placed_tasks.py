@@ -1,0 +1,88 @@
+"""A task that a TaskSharding names: its name and options hold for what follows its state."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from flax import nnx
+
+import mmnnx as mm
+from tests import models
+from tests.models import make
+from tests.mpmd.parity import born, pipeline, place
+
+STAGES = [("layers", (0, 1))], [("layers", (2, 3))]
+
+
+def program_of(mesh: mm.MultiMesh, model: nnx.Module, batch=None, **loop) -> mm.Program:
+    grad_fn = mm.microbatch(nnx.value_and_grad(models.squared_error), 0, 2, argnum=1, **loop)
+    step = mm.jit(lambda model, batch: grad_fn(model, batch), mesh=mesh)
+    return step.program(model, models.vectors() if batch is None else batch)
+
+
+def tasks_on(*slices: int, **options) -> list[mm.Task]:
+    return [mm.Task(f"part{n}", mesh_slice={"stage": i}, **options) for n, i in enumerate(slices)]
+
+
+def test_it_names_what_runs():
+    mesh, _ = pipeline(2)
+    with mesh:
+        model = born(make(models.MLP), place(tasks_on(0, 1), *STAGES))
+    program = program_of(mesh, model, schedule="gpipe")
+    assert {f.name.split()[0] for f in program.fragments} == {"part0", "part1"}
+    assert list(program.names.values()) == ["part0", "part1"]
+
+
+def test_one_of_the_same_name_takes_its_place():
+    """As when a cell of a notebook is run again with another option."""
+    mesh, _ = pipeline(2)
+    kept = []
+    for remat in (None, True, None):
+        with mesh:
+            model = born(make(models.MLP), place(tasks_on(0, 1, remat=remat), *STAGES))
+        kept.append(sum(program_of(mesh, model, schedule="gpipe").simulate().residual_bytes.values()))
+    assert kept[0] == kept[2] > kept[1]
+
+
+def test_tasks_on_one_mesh_that_disagree():
+    """What follows the state of a mesh could be of either; without a backward it makes no difference."""
+    mesh, _ = pipeline(2)
+    first, second, third = tasks_on(0, 0, 1)
+    second = mm.Task("part1", mesh_slice={"stage": 0}, remat=True)
+    with mesh:
+        placement = place([first, second, third], [("layers", 0)], [("layers", 1)], [("layers", (2, 3))])
+        model = born(make(models.MLP), placement)
+        mm.jit(lambda model, x: model(x))(model, models.vectors()["x"])
+        with pytest.raises(ValueError, match=r"task 'part0' and task 'part1' .* \[0\].*remat.*mm\.task"):
+            program_of(mesh, model)
+
+
+def test_tasks_without_a_multimesh_are_forgotten():
+    """They are registered for the process, as by mm.register_task."""
+    devices = [jax.sharding.Mesh(jax.devices()[i : i + 1], ("x",)) for i in range(2)]
+    tasks = [mm.Task(f"part{i}", mesh=mesh) for i, mesh in enumerate(devices)]
+    model = born(make(models.MLP), place(tasks, *STAGES))
+    loss = mm.jit(models.squared_error)
+    assert list(loss.program(model, models.vectors()).names.values()) == ["part0", "part1"]
+    mm.clear_tasks()
+    assert list(loss.program(model, models.vectors()).names.values()) == ["mesh0", "mesh1"]
+
+
+def test_a_profile_of_other_arguments():
+    mesh, _ = pipeline(2)
+    with mesh:
+        model = born(make(models.MLP), place(tasks_on(0, 1), *STAGES))
+    program = program_of(mesh, model, models.vectors(rows=8))
+    with pytest.raises(ValueError, match=r"argument 1\.x is float32\[4,\d+\], not float32\[8,\d+\]"):
+        program.profile(model, models.vectors(rows=4))
+
+
+def test_costs_of_what_is_not_there():
+    mesh, _ = pipeline(2)
+    with mesh:
+        model = born(make(models.MLP), place(tasks_on(0, 1), *STAGES))
+    program = program_of(mesh, model, schedule="gpipe")
+    with pytest.raises(ValueError, match="there is no 'part0 forwards'; there are .*'part0 forward'"):
+        program.simulate({"part0 forwards": 1.0})
+    with pytest.raises(ValueError, match="no time for 'part1 backward', nor for its phase 'backward'"):
+        program.simulate(mm.Costs({"forward": 1.0, "none": 0.0, "part0 backward": 2.0}))
