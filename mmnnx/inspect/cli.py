@@ -30,8 +30,8 @@ def optional(metavar: str, default: str) -> Any:
 class ScheduleConfig:
     """Compare pipeline schedules: simulated step time, idle time and memory. Needs no devices.
 
-    Prints a table of all schedules, shortest first, and draws the shortest; or only the one that is chosen.
-    Residuals are what forwards keep for backwards.
+    Prints a table of all schedules, that of the shortest period first, and draws that; or only the one that
+    is chosen. Residuals are what forwards keep for backwards.
     """
 
     stages: Annotated[int | None, optional("INT", "4")] = None

@@ -130,8 +130,8 @@ def microbatch(
       size: size of a microbatch along `dim`; must divide the batch.
       argnum: which positional argument to slice, a pytree of arrays. The others are constant over the loop.
       schedule: the name of a schedule ("gpipe", "1f1b", "zero-bubble-h1", ...; `mmnnx schedule` lists them),
-        or "custom". Default: of those that can be used here, the one that is shortest in simulation with unit
-        costs (and fits `memory_limit`).
+        or "custom". Default: of those of mmnnx that can be used here, the one whose step is shortest in
+        simulation with unit costs (and fits `memory_limit`).
       num_stages: number of pipeline stages expected; checked against what is found.
       interleave: number of stages on each TaskMesh expected, for schedules that interleave them.
       unrolling: for "interleaved-1f1b" and "interleaved-zero-bubble", how many microbatches a mesh runs of
@@ -170,6 +170,8 @@ def microbatch(
             raise ValueError(f"microbatch: reduce={name!r} is none of {', '.join(map(repr, _NAMES))}")
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"microbatch: size must be a positive int, got {size!r}")
+    if memory_limit is not None and not (isinstance(memory_limit, int) and memory_limit > 0):
+        raise ValueError(f"microbatch: memory_limit= is a number of bytes, not {memory_limit!r}")
     for each in remat if isinstance(remat, (list, tuple)) else (remat,):
         check_remat(each, "microbatch: remat=")
     spec = LoopSpec(
@@ -268,9 +270,11 @@ def _rows(schedule: str | None, custom: Sequence[Sequence[Any]] | None) -> tuple
     """The rows of a custom schedule: of Actions, or of (microbatch, name) pairs."""
     if (custom is not None) != (schedule == "custom") and (custom is None or schedule is not None):
         raise ValueError(
-            f"microbatch: schedule={schedule!r} with custom_schedule={custom!r}: "
+            f"microbatch: schedule={schedule!r} with{'' if custom is not None else 'out'} custom_schedule: "
             'give both schedule="custom" and its rows, or neither'
         )
+    if isinstance(custom, str):
+        raise ValueError("microbatch: custom_schedule is a list of rows: mm.read_schedule(path) reads a file")
     rows = []
     for row in custom or ():
         entries: list[Any] = []

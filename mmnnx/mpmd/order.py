@@ -55,13 +55,20 @@ def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
         rows,
         frozenset(m * count + n for m in range(length) for n in early),
     )
+
+    def name(job: int) -> str:
+        return f"{fragments[job % count].name} of microbatch {job // count}"
+
     try:
         return [(job % count, job // count) for _, job in play(jobs)]
     except Stuck as stuck:
-        heads = [f"{fragments[job % count].name} of microbatch {job // count}" for job in stuck.heads]
+        heads, waiting = list(map(name, stuck.heads)), []
+        for job in stuck.heads:
+            missing = [j for j in jobs.waits[job] if j in stuck.left]
+            waiting += [f"{name(job)} waits for {', '.join(map(name, missing))}"] if missing else []
         raise ValueError(
             f"schedule {plan.timetable.schedule!r} cannot run: each TaskMesh waits for another. "
-            f"Next on each: {'; '.join(heads)}"
+            f"Next on each: {'; '.join(heads)}. And {'; '.join(waiting)}"
         ) from None
 
 

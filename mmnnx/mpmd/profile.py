@@ -92,7 +92,8 @@ def measure(program: Program, steps: Steps, arrays: list[jax.Array]) -> list[Any
     profiles = _profiles.get()
     if profiles is not None:
         timeline = dataclasses.replace(program.simulate(costs), unit="s")
-        profiles.append(Profile(seconds, costs, timeline, dict(live.peak), dict(live.residual_peak)))
+        residuals = {name: live.residual_peak[name] for name in live.peak}
+        profiles.append(Profile(seconds, costs, timeline, dict(live.peak), residuals))
     return slots
 
 

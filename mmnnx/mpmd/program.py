@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import graphlib
+import numbers
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -269,6 +270,9 @@ class Program:
         if not isinstance(costs, Costs):
             nothing = {"outside": 0.0, "none": 0.0} if self.loops else {}
             costs = Costs(UNIT_COSTS | nothing | dict(costs or {}))
+        for name, cost in costs.calls.items():
+            if not (isinstance(cost, numbers.Real) and cost >= 0):
+                raise ValueError(f"simulate: the cost of {name!r} is a time of 0 or more, not {cost!r}")
         known = {*UNIT_COSTS, "outside", *self.labels.values(), *(f.name for f in self.labels)}
         if unknown := [name for name in costs.calls if name not in known]:
             raise ValueError(
@@ -282,7 +286,8 @@ class Program:
         moves: list[tuple[Any, int, str]] = [
             ((0.0, 0, -1, 0), nbytes(v), self.names[mesh]) for v, mesh in self.inputs.values()
         ]
-        kept: list[tuple[Any, int, str]] = []  # moves of residuals alone
+        # Moves of residuals alone: to begin with, none.
+        kept: list[tuple[Any, int, str]] = [(moment, 0, name) for moment, _, name in moves]
         received = {s for t in self.transfers for s in t.outputs}
         host = 0.0  # when the next instruction is dispatched
         for n, i in enumerate(self.instructions):

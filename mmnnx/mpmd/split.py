@@ -198,7 +198,7 @@ def _fitting(choices: Iterable[tuple[_Pieces, Program]]) -> tuple[_Pieces, Progr
             break
     raise ValueError(
         f"microbatch: memory_limit={min(limits):,} bytes for one TaskMesh is too little: {min(closest)[1]}. "
-        "Take smaller or fewer microbatches, remat=True, or more stages"
+        "Take smaller or fewer microbatches, remat=True, more stages, or donate state that is updated"
     )
 
 

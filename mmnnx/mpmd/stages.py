@@ -144,7 +144,7 @@ def _table(
     if spec.schedule is not None:
         name = spec.schedule
     elif any(parts.values()):
-        everyone = tuple(map(get_schedule, schedule_names()))
+        everyone = tuple(s for s in map(get_schedule, schedule_names()) if s.is_own)
         ranked = _ranked(everyone, stages, min(spec.length, 2 * stages.num_stages + 1), spec.options)
         if choice >= len(ranked):
             raise IndexError(choice)

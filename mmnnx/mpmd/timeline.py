@@ -73,8 +73,8 @@ class Timeline:
       unit: what times are in: "units" or "s".
     """
 
-    events: tuple[Event, ...]
-    transfers: tuple[Event, ...] = ()
+    events: tuple[Event, ...] = dataclasses.field(repr=False)
+    transfers: tuple[Event, ...] = dataclasses.field(default=(), repr=False)
     peak_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     residual_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     unit: str = "units"

@@ -86,3 +86,5 @@ def test_costs_of_what_is_not_there():
         program.simulate({"part0 forwards": 1.0})
     with pytest.raises(ValueError, match="no time for 'part1 backward', nor for its phase 'backward'"):
         program.simulate(mm.Costs({"forward": 1.0, "none": 0.0, "part0 backward": 2.0}))
+    with pytest.raises(ValueError, match="cost of 'forward' is a time of 0 or more, not -1"):
+        program.simulate({"forward": -1})

@@ -464,7 +464,10 @@ def test_a_table_with_whole_and_cut_backwards():
         ([GOOD[0], row("1F0 1I0 1F1 1W1 1W0")], "backward-input of microbatch 1 on stage 1 is missing"),
         ([row("0F0 0F1 0F1 0B0 0B1"), GOOD[1]], "forward of microbatch 1 on stage 0 is there 2 times"),
         ([*GOOD, row("0B0")], "backward of microbatch 0 on stage 0 is there 2 times"),
-        ([row("0F0 0F1 0F2 0B0 0B1"), GOOD[1]], "forward of microbatch 2 on stage 0 does not exist"),
+        (
+            [row("0F0 0F1 0F2 0B0 0B1"), GOOD[1]],
+            "the table has 3 microbatches; forward of microbatch 2 on stage 0 does not exist",
+        ),
         ([*GOOD, row("2F0")], "forward of microbatch 0 on stage 2 does not exist"),
         ([*GOOD, [Action(0, "sideways", 0)]], "sideways of microbatch 0 on stage 0 does not exist"),
         ([row("0F0 0F1 0B0 1W1 0B1"), row("1F0 1I0 1F1 1I1 1W0")], "row 0 has stages of meshes 0, 1"),

@@ -274,7 +274,7 @@ def test_a_schedule_whose_stages_wait_for_each_other(registry):
         (lambda table: table[0].append(table[0][0]), "forward of microbatch 0 on stage 0 is there 2 times"),
         (
             lambda table: table[1].append(Action(1, "forward", 3)),
-            "forward of microbatch 3 on stage 1 does not",
+            "the table has 4 microbatches; forward of microbatch 3 on stage 1 does not",
         ),
         (
             lambda table: table[1].append(Action(2, "forward", 0)),
@@ -387,9 +387,9 @@ def test_custom_rows_that_are_wrong(rows, message):
 
 
 def test_a_custom_schedule_without_rows_and_rows_for_another():
-    with pytest.raises(ValueError, match="schedule='custom' with custom_schedule=None"):
+    with pytest.raises(ValueError, match="schedule='custom' without custom_schedule"):
         chain_program(range(2), 2, "custom")
-    with pytest.raises(ValueError, match="schedule='gpipe' with custom_schedule="):
+    with pytest.raises(ValueError, match="schedule='gpipe' with custom_schedule"):
         chain_program(range(2), 2, "gpipe", custom_schedule=NAMES)
 
 
@@ -597,3 +597,37 @@ def test_what_follows_by_dependency_never_waits_in_line(schedule):
     assert sorted(order) == [(f, m) for f in range(4) for m in range(64)]
     place = {instance: n for n, instance in enumerate(order)}
     assert all(place[f, m] < place[f + 1, m] for f in range(3) for m in range(64))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "custom"])
+def test_names_that_are_taken(registry, name):
+    with pytest.raises(ValueError, match=f"there is a schedule '{name}' already"):
+        mm.register_schedule(name)(last_first)
+
+
+def test_a_schedule_without_a_name():
+    with pytest.raises(TypeError, match="registered by name"):
+        mm.register_schedule(last_first)
+
+
+def test_the_default_is_none_of_ones_own(registry):
+    """However short, or broken, it may be."""
+    mm.register_schedule("broken")(lambda stages, num_microbatches: None)
+    assert chain_program(range(3), 4, None).loops[0].schedule in schedule_names()[:-1]
+
+
+@pytest.mark.parametrize("limit", [0, -1, "1MB"])
+def test_a_memory_limit_that_is_none(limit):
+    with pytest.raises(ValueError, match="memory_limit= is a number of bytes"):
+        mm.microbatch(models.squared_error, 0, 2, argnum=1, memory_limit=limit)
+
+
+def test_a_file_is_read_before_it_is_a_schedule():
+    with pytest.raises(ValueError, match="mm.read_schedule"):
+        mm.microbatch(models.squared_error, 0, 2, argnum=1, custom_schedule="mine.csv")
+
+
+def test_only_actions_are_written(tmp_path):
+    with pytest.raises(TypeError, match=r"not \(0, 'stage0 forward'\)"):
+        mm.write_schedule([[(0, "stage0 forward")]], tmp_path / "schedule.csv")
+    assert not list(tmp_path.iterdir())

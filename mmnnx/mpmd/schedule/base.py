@@ -130,6 +130,11 @@ class Schedule:
     rows: Rows
 
     @property
+    def is_own(self) -> bool:
+        """Whether it is one of mmnnx."""
+        return self.rows.__module__.startswith(f"{__package__}.")
+
+    @property
     def options(self) -> tuple[str, ...]:
         """The options of `mm.microbatch` that it understands."""
         parameters = list(inspect.signature(self.rows).parameters)
@@ -154,7 +159,12 @@ _schedules: dict[str, Schedule] = {}
 def register_schedule(name: str) -> Callable[[Rows], Rows]:
     """Makes a function a schedule, available as `mm.microbatch(..., schedule=name)`.
 
-    Where its table has "backward-input" and "backward-weight" actions, backwards are cut in two.
+    Where its table has "backward-input" and "backward-weight" actions, backwards are cut in two. The rows may
+    be in any order.
+
+    Raises:
+      ValueError: for the name of a schedule of mmnnx.
+      TypeError: for a name that is no str.
 
     Example:
       >>> @mm.register_schedule("forwards-first")
@@ -166,7 +176,13 @@ def register_schedule(name: str) -> Callable[[Rows], Rows]:
       ...     ]
     """
 
+    if not isinstance(name, str):
+        raise TypeError(f'a schedule is registered by name, as by @register_schedule("mine"), not {name!r}')
+
     def register(rows: Rows) -> Rows:
+        taken = name == "custom" or (name in _schedules and _schedules[name].is_own)
+        if taken and not Schedule(name, rows).is_own:
+            raise ValueError(f"there is a schedule {name!r} already: register yours by another name")
         _schedules[name] = Schedule(name, rows)
         return rows
 
@@ -180,7 +196,9 @@ def get_schedule(name: str) -> Schedule:
       ValueError: for a name that is not registered, with those that are.
     """
     if name not in _schedules:
-        raise ValueError(f"unknown schedule {name!r}; there are {', '.join(map(repr, sorted(_schedules)))}")
+        raise ValueError(
+            f"unknown schedule {name!r}; there are {', '.join(map(repr, [*sorted(_schedules), 'custom']))}"
+        )
     return _schedules[name]
 
 

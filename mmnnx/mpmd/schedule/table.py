@@ -34,6 +34,13 @@ def check_table(
     """
     counts = Counter(a for row in table for a in row)
     wrong = []
+    length = 1 + max((a.microbatch for a in counts), default=-1)
+    if length > num_microbatches:
+        wrong.append(f"the table has {length} microbatches")
+    for a in counts:
+        known = a.phase in PHASES
+        if not (0 <= a.stage < stages.num_stages and 0 <= a.microbatch < num_microbatches and known):
+            wrong.append(f"{describe(a)} does not exist")
     for s in range(stages.num_stages):
         for m in range(num_microbatches):
             whole = Action(s, "backward", m)
@@ -45,10 +52,6 @@ def check_table(
             wrong += [f"{describe(a)} is there {counts[a]} times" for a in expected if counts[a] > 1]
             if whole in counts:
                 wrong += [f"{describe(h)} is there beside the whole backward" for h in halves if h in counts]
-    for a in counts:
-        known = a.phase in PHASES
-        if not (0 <= a.stage < stages.num_stages and 0 <= a.microbatch < num_microbatches and known):
-            wrong.append(f"{describe(a)} does not exist")
     for number, row in enumerate(table):
         meshes = {stages.meshes[a.stage] for a in row if 0 <= a.stage < stages.num_stages}
         if len(meshes) > 1:

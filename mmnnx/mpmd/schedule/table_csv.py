@@ -23,6 +23,9 @@ SENDS = ("SEND", "RECV", "SHARD", "REDUCE")  # also in UNSHARD, RESHARD, REDUCE_
 def write_schedule(table: Table, path: str | os.PathLike[str]) -> None:
     """Writes a table: a line for each row, a cell for each action, such as 0F3 for `Action(0, "forward", 3)`.
 
+    Raises:
+      TypeError: for entries that are no Actions.
+
     Example:
       >>> import pathlib, tempfile
       >>> path = pathlib.Path(tempfile.mkdtemp(), "schedule.csv")
@@ -30,6 +33,9 @@ def write_schedule(table: Table, path: str | os.PathLike[str]) -> None:
       >>> path.read_text()
       '0F0,0B0\\n'
     """
+    for entry in (entry for row in table for entry in row):
+        if not isinstance(entry, Action):
+            raise TypeError(f"a CSV file holds mm.Action entries, not {entry!r}; program.table() has them")
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([f"{a.stage}{LETTERS[a.phase]}{a.microbatch}" for a in row] for row in table)
