@@ -1,7 +1,7 @@
 """mmnnx: Flax NNX programs over several device submeshes (MPMD), on stock JAX."""
 
 from mmnnx.inspect import TimelineView, timeline
-from mmnnx.mpmd.jit import enable_recomputation, ignore_transforms, jit
+from mmnnx.mpmd.jit import enable_recomputation, enable_task_fusion, ignore_transforms, jit
 from mmnnx.mpmd.microbatch import microbatch
 from mmnnx.mpmd.program import Program, VerificationError
 from mmnnx.mpmd.schedule import Action, Stages, read_schedule, register_schedule, write_schedule
@@ -36,6 +36,7 @@ __all__ = [
     "VerificationError",
     "clear_tasks",
     "enable_recomputation",
+    "enable_task_fusion",
     "ignore_transforms",
     "jit",
     "microbatch",

@@ -14,7 +14,7 @@ from flax import nnx
 from mmnnx import _compat
 from mmnnx.mpmd.flat import FlatJit, ignoring, static_arguments
 from mmnnx.mpmd.lift import Observer
-from mmnnx.mpmd.place import recomputing
+from mmnnx.mpmd.place import fusing, recomputing
 from mmnnx.mpmd.profile import measuring
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import Shortcut, learn, take_apart
@@ -54,6 +54,27 @@ def enable_recomputation(enable: bool = True) -> Iterator[None]:
         yield
     finally:
         recomputing.reset(token)
+
+
+@contextlib.contextmanager
+def enable_task_fusion(enable: bool = True, *, loops_only: bool = False) -> Iterator[None]:
+    """Whether neighbouring tasks on one TaskMesh become one, and so one XLA program for each phase.
+
+    Otherwise (the default) each task is a fragment of its own, and in a microbatch loop a stage.
+
+    Args:
+      enable: whether they do.
+      loops_only: only in microbatch loops.
+
+    Example:
+      >>> with mm.enable_task_fusion():
+      ...     loss = train_step(model, optimizer, batch)
+    """
+    token = fusing.set(("loops" if loops_only else "all") if enable else "none")
+    try:
+        yield
+    finally:
+        fusing.reset(token)
 
 
 def jit(

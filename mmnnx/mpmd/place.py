@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from typing import Literal
 
 from jax.sharding import Mesh
 
@@ -87,6 +88,9 @@ class Placement:
 recomputing: ContextVar[bool] = ContextVar("mmnnx_recomputing", default=True)
 """False inside `mm.enable_recomputation(False)`."""
 
+fusing: ContextVar[str] = ContextVar("mmnnx_fusing", default="none")
+"""Where neighbouring tasks on one TaskMesh become one: "none", "loops" (microbatch loops alone) or "all"."""
+
 TaskOf = Callable[[str], "tuple[Task, Mesh] | None"]
 
 _FORWARD, _BACKWARD, _LATE, _LOOP = "forward", "backward", "late", "loop"
@@ -121,6 +125,7 @@ class _Region:
         self.nodes = nodes
         self.task_of = task_of
         self.in_loop = microbatches is not None
+        self.fuses = fusing.get() == "all" or (fusing.get() == "loops" and self.in_loop)
         self.microbatches = microbatches or 1
         self.out = Placement()
         self.where, self.spots, self.positions = self.out.where, self.out.spots, self.out.positions
@@ -233,11 +238,21 @@ class _Region:
         """The first position on `mesh` from `at_least` on; a new one at the end if there is none."""
         for p in range(max(at_least, 0), len(self.positions)):
             here = self.positions[p]
-            if here.mesh == mesh and (task is None or here.task in (None, task)):
-                self.positions[p] = Position(mesh, here.task or task)
+            if here.mesh == mesh and (joined := self._joined(here.task, task)) is not False:
+                self.positions[p] = Position(mesh, joined)
                 return p
         self.positions.append(Position(mesh, task))
         return len(self.positions) - 1
+
+    def _joined(self, here: Task | None, task: Task | None) -> Task | Literal[False] | None:
+        """The task of a position that another joins, False if it must have one of its own."""
+        if task is None or here in (None, task):
+            return here or task
+        assert here is not None
+        if not self.fuses or (here.split_backprop, here.remat) != (task.split_backprop, task.remat):
+            return False
+        names = [*(here.name or "").split("+"), task.name or ""]
+        return dataclasses.replace(here, name="+".join(dict.fromkeys(filter(None, names))) or None)
 
     def _flow(self, e: Node, kinds: tuple[str, ...]) -> list[Spot]:
         """Spots of the operands that equations of the given classes made."""

@@ -15,7 +15,8 @@ import jax
 from flax import nnx
 
 from mmnnx import _compat
-from mmnnx.mpmd.place import recomputing
+from mmnnx.mpmd.place import fusing, recomputing
+from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import registrations
 
@@ -86,8 +87,9 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
 
 
 def surroundings() -> Any:
-    """What a trace depends on beside its arguments: the mesh, registered tasks, JAX's configuration."""
-    return current_multimesh(), registrations(), recomputing.get(), _compat.trace_context()
+    """What a trace depends on beside its arguments: the mesh, registered tasks, contexts, configuration."""
+    contexts = recomputing.get(), fusing.get(), autosharding.get()
+    return current_multimesh(), registrations(), contexts, _compat.trace_context()
 
 
 def learn(

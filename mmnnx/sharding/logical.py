@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import Task, current_task, splitting
+
+autosharding: ContextVar[bool | None] = ContextVar("mmnnx_autosharding", default=None)
+"""Where names in constraints are logical: None, inside tasks; True, outside as well; False, nowhere."""
 
 # Flax renamed the metadata twice; Variables restored from older checkpoints carry the older names.
 _METADATA = ("out_sharding", "sharding_names", "sharding")
@@ -121,10 +126,16 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
 def _constrain(spec: Any, x: Any) -> Any:
     if spec is None:
         return x
-    task = current_task()
-    if isinstance(spec, PartitionSpec) and task is not None:
-        if not splitting.get():
-            return x
+    task, logical, multimesh = current_task(), autosharding.get(), current_multimesh()
+    if not isinstance(spec, PartitionSpec) or logical is False or (task is None and logical is None):
+        return jax.lax.with_sharding_constraint(x, spec)
+    if task is not None and splitting.get():
         mesh = task.to_mesh()
-        spec = NamedSharding(mesh, to_spec(spec, task, mesh))
-    return jax.lax.with_sharding_constraint(x, spec)
+    elif task is None and multimesh is not None:
+        mesh = multimesh.mesh
+    else:
+        return x
+    entries = list(to_spec(spec, task, mesh))
+    while entries and entries[-1] is None:  # names without an axis may be more than `x` has dimensions
+        entries.pop()
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))

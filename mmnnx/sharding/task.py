@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -41,7 +42,7 @@ class Task:
       logical_axes: pairs (logical axis, mesh axis or tuple of them or None), or a mapping. Of the pairs for
         one logical axis the first whose mesh axes are still free in a spec is used; None replicates.
       mesh_slice: index along each sliced axis of the current MultiMesh, `{"stage": 0}`, instead of `mesh`.
-        With neither, the task runs on the whole current MultiMesh.
+        With neither, the task runs on the whole current MultiMesh, or on all devices if there is none.
       extra_axes: more pairs, asked after `logical_axes`.
       split_backprop: two names: the backward is cut in two, into the part that other tasks wait for and the
         gradients that nobody waits for, and these are their names.
@@ -122,12 +123,13 @@ class Task:
                 return auto_mesh(self.mesh)
             multimesh = current_multimesh()
             sliced = self.mesh_slice or self.loop_dependent_mesh_slice
-            if multimesh is None:
-                what = "is a slice of" if sliced else "has no mesh of its own and runs on"
+            if multimesh is None and sliced:
                 raise ValueError(
-                    f"it {what} the current MultiMesh, and none is current: "
+                    "it is a slice of the current MultiMesh, and none is current: "
                     "use it inside `with MultiMesh(...):`, or give it mesh="
                 )
+            if multimesh is None:
+                return Mesh(np.array(jax.devices()), ("device",))
             if self.loop_dependent_mesh_slice is None:
                 return multimesh.slice(**dict(self.mesh_slice)) if self.mesh_slice else multimesh.mesh
             first, mesh = (multimesh.slice(**self._slice_for(m, multimesh)) for m in (0, microbatch))
