@@ -83,6 +83,10 @@ def copy_to(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     return out
 
 
+NODE: type = nnx.extract.NodeStates
+"""What an NNX object is among the arguments that an `nnx.jit` object hands to `jax.jit`."""
+
+
 def pure_function(jitted: Any) -> Any:
     """The function over pytrees of arrays that an `nnx.jit` object hands to `jax.jit`.
 

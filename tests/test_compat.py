@@ -252,6 +252,15 @@ def test_pure_function_and_its_replacement(options):
     assert sorted(map(float, leaves)) == [0, 3]
 
 
+def test_nodes_stand_for_nnx_objects():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    traced = _compat.inner_traced(nnx.jit(lambda m, x: m(x)).trace(model, jnp.ones((1, 2))))
+    (node, x), _ = traced.args_info
+    assert isinstance(node, _compat.NODE)
+    assert [a.shape for a in jax.tree.leaves(node)] == [(3,), (2, 3)]
+    assert not isinstance(x, _compat.NODE)
+
+
 def test_in_graph_mode():
     """Flax's default walks graphs; the other modes take their arguments as pytrees."""
     assert _compat.in_graph_mode(nnx.jit(increment)) is True

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 
+from mmnnx import _compat
 from mmnnx.mpmd.lift import Observer, Record
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import surroundings
@@ -154,7 +156,7 @@ class FlatJit:
                 splitting.reset(token)
             self.traces[key] = (traced, self.observer.record)
         traced, record = self.traces[key]
-        return FlatTraced(self, traced, record, leaves, current_multimesh())
+        return FlatTraced(self, traced, record, leaves, tree, current_multimesh())
 
     def trace(self, *args: Any, **kwargs: Any) -> FlatTraced:
         moving, held = self.static.divide(args, kwargs)
@@ -178,10 +180,11 @@ class FlatTraced:
         traced: jax.stages.Traced,
         record: Record,
         leaves: Sequence[Any],
+        tree: Any,
         multimesh: MultiMesh | None,
     ):
         self.owner, self.traced, self.record = owner, traced, record
-        self.leaves, self.multimesh = leaves, multimesh
+        self.leaves, self.tree, self.multimesh = leaves, tree, multimesh
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.traced, name)
@@ -198,6 +201,24 @@ class FlatTraced:
         """Cuts the function into fragments."""
         with self.multimesh or contextlib.nullcontext():
             return split(self.traced, self.record, self.leaves, self.multimesh)
+
+    def input_shardings(self) -> Any:
+        """Where the arguments would best live, as a tree (args, kwargs) like that of the dynamic ones.
+
+        NNX objects become States.
+        """
+        shardings = iter(zip(self.split().input_shardings(), self.record.inputs))
+
+        def give(path: Any, entry: Any) -> Any:
+            if not isinstance(entry, _compat.NODE):
+                return next(shardings)[0]
+            found = [next(shardings) for _ in jax.tree.leaves(entry)]
+            return nnx.from_flat_state(
+                [(leaf.path[len(path) - 1 :], s) for s, leaf in found if leaf is not None]
+            )
+
+        tree = jax.tree.unflatten(self.tree, self.leaves)
+        return jax.tree_util.tree_map_with_path(give, tree, is_leaf=lambda x: isinstance(x, _compat.NODE))
 
     def lower(self, **kwargs: Any) -> Any:
         found = self.split()

@@ -209,6 +209,26 @@ class Jit:
             traced.split().program, run=functools.partial(self._profile, traced.signature())
         )
 
+    def input_shardings(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Where the arguments would best live, derived from what the function does with them.
+
+        Each is on the TaskMesh that reads it first, sharded as the constraints inside imply; what is placed
+        already stays, and scalars are replicated on the whole MultiMesh. Nothing is run: arguments may be
+        `jax.ShapeDtypeStruct`, and modules those of `nnx.eval_shape`.
+
+        Returns:
+          (args, kwargs) of NamedShardings in the structure of the arguments without the static ones; for an
+          NNX object an `nnx.State` of them, which `nnx.StateSharding` takes.
+
+        Example:
+          >>> f = mm.task(lambda w, x: mm.with_sharding_constraint(x @ w, P(None, "model")), "dense")
+          >>> (w, x), _ = mm.jit(f, mesh=mesh).input_shardings(jnp.ones((2, 8)), jnp.ones((4, 2)))
+          >>> w.spec
+          P(None, 'model')
+        """
+        traced = _compat.inner_traced(self.trace(*args, **kwargs))
+        return traced.input_shardings()
+
     def _profile(self, expected: list[tuple[str, str]], *args: Any, **kwargs: Any) -> Profile:
         found = _compat.inner_traced(self.trace(*args, **kwargs)).signature()
         if found != expected:

@@ -16,6 +16,7 @@ from mmnnx.mpmd.accumulate import split_sums
 from mmnnx.mpmd.bind import Delivery, binder, check_shared, copied, deliver, entering
 from mmnnx.mpmd.build import build
 from mmnnx.mpmd.compile import compile_program
+from mmnnx.mpmd.derive import derive_shardings
 from mmnnx.mpmd.ends import Ends, find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
 from mmnnx.mpmd.lift import Record
@@ -39,10 +40,17 @@ class Split:
       program: what a call runs.
       prepare: compiles it, once, and returns the function from flat arguments to flat results; None where
         everything is on one TaskMesh already and the function can run as it is.
+      input_shardings: derives where each flat argument would best live.
     """
 
-    def __init__(self, program: Program, prepare: Callable[[], Run] | None):
+    def __init__(
+        self,
+        program: Program,
+        prepare: Callable[[], Run] | None,
+        input_shardings: Callable[[], list[NamedSharding]],
+    ):
         self.program = program
+        self.input_shardings = input_shardings
         self.prepare = functools.cache(prepare) if prepare is not None else None
 
 
@@ -77,9 +85,14 @@ def split(
     program.verify()
     groups = {frozenset(x.sharding.device_set) for x in leaves if isinstance(x, jax.Array) and x.committed}
     ruled = any(leaf is not None and leaf.rule for leaf in (*record.inputs, *record.results))
+    whole = multimesh.mesh if multimesh is not None else None
+    loops = [step.loop for step in pieces.plan.steps if isinstance(step, LoopPlan)]
+    firsts = [(loop, row[0]) for loop in loops for row in loop.slices]
+    slices = {v: loop.sources[v] for loop, v in firsts if v in loop.sources}
+    derive = functools.partial(derive_shardings, program, pieces.flat.invars, ends.given, slices, whole)
     if len(divided) == 1 and len(groups) <= 1 and not ruled:
-        return Split(program, None)
-    return Split(program, _preparer(program, pieces, ends, record, leaves, donates, multimesh))
+        return Split(program, None, derive)
+    return Split(program, _preparer(program, pieces, ends, record, leaves, donates, multimesh), derive)
 
 
 def _placing(record: Record) -> Iterator[tuple[Task, Mesh]]:
