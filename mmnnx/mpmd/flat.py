@@ -19,8 +19,9 @@ from mmnnx.mpmd.lift import Observer, Record
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import surroundings
 from mmnnx.mpmd.split import Run, Split, split
+from mmnnx.mpmd.trace import scopes_in
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
-from mmnnx.sharding.task import splitting
+from mmnnx.sharding.task import Task, find_task, splitting
 
 ignoring: contextvars.ContextVar[bool] = contextvars.ContextVar("mmnnx_ignore", default=False)
 """True inside `mm.ignore_transforms()`."""
@@ -196,6 +197,11 @@ class FlatTraced:
             return f" on {x.sharding}" if isinstance(x, jax.Array) and x.committed else ""
 
         return [(str(leaf), f"{jax.typeof(x)}{where(x)}") for leaf, x in zip(self.record.inputs, self.leaves)]
+
+    def tasks(self) -> list[Task]:
+        """The tasks that have scopes in the function."""
+        found = (find_task(scope, self.multimesh) for scope in scopes_in(self.traced.jaxpr))
+        return [task for task in dict.fromkeys(found) if task is not None]
 
     def split(self) -> Split:
         """Cuts the function into fragments."""

@@ -20,6 +20,7 @@ from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import Shortcut, learn, take_apart
 from mmnnx.mpmd.timeline import Profile
 from mmnnx.sharding.mesh import MultiMesh
+from mmnnx.sharding.task import Task
 
 
 @contextlib.contextmanager
@@ -208,6 +209,16 @@ class Jit:
         return dataclasses.replace(
             traced.split().program, run=functools.partial(self._profile, traced.signature())
         )
+
+    def tasks(self, *args: Any, **kwargs: Any) -> list[Task]:
+        """The tasks whose scopes, registered ones included, a call with these arguments goes through.
+
+        Example:
+          >>> double = mm.task(lambda x: 2 * x, "double")
+          >>> [task.name for task in mm.jit(lambda x: double(x) + 1).tasks(3.0)]
+          ['double']
+        """
+        return _compat.inner_traced(self.trace(*args, **kwargs)).tasks()
 
     def input_shardings(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Where the arguments would best live, derived from what the function does with them.

@@ -1,0 +1,1 @@
+"""The documented API of NVIDIA's MultiMesh for JAX, on top of mmnnx and stock JAX."""

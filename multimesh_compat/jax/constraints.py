@@ -1,0 +1,47 @@
+"""Sharding constraints in logical axis names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import mmnnx as mm
+from mmnnx.sharding.logical import autosharding
+
+
+@contextlib.contextmanager
+def autoshard(autoshard: bool = True) -> Iterator[None]:
+    """Whether names in sharding constraints are logical: what no mesh axis stands for is replicated then.
+
+    Outside this context they are inside tasks and in functions given to `parallelize`, and not elsewhere.
+
+    Example:
+      >>> with autoshard(False):
+      ...     y = with_sharding_constraint(x, P("x"))  # as jax.lax.with_sharding_constraint
+    """
+    token = autosharding.set(autoshard)
+    try:
+        yield
+    finally:
+        autosharding.reset(token)
+
+
+def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
+    """Constrains how the arrays of `x` are sharded, in logical axis names.
+
+    Inside a task, names are translated by its `logical_axes`; axes of its mesh stand for themselves; what has
+    no axis is replicated. In a function given to `parallelize`, or within `autoshard`, the same holds outside
+    tasks, over all devices of the program; elsewhere it is `jax.lax.with_sharding_constraint`.
+
+    Args:
+      x: an array or a pytree of arrays.
+      axis_resources: a PartitionSpec, or a prefix tree of them (or of Shardings, or None: no constraint).
+
+    Returns:
+      `x`, with the same shapes, dtypes and values.
+
+    Example:
+      >>> double = task(lambda x: with_sharding_constraint(2 * x, P("x", None)), mesh=mesh)
+    """
+    return mm.with_sharding_constraint(x, axis_resources)

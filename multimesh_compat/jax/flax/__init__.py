@@ -1,0 +1,1 @@
+"""`multimesh.jax.flax`: tasks made of linen modules."""

@@ -1,0 +1,116 @@
+"""`parallelize`: from a function with logical constraints to one with shardings."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import mmnnx as mm
+from mmnnx.mpmd.flat import ignoring
+from mmnnx.sharding.logical import autosharding
+from mmnnx.sharding.mesh import current_multimesh
+from multimesh_compat.jax.constraints import autoshard
+from multimesh_compat.jax.contexts import fast_path
+from multimesh_compat.jax.tasks import tracing_shapes
+
+
+def parallelize(
+    fun: Callable[..., Any],
+    init_params: Callable[[], Any] | None = None,
+    get_input_batch: Callable[[], Any] | None = None,
+    *,
+    initial_batch: Any = None,
+    devices: Sequence[jax.Device] | np.ndarray | None = None,
+) -> tuple[Any, ...]:
+    """Makes a function with logical sharding constraints one whose arguments live where they are used.
+
+    Each parameter and each input goes to the submesh of the task that reads it first, sharded as the
+    constraints inside the function and its tasks imply.
+
+    Args:
+      fun: a pure function of parameters, then an input batch; either may be missing. Both are pytrees.
+      init_params: makes the parameters. It is traced, and the parameters are made sharded.
+      get_input_batch: makes an input batch. It is called anew for each batch, outside any trace.
+      initial_batch: an input batch, instead of a function that makes one. An array that is committed to
+        devices stays there; any other goes where it is read.
+      devices: those to run on, and what device numbers count. Default: those of the current MultiMesh, else
+        all of `jax.devices()`.
+
+    Returns:
+      (fun, init_params, get_input_batch), sharded; without `get_input_batch`, (fun, init_params); None stands
+      for an `init_params` that was not given. The function takes arguments of any sharding, and moves those
+      that are elsewhere. It is a `mmnnx.jit` over several TaskMeshes; if no task is in it, a plain `jax.jit`
+      unless `enable_fast_path(False)`.
+
+    Raises:
+      TypeError: for something that cannot be called.
+      ValueError: for both `get_input_batch` and `initial_batch`, and as `mmnnx.jit` does.
+
+    Example:
+      >>> def f(w, x):
+      ...     return x @ with_sharding_constraint(w, P(None, "x"))
+      >>> f = task(f, mesh=Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y")))
+      >>> sharded_f, init, batch = parallelize(f, lambda: jnp.ones((4, 8)), lambda: jnp.ones((2, 4)))
+      >>> sharded_f(init(), batch()).shape
+      (2, 8)
+
+    The arguments are those of `multimesh.jax.parallelize`, which documents those after `fun` as keywords only
+    and gives them by position in its example.
+    """
+    for name, given in (("fun", fun), ("init_params", init_params), ("get_input_batch", get_input_batch)):
+        if not callable(given) and (given is not None or name == "fun"):
+            raise TypeError(f"parallelize: {name} is a function, not {given!r}")
+    if get_input_batch is not None and initial_batch is not None:
+        raise ValueError("parallelize: give get_input_batch= or initial_batch=, not both")
+    mesh = _whole(devices)
+    logical = autosharding.get() is not False
+
+    @functools.wraps(fun)
+    def constrained(*args: Any) -> Any:
+        with autoshard(logical):
+            return fun(*args)
+
+    with mesh, tracing_shapes():
+        operands = [jax.eval_shape(init_params)] if init_params is not None else []
+        if get_input_batch is not None:
+            operands.append(jax.eval_shape(get_input_batch))
+        elif initial_batch is not None:
+            operands.append(initial_batch)
+    divided = bool(mm.jit(constrained, mesh=mesh).tasks(*operands))
+    # What is in no task is one, on all devices.
+    scoped = constrained if divided else mm.task(constrained, getattr(fun, "__name__", "parallelize"))
+    shardings, _ = mm.jit(scoped, mesh=mesh).input_shardings(*operands)
+    sharded = mm.jit(scoped, mesh=mesh, in_shardings=shardings)
+    if not divided and fast_path():
+        sharded = _plain(constrained, shardings, mesh, sharded)
+    init = mm.jit(init_params, mesh=mesh, out_shardings=shardings[0]) if init_params is not None else None
+    if get_input_batch is None:
+        return sharded, init
+    return sharded, init, lambda: jax.device_put(get_input_batch(), shardings[-1])
+
+
+def _whole(devices: Any) -> mm.MultiMesh:
+    """The devices of the program as a MultiMesh; axes that nobody named have names that nobody writes."""
+    multimesh = current_multimesh()
+    if devices is None and multimesh is not None:
+        return multimesh
+    array = np.asarray(jax.devices() if devices is None else devices, dtype=object)
+    return mm.MultiMesh(devices=array, axis_names=[f"device axis {n}" for n in range(array.ndim)])
+
+
+def _plain(fun: Callable[..., Any], shardings: Any, mesh: mm.MultiMesh, ignored: Callable[..., Any]) -> Any:
+    """A plain `jax.jit` that moves arguments which arrive with other shardings."""
+    jitted = jax.jit(fun, in_shardings=shardings)
+
+    @functools.wraps(fun)
+    def plain(*args: Any) -> Any:
+        if ignoring.get():
+            return ignored(*args)
+        with mesh:
+            return jitted(*jax.device_put(args, shardings))
+
+    return plain

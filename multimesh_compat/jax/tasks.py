@@ -1,0 +1,337 @@
+"""Functions and classes as tasks, and tasks registered by name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import operator
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from flax import linen, nnx
+from jax.sharding import Mesh
+
+import mmnnx as mm
+from mmnnx._compat import module_is_pytree
+from mmnnx.mpmd.flat import ignoring
+from mmnnx.sharding.mesh import current_multimesh
+from mmnnx.sharding.task import splitting
+
+
+def task(fun_or_class: Any, name: str | None = None, *, task: mm.Task | None = None, **kwargs: Any) -> Any:
+    """Makes what a function or a class computes, forward and backward, belong to a task (multimesh.jax.task).
+
+    The task runs on one of `mesh` and `devices`; with neither, on the current MultiMesh or on all devices.
+    Called outside `parallelize` and `mm.jit` the result computes what `fun_or_class` does, unsplit; when JAX
+    traces it there, as in `jax.jit`, a warning says so, once.
+
+    Args:
+      fun_or_class: a function: the result is a function. A class with a `__call__`: the result is a subclass
+        called `Task[Name]`, whose `__call__` belongs to the task (and whose `__init__` does, if it is an
+        `nnx.Module`). A linen Module class: see `multimesh_compat.jax.flax.task`. An `nnx.Module`: the result
+        is another that shares its attributes and Variables.
+      name: name of the task. Default: the name of the function or class.
+      task: a Task to use, instead of the arguments below.
+      **kwargs: fields of `Task`, where `mesh` is a `jax.sharding.Mesh`, a TaskMesh or a MultiMesh, and:
+        devices: jax devices, or numbers of devices of the program, as a list, or as an array of the mesh's
+          shape.
+        device_axes: a name for each axis of `mesh` or `devices`. Without it axes of `devices` have no names
+          that a constraint could mean, and logical constraints are replication.
+        logical_axes: pairs (logical axis, device axis), for the constraints inside. Default: constraints
+          name device axes.
+
+    Raises:
+      ValueError: `mesh` next to `devices`, or either next to `mesh_slice`; a number of `device_axes` other
+        than that of the mesh's axes; `logical_axes` without `mesh`, `device_axes` or `mesh_slice`; devices
+        that repeat.
+      TypeError: what is neither function nor class, an argument unknown, or `task` next to others.
+
+    Example:
+      >>> double = task(lambda x: 2 * x, "double", devices=jax.devices()[:4], device_axes=("x",))
+      >>> double(3)
+      6
+    """
+    cls: Any = fun_or_class if isinstance(fun_or_class, type) else type(fun_or_class)
+    if isinstance(fun_or_class, linen.Module):
+        raise TypeError(
+            f"a task is made of the linen Module class {cls.__name__}, not of an instance: "
+            "give the fields to the class that task returns"
+        )
+    if not callable(fun_or_class) and not isinstance(fun_or_class, nnx.Module):
+        raise TypeError(f"a task wraps a function or a class with __call__, not {fun_or_class!r}")
+    made = make_task(getattr(fun_or_class, "__name__", cls.__name__), name, task, kwargs)
+    if cls is fun_or_class:
+        if issubclass(cls, linen.Module):
+            from multimesh_compat.jax.flax.modules import module_class  # which imports make_task from here
+
+            return module_class(cls, made)
+        return _task_class(cls, made)
+    if isinstance(fun_or_class, nnx.Module):
+        wrapped: Any = object.__new__(_task_class(cls, made))
+        vars(wrapped).update(vars(fun_or_class))
+        return wrapped
+    return _warning(mm.task(fun_or_class, task=made), made)
+
+
+def make_task(
+    default_name: str, name: str | None, task: mm.Task | None, kwargs: Mapping[str, Any]
+) -> mm.Task:
+    """The Task that the arguments of `task` stand for.
+
+    Args:
+      default_name: its name where `name` is None.
+      name, task, kwargs: as given to `task`.
+
+    Raises:
+      ValueError, TypeError: as `task` does.
+
+    Example:
+      >>> make_task("dense", None, None, {"devices": [0, 1], "device_axes": ("x",)}).mesh.axis_names
+      ('x',)
+    """
+    if isinstance(name, mm.Task):
+        raise TypeError("the second argument of task is a name: give a Task as task=")
+    if task is not None:
+        if not isinstance(task, mm.Task):
+            raise TypeError(f"task= is a Task, not {task!r}")
+        if kwargs:
+            raise TypeError(f"give task= or the fields of one, not both: {', '.join(sorted(kwargs))}")
+        return task if name is None else replace(task, name=name)
+    name = default_name if name is None else name
+    options = dict(kwargs)
+    mesh, devices, axes = (options.pop(key, None) for key in ("mesh", "devices", "device_axes"))
+    if unknown := options.keys() - {f.name for f in fields(mm.Task)}:
+        raise TypeError(
+            f"task {name!r} has no option {', '.join(sorted(unknown))}: there are devices, device_axes, "
+            f"{', '.join(f.name for f in fields(mm.Task) if f.name != 'name')}"
+        )
+    sliced = [s for s in ("mesh_slice", "loop_dependent_mesh_slice") if options.get(s) is not None]
+    given = [key for key, value in (("mesh", mesh), ("devices", devices)) if value is not None]
+    if len(given + sliced) > 1:
+        raise ValueError(f"task {name!r} has {'= and '.join(given + sliced)}=: one says where it runs")
+    if axes is not None and sliced:
+        raise ValueError(
+            f"task {name!r} has device_axes= and {sliced[0]}=: a slice keeps the axis names of its MultiMesh"
+        )
+    if options.get("logical_axes") and mesh is None and axes is None and not sliced:
+        raise ValueError(
+            f"task {name!r} has logical_axes= but no mesh= or device_axes= whose axes they could stand for"
+        )
+    if devices is not None:
+        mesh = _submesh(devices, None, axes, f"task {name!r}")
+    elif axes is not None:
+        mesh = _renamed(mesh, axes, f"task {name!r}")
+    return mm.Task(name, mesh=mesh, **options)
+
+
+def _submesh(devices: Any, dims: Any, axes: Any, what: str) -> Mesh | mm.TaskMesh:
+    """A mesh of jax devices or of device numbers, of the shape `dims`, else that of `devices`."""
+    array = np.asarray(devices, dtype=object)
+    flat = list(array.flat)
+    numbers = all(hasattr(d, "__index__") for d in flat)
+    if array.ndim == 0 or not (numbers or all(isinstance(d, jax.Device) for d in flat)):
+        raise TypeError(
+            f"devices= of {what} is a list or array of jax devices, or of device numbers, not {devices!r}"
+        )
+    try:
+        shape = array.shape if dims is None else tuple(map(operator.index, dims))
+    except TypeError:
+        raise TypeError(f"dims= of {what} is a size for each axis, like (2, 2), not {dims!r}") from None
+    if not flat or math.prod(shape) != len(flat):
+        raise ValueError(f"{what} has {len(flat)} devices for a mesh of shape {shape}")
+    if repeated := sorted({str(d) for d in flat if flat.count(d) > 1}):
+        raise ValueError(f"devices= of {what} repeats {', '.join(repeated)}")
+    # Names that no constraint has, so that each means replication.
+    names = tuple(f"__axis{n}__" for n in range(len(shape))) if axes is None else _axes(axes, shape, what)
+    if numbers:
+        return mm.TaskMesh(devices=flat, axis_sizes=shape, axis_names=names)
+    return Mesh(array.reshape(shape), names)
+
+
+def _renamed(mesh: Any, axes: Any, what: str) -> Mesh | mm.TaskMesh:
+    """`mesh`, else that of the program as it is now, with other axis names."""
+    if mesh is None:
+        mesh = current_multimesh() or Mesh(np.array(jax.devices()), ("device",))
+    if isinstance(mesh, mm.TaskMesh):
+        names = _axes(axes, mesh.axis_sizes, what)
+        return mm.TaskMesh(devices=mesh.devices, axis_sizes=mesh.axis_sizes, axis_names=names)
+    if not isinstance(mesh, Mesh | mm.MultiMesh):
+        raise TypeError(f"mesh= of {what} is a jax.sharding.Mesh, a TaskMesh or a MultiMesh, not {mesh!r}")
+    return Mesh(mesh.devices, _axes(axes, mesh.devices.shape, what))
+
+
+def _axes(axes: Any, shape: Sequence[int], what: str) -> tuple[str, ...]:
+    names = () if isinstance(axes, str) else tuple(axes)
+    if isinstance(axes, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"device_axes= of {what} is a name for each axis, like ('x', 'y'), not {axes!r}")
+    if len(names) != len(shape) or len(set(names)) != len(names):
+        raise ValueError(
+            f"device_axes={names} of {what} do not fit a mesh of shape {tuple(shape)}: give {len(shape)} "
+            "names that differ"
+        )
+    return names
+
+
+@functools.cache  # one class for one pair, so that graph definitions of equal modules stay equal
+def _task_class(cls: type[Any], task: mm.Task) -> type[Any]:
+    if not any("__call__" in vars(base) for base in cls.__mro__):
+        raise TypeError(f"a task wraps a class with __call__, and {cls.__name__} has none")
+    module = issubclass(cls, nnx.Module)
+    body: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    body["__call__"] = _warning(mm.task(cls.__call__, task=task), task)
+    if module:
+        body["__init__"] = mm.task(cls.__init__, task=task)  # Variables are born where they are used
+    options = {"pytree": module_is_pytree(cls)} if module else {}
+    return types.new_class(f"Task[{cls.__name__}]", (cls,), options, lambda namespace: namespace.update(body))
+
+
+# ------------------------------------------------------------------------ where a task would not be split
+
+_tracing_shapes: ContextVar[bool] = ContextVar("multimesh_tracing_shapes", default=False)
+_warned = False
+
+
+@contextlib.contextmanager
+def tracing_shapes() -> Iterator[None]:
+    """Inside, functions are traced for their shapes alone: `warn_unsplit` says nothing.
+
+    Example:
+      >>> with tracing_shapes():
+      ...     shapes = jax.eval_shape(fun, x)
+    """
+    token = _tracing_shapes.set(True)
+    try:
+        yield
+    finally:
+        _tracing_shapes.reset(token)
+
+
+def warn_unsplit(task: mm.Task) -> None:
+    """Warns, once in a process, if a task is called while JAX traces outside `mm.jit`: it will not be split.
+
+    Where nothing is traced (an eager call, also under `jax.grad` or `jax.vmap`) it says nothing. A function
+    traced by `jax.eval_shape` cannot be told from one traced by `jax.jit`: see `tracing_shapes`.
+
+    Example:
+      >>> warn_unsplit(mm.Task("dense"))  # nothing is traced here: says nothing
+    """
+    global _warned
+    if _warned or splitting.get() or ignoring.get() or _tracing_shapes.get():
+        return
+    if jex.unsafe_am_i_under_a_jit_DO_NOT_USE():  # decides about a warning, and about nothing else
+        _warned = True
+        warnings.warn(
+            f"{task} is traced outside mm.jit: it runs where its caller runs, unsplit (said once for all "
+            "tasks). To have each task run on its devices, give the function to parallelize, or compile it "
+            "with mmnnx.jit rather than jax.jit",
+            stacklevel=3,
+        )
+
+
+def _warning(fun: Callable[..., Any], task: mm.Task) -> Callable[..., Any]:
+    # The scope is there under ignore_transforms too. It is only a name then, and JAX keeps what it traced:
+    # without the name the function would stay unsplit when the context is left.
+    @functools.wraps(fun)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        warn_unsplit(task)
+        return fun(*args, **kwargs)
+
+    return wrapper
+
+
+# ---------------------------------------------------------------------------------- tasks by their names
+
+
+def register_task(
+    matcher: Any,
+    *,
+    callback: Callable[..., Any] | None = None,
+    task: mm.Task | None = None,
+    devices: Any = None,
+    dims: Sequence[int] | None = None,
+    device_axes: Sequence[str] | None = None,
+    logical_axes: Any = None,
+) -> None:
+    """Lets a name scope, as `jax.named_scope` or a linen module opens one, be a task (multimesh.jax).
+
+    Which task is said by one of `callback`, `task` and `devices`. The other arguments are those of earlier
+    releases: they make a task, named as the scope, of `devices` or of the devices that `callback` returns.
+
+    Args:
+      matcher: a name or regex that a whole scope name must match.
+      callback: `callback(name, backprop)`, or in the earlier form `callback(name)`: returns a Task, or jax
+        devices or device numbers.
+      task: the Task.
+      devices: jax devices, or numbers of devices of the program, as a list, or as an array of the mesh's
+        shape.
+      dims: shape of the mesh. Default: that of the devices.
+      device_axes: a name for each axis of the mesh. Without it logical constraints are replication.
+      logical_axes: pairs (logical axis, device axis).
+
+    Raises:
+      ValueError: not exactly one of the three; `dims`, `device_axes` or `logical_axes` next to `task`;
+        `logical_axes` without `device_axes`; names or sizes that do not fit the devices (said when a name is
+        matched, for devices of a callback); no regex.
+      TypeError: arguments of another type, or a callback that returns neither a Task nor devices.
+
+    Example:
+      >>> register_task("layer[0-9]+", callback=lambda name, backprop: stages[int(name[5:])])
+      >>> register_task("head", devices=[6, 7], device_axes=("x",))
+    """
+    ways = {"callback": callback, "task": task, "devices": devices}
+    given = [key for key, value in ways.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"register {matcher!r} with one of callback=, task= and devices=, not "
+            f"{' and '.join(f'{key}=' for key in given) or 'none'}"
+        )
+    earlier = {"dims": dims, "device_axes": device_axes, "logical_axes": logical_axes}
+    if task is not None:
+        if extra := [f"{key}=" for key, value in earlier.items() if value is not None]:
+            raise ValueError(
+                f"{', '.join(extra)} for matcher {matcher!r} are options of devices, not of task="
+            )
+        return mm.register_task(matcher, task=task)
+    if logical_axes and device_axes is None:
+        raise ValueError(
+            f"logical_axes= for matcher {matcher!r} without device_axes= that they could stand for"
+        )
+
+    def of_devices(name: str, devices: Any) -> mm.Task:
+        mesh = _submesh(devices, dims, device_axes, f"task {name!r}")
+        return mm.Task(name, mesh=mesh, logical_axes=logical_axes)
+
+    if devices is not None:
+        of_devices(str(matcher), devices)  # what is wrong is said now
+        return mm.register_task(matcher, callback=lambda name, backprop: of_devices(name, devices))
+    if not callable(callback):
+        raise TypeError(f"callback= for matcher {matcher!r} cannot be called: {callback!r}")
+    ask = callback if _takes(callback, 2) else lambda name, backprop: callback(name)
+
+    def choose(name: str, backprop: bool) -> mm.Task:
+        found = ask(name, backprop)
+        if found is None:
+            raise TypeError(f"the callback for matcher {matcher!r} returned no Task or devices for {name!r}")
+        return found if isinstance(found, mm.Task) else of_devices(name, found)
+
+    mm.register_task(matcher, callback=choose)
+
+
+def _takes(fun: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(fun).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # builtins may have no signature
+        return True
+    return True
