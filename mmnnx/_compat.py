@@ -137,6 +137,12 @@ def current_name_stack() -> str:
     return str(source_info_util.current_name_stack())
 
 
+def under_jit() -> bool:
+    """Whether what runs is being traced by `jax.jit`, or by another that makes a jaxpr. JAX's way to ask is
+    meant for no one; here it decides about a warning alone."""
+    return jex.unsafe_am_i_under_a_jit_DO_NOT_USE()
+
+
 def is_saved(decision: Any) -> bool:
     """Whether a policy of `jax.checkpoint` wants a value kept: policies answer with a bool or a private type.
 

@@ -261,6 +261,14 @@ def test_nodes_stand_for_nnx_objects():
     assert not isinstance(x, _compat.NODE)
 
 
+def test_under_jit():
+    seen = []
+    look = lambda x: seen.append(_compat.under_jit()) or x
+    for transform in (jax.jit, jax.vmap, jax.grad, lambda f: f):
+        transform(look)(jnp.ones(1) if transform is jax.vmap else 1.0)
+    assert seen == [True, False, False, False]
+
+
 def test_in_graph_mode():
     """Flax's default walks graphs; the other modes take their arguments as pytrees."""
     assert _compat.in_graph_mode(nnx.jit(increment)) is True

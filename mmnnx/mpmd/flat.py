@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import inspect
@@ -21,10 +20,7 @@ from mmnnx.mpmd.repeat import surroundings
 from mmnnx.mpmd.split import Run, Split, split
 from mmnnx.mpmd.trace import scopes_in
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
-from mmnnx.sharding.task import Task, find_task, splitting
-
-ignoring: contextvars.ContextVar[bool] = contextvars.ContextVar("mmnnx_ignore", default=False)
-"""True inside `mm.ignore_transforms()`."""
+from mmnnx.sharding.task import Task, find_task, ignoring, splitting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +85,10 @@ class FlatJit:
         options: dict[str, Any],
     ):
         self.observer, self.static, self.mesh = observer, static, mesh
+        observed = observer.around_flat(pure, lambda a, k: jax.tree.leaves(static.divide(a, k)[0]))
+        # JAX keeps what it traced for each of these, and each is traced under another context.
         self.nested = jax.jit(pure, **options)
-        self.whole = jax.jit(
-            observer.around_flat(pure, lambda a, k: jax.tree.leaves(static.divide(a, k)[0])), **options
-        )
+        self.whole, self.ignored = (jax.jit(functools.partial(observed), **options) for _ in range(2))
         self.traces: dict[Any, tuple[jax.stages.Traced, Record]] = {}
         self.splits: dict[Any, tuple[Split, Any, Record]] = {}
         self.made = threading.local()  # .call is the last call of each thread
@@ -129,7 +125,7 @@ class FlatJit:
         record = self.trace(*args, **kwargs).record
         there = jax.tree.unflatten(tree, jax.device_put(leaves, jax.devices()[0]))
         results, out_tree = jax.tree.flatten(
-            self.nested(*_restore(there[0], held[0]), **there[1], **dict(held[1]))
+            self.ignored(*_restore(there[0], held[0]), **there[1], **dict(held[1]))
         )
         for number, leaf in enumerate(record.results):
             old = leaves[leaf.updates] if leaf is not None and leaf.updates is not None else None
@@ -150,9 +146,10 @@ class FlatJit:
         key = (tree, held, surroundings(), avals)
         if key not in self.traces:
             moving = jax.tree.unflatten(tree, avals)
-            token = splitting.set(True)
+            token = splitting.set(not ignoring.get())
             try:
-                traced = self.whole.trace(*_restore(moving[0], held[0]), **moving[1], **dict(held[1]))
+                jitted = self.ignored if ignoring.get() else self.whole
+                traced = jitted.trace(*_restore(moving[0], held[0]), **moving[1], **dict(held[1]))
             finally:
                 splitting.reset(token)
             self.traces[key] = (traced, self.observer.record)

@@ -12,7 +12,7 @@ from typing import Any
 from flax import nnx
 
 from mmnnx import _compat
-from mmnnx.mpmd.flat import FlatJit, ignoring, static_arguments
+from mmnnx.mpmd.flat import FlatJit, static_arguments
 from mmnnx.mpmd.lift import Observer
 from mmnnx.mpmd.place import fusing, recomputing
 from mmnnx.mpmd.profile import measuring
@@ -20,7 +20,7 @@ from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import Shortcut, learn, take_apart
 from mmnnx.mpmd.timeline import Profile
 from mmnnx.sharding.mesh import MultiMesh
-from mmnnx.sharding.task import Task
+from mmnnx.sharding.task import Task, ignoring
 
 
 @contextlib.contextmanager

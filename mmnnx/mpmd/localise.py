@@ -28,19 +28,26 @@ def localise(eqn: Any, mesh: Mesh) -> Any:
         ):
             if eqn.primitive.name == "shard_map":
                 _check_axes(eqn, over, mesh)
-            params[key] = mesh.abstract_mesh if isinstance(over, AbstractMesh) else mesh
+            params[key] = _alike(over, mesh)
     return eqn.replace(params=params) if any(params[k] is not eqn.params[k] for k in params) else eqn
 
 
 def _moved(value: Any, mesh: Mesh) -> Any:
     if isinstance(value, NamedSharding) and value.mesh not in (mesh, mesh.abstract_mesh):
-        here = mesh.abstract_mesh if isinstance(value.mesh, AbstractMesh) else mesh
-        return NamedSharding(here, _kept_axes(value.spec, mesh))
+        return NamedSharding(_alike(value.mesh, mesh), _kept_axes(value.spec, mesh))
     if isinstance(value, _compat.JAXPR_TYPES):
         return _compat.map_equations(value, lambda e: localise(e, mesh))
     if isinstance(value, tuple) and any(isinstance(v, _compat.JAXPR_TYPES) for v in value):
         return tuple(_moved(v, mesh) for v in value)
     return value
+
+
+def _alike(over: Mesh | AbstractMesh, mesh: Mesh) -> Mesh | AbstractMesh:
+    """`mesh`, abstract if `over` is; inside a shard_map the axes that it maps over are Manual in both."""
+    if isinstance(over, Mesh):
+        return mesh
+    kinds = dict(zip(over.axis_names, over.axis_types))
+    return mesh.abstract_mesh.update_axis_types({a: kinds[a] for a in mesh.axis_names if a in kinds})
 
 
 def _check_axes(eqn: Any, over: Mesh | AbstractMesh, mesh: Mesh) -> None:

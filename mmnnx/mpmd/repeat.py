@@ -18,7 +18,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.place import fusing, recomputing
 from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.task import registrations
+from mmnnx.sharding.task import ignoring, registrations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
 
 def surroundings() -> Any:
     """What a trace depends on beside its arguments: the mesh, registered tasks, contexts, configuration."""
-    contexts = recomputing.get(), fusing.get(), autosharding.get()
+    contexts = ignoring.get(), recomputing.get(), fusing.get(), autosharding.get()
     return current_multimesh(), registrations(), contexts, _compat.trace_context()
 
 

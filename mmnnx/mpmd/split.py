@@ -75,6 +75,7 @@ def split(
     for task, mesh in dict.fromkeys(_placing(record)):
         place_task(task, mesh)
     ends = find_ends(record, leaves, traced.jaxpr.out_avals, meshes)
+    placed = bool(meshes.names())
     divided = meshes.tasks()
     if len(divided) == 1 and not meshes.moving:
         choices: Iterable[_Pieces] = [_undivided(traced.jaxpr, divided[0], meshes.names())]
@@ -90,7 +91,9 @@ def split(
     firsts = [(loop, row[0]) for loop in loops for row in loop.slices]
     slices = {v: loop.sources[v] for loop, v in firsts if v in loop.sources}
     derive = functools.partial(derive_shardings, program, pieces.flat.invars, ends.given, slices, whole)
-    if len(divided) == 1 and len(groups) <= 1 and not ruled:
+    # JAX runs a function where its arguments are: what is there already needs nothing of us.
+    there = groups == {frozenset(divided[0].devices.flat)} if placed else len(groups) <= 1
+    if len(divided) == 1 and there and not ruled:
         return Split(program, None, derive)
     return Split(program, _preparer(program, pieces, ends, record, leaves, donates, multimesh), derive)
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.task import Task, current_task, splitting
+from mmnnx.sharding.task import Task, current_task, ignoring, splitting
 
 autosharding: ContextVar[bool | None] = ContextVar("mmnnx_autosharding", default=None)
 """Where names in constraints are logical: None, inside tasks; True, outside as well; False, nowhere."""
@@ -124,7 +124,7 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
 
 
 def _constrain(spec: Any, x: Any) -> Any:
-    if spec is None:
+    if spec is None or ignoring.get():
         return x
     task, logical, multimesh = current_task(), autosharding.get(), current_multimesh()
     if not isinstance(spec, PartitionSpec) or logical is False or (task is None and logical is None):

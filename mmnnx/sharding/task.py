@@ -31,6 +31,9 @@ AxisRules = Mapping[str, Any] | Iterable[tuple[str, str | Sequence[str] | None]]
 splitting: ContextVar[bool] = ContextVar("mmnnx_splitting", default=False)
 """True while `mm.jit` traces a function that it will cut into fragments."""
 
+ignoring: ContextVar[bool] = ContextVar("mmnnx_ignoring", default=False)
+"""True inside `mm.ignore_transforms()`."""
+
 
 @dataclass(frozen=True)
 class Task:

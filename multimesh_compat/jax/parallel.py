@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 import mmnnx as mm
-from mmnnx.mpmd.flat import ignoring
 from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.mesh import current_multimesh
+from mmnnx.sharding.task import ignoring
 from multimesh_compat.jax.constraints import autoshard
 from multimesh_compat.jax.contexts import fast_path
 from multimesh_compat.jax.tasks import tracing_shapes

@@ -15,16 +15,14 @@ from dataclasses import fields, replace
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import numpy as np
 from flax import linen, nnx
 from jax.sharding import Mesh
 
 import mmnnx as mm
-from mmnnx._compat import module_is_pytree
-from mmnnx.mpmd.flat import ignoring
+from mmnnx._compat import module_is_pytree, under_jit
 from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.task import splitting
+from mmnnx.sharding.task import ignoring, splitting
 
 
 def task(fun_or_class: Any, name: str | None = None, *, task: mm.Task | None = None, **kwargs: Any) -> Any:
@@ -227,7 +225,7 @@ def warn_unsplit(task: mm.Task) -> None:
     global _warned
     if _warned or splitting.get() or ignoring.get() or _tracing_shapes.get():
         return
-    if jex.unsafe_am_i_under_a_jit_DO_NOT_USE():  # decides about a warning, and about nothing else
+    if under_jit():
         _warned = True
         warnings.warn(
             f"{task} is traced outside mm.jit: it runs where its caller runs, unsplit (said once for all "
@@ -284,7 +282,9 @@ def register_task(
       TypeError: arguments of another type, or a callback that returns neither a Task nor devices.
 
     Example:
-      >>> register_task("layer[0-9]+", callback=lambda name, backprop: stages[int(name[5:])])
+      >>> def stage(name, backprop):
+      ...     return Task(name, mesh_slice={"stage": int(name[5:])})
+      >>> register_task("layer[0-9]+", callback=stage)
       >>> register_task("head", devices=[6, 7], device_axes=("x",))
     """
     ways = {"callback": callback, "task": task, "devices": devices}

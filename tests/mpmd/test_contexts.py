@@ -123,3 +123,19 @@ def test_printing_from_inside_a_fragment(capfd):
     jax.effects_barrier()
     assert "norm" in capfd.readouterr().out
     assert np.isfinite(float(loss))
+
+
+def test_ignored_tasks_need_no_devices():
+    """A program for more devices than there are can be debugged on one."""
+    far = mm.task(
+        lambda x: mm.with_sharding_constraint(x * 2, P("model")), "far", mesh=mm.TaskMesh(devices=[200, 201])
+    )
+
+    def f(x):
+        return mm.with_sharding_constraint(far(x), P("model")) + 1
+
+    jitted = mm.jit(f)
+    with mm.ignore_transforms():
+        np.testing.assert_array_equal(jitted(np.ones(2)), np.full(2, 3.0))
+        with mm.MultiMesh(axis_sizes=(2,), axis_names=("model",)):
+            np.testing.assert_array_equal(mm.jit(f)(np.ones(2)), np.full(2, 3.0))

@@ -407,3 +407,14 @@ def test_logical_axes_in_metadata():
     assert_parity(
         kernels, models.squared_error, models.vectors(), placement, mesh=mesh, microbatch=4, steps=1
     )
+
+
+def test_a_function_of_one_task_runs_on_the_mesh_of_that_task():
+    """Wherever its arguments are: nowhere in particular, on another device, or there already."""
+    double = mm.task(lambda x: x * 2, "double", mesh=mm.TaskMesh(devices=[2, 3]))
+    f = mm.jit(double)
+    there = f(np.ones(4))
+    for x in (np.ones(4), jax.device_put(np.ones(4), jax.devices()[5]), there / 2):
+        y = f(x)
+        assert {d.id for d in y.devices()} == {2, 3}
+        np.testing.assert_array_equal(y, np.full(4, 2.0))
