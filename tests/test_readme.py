@@ -34,3 +34,11 @@ def test_the_program_about_schedules(tmp_path):
     assert printed.startswith("11.1% {'stage0': 4, 'stage1': 4, 'stage2': 4, 'stage3': 4}")
     assert (tmp_path / "zero-bubble-h1.svg").read_text().startswith("<?xml")
     assert (tmp_path / "schedule.csv").read_text().startswith("0F0,0F1,0F2,0F3,0I0,0W0,")
+
+
+def test_the_programs_written_for_multimesh(tmp_path):
+    printed = run_document("docs/multimesh.md", tmp_path).splitlines()
+    assert printed[:2] == ["P('model',) [0, 1, 2, 3]", "P(None, 'model') [4, 5, 6, 7]"]
+    assert "[[0, 1, 2, 3], [4, 5, 6, 7]]" in printed
+    losses = [float(line) for line in printed[-3:]]
+    assert losses == sorted(losses, reverse=True) and losses[2] < losses[0]

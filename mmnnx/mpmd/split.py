@@ -356,5 +356,5 @@ def _ending(held: Held, sharding: NamedSharding, plan: Plan) -> dict[Held, Named
     v, mesh = held
     home = plan.homes.get(v, mesh)
     if home == mesh:
-        return {held: sharding}
+        return {held: sharding} if mesh_of(sharding) == mesh else {}
     return {(v, home): transferred(sharding, home)} if home.devices.shape == mesh.devices.shape else {}

@@ -123,3 +123,11 @@ def test_an_abstract_module_gives_states_that_place_the_real_one():
     assert model.up.kernel.get_raw_value().sharding == state["up"]["kernel"]
     x = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
     assert_same(mm.jit(run, mesh=mesh)(model, x), run(MLP(rngs=nnx.Rngs(0)), x))
+
+
+def test_without_tasks_constraints_are_over_the_whole_multimesh():
+    mesh, _ = pipeline(2, 4)
+    (w,), _ = mm.jit(
+        lambda w: jax.lax.with_sharding_constraint(w, P("model")) * 2, mesh=mesh
+    ).input_shardings(shape(8))
+    assert where(w) == (list(range(8)), P("model"))

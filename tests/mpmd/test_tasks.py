@@ -418,3 +418,15 @@ def test_a_function_of_one_task_runs_on_the_mesh_of_that_task():
         y = f(x)
         assert {d.id for d in y.devices()} == {2, 3}
         np.testing.assert_array_equal(y, np.full(4, 2.0))
+
+
+def test_a_result_can_be_asked_for_on_the_whole_mesh_of_a_function_of_one_task():
+    mesh, tasks = pipeline(2, 4)
+    whole = NamedSharding(mesh.mesh, P())
+    one = mm.task(lambda w: w + 1, task=tasks[1])
+    f = mm.jit(
+        lambda w, n: (one(w), n + 1), in_shardings=(None, whole), out_shardings=(None, whole), mesh=mesh
+    )
+    w, n = f(jnp.ones(4), jnp.zeros(()))
+    assert n.sharding == whole and int(n) == 1
+    assert {d.id for d in w.devices()} == {4, 5, 6, 7}
