@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from mmnnx.mpmd.trace import Atom, Equation, Loop, Node, Var, inline, is_var
 
 _ADDS = ("add", "add_any")
+_WIDER = "convert_element_type"  # of a term: sums may be kept in a wider type than what they sum
 
 
 def split_sums(nodes: Sequence[Node], group_of: Callable[[Loop, Var], Hashable]) -> list[Node]:
@@ -81,7 +82,8 @@ def _split_loop(loop: Loop, group_of: Callable[[Loop, Var], Hashable]) -> list[N
             init.append(begin)
             carry_in.append(running)
             for term in summands:
-                equations, (running,) = inline(jnp.add, running, term, scope=last.scope)
+                add = lambda acc, x: acc + x.astype(acc.dtype)
+                equations, (running,) = inline(add, running, term, scope=last.scope)
                 added += equations
             carry_out.append(running)
             parts.append(jex.Var(total.aval))
@@ -104,14 +106,17 @@ def _split_loop(loop: Loop, group_of: Callable[[Loop, Var], Hashable]) -> list[N
 def _terms(
     last: Equation, enters: Var, maker: dict[Var, Equation], uses: Counter
 ) -> tuple[list[Atom], list[Equation]]:
-    """The terms that `last` adds to the carry, and the additions between them; nothing if it is no sum."""
+    """The terms that `last` adds to the carry, and the additions between them; nothing if it is no sum.
+
+    What widens a sum of terms is passed through: the terms are widened one by one.
+    """
     if last.name != "add" or enters not in last.invars or uses[enters] != 1:
         return [], []
     terms, adds, queue = [], [last], [a for a in last.invars if a is not enters]
     while queue:
         a = queue.pop(0)
         e = maker.get(a) if is_var(a) else None
-        if e is not None and e.name in _ADDS and uses[a] == 1:
+        if e is not None and e.name in (*_ADDS, _WIDER) and uses[a] == 1:
             adds.append(e)
             queue += e.invars
         else:

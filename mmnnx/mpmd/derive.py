@@ -64,7 +64,7 @@ def derive_shardings(
 def _propagated(program: Program, mesh: Mesh, known: Mapping[Var, NamedSharding]) -> Derived:
     """The shardings that values have on a mesh when XLA compiles together what it computes there."""
     calls = [c for c in program.calls if c.mesh == mesh and c.microbatch in (None, 0)]
-    if mesh.size == 1 or not any(_constrains(c.fragment.jaxpr) for c in calls):
+    if mesh.size == 1 or not any(constrains(c.fragment.jaxpr) for c in calls):
         return {}
     made: set[int] = set()
     read: dict[int, None] = {}
@@ -93,11 +93,10 @@ def _propagated(program: Program, mesh: Mesh, known: Mapping[Var, NamedSharding]
     }
 
 
-def _constrains(jaxpr: Any) -> bool:
+def constrains(jaxpr: Any) -> bool:
     """Whether something in a jaxpr says how values are sharded."""
     equations = _compat.open_jaxpr(jaxpr)[2]
     return any(
-        e.primitive.name in ("sharding_constraint", "shard_map")
-        or any(map(_constrains, _compat.subjaxprs(e)))
+        e.primitive.name in ("sharding_constraint", "shard_map") or any(map(constrains, _compat.subjaxprs(e)))
         for e in equations
     )

@@ -361,6 +361,8 @@ class _Cutter:
             outvars = [v for n in self.contents[f] for v in n.outvars if (v, mesh) in crossing]
             task = self.placement.positions[position].task if position is not None else None
             owner = task.name if task is not None and task.name else self.name_of[mesh]
+            if position is not None and phase.startswith("backward"):
+                owner = self.placement.backward_tasks.get(position, owner)
             name = owner if phase == "none" else f"{owner} {phase}"
             if task is not None and task.split_backprop and phase in PARTS:
                 name = task.split_backprop[PARTS.index(phase)]

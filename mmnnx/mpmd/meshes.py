@@ -78,9 +78,8 @@ class Meshes:
     def tasks(self) -> list[Mesh]:
         """The meshes between which a program is divided; one at least."""
         spanning = self.spanning()
-        whole = self.multimesh.mesh if self.multimesh is not None else None
         return [m for m in self._known.values() if m not in spanning] or [
-            self.canonical(whole or Mesh(np.array(jax.devices()[:1]), ("device",)))
+            self.canonical(Mesh(np.array(jax.devices()[:1]), ("device",)))
         ]
 
     def names(self) -> dict[Mesh, str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mmnnx.mpmd.schedule import Action, get_schedule, schedule_names
@@ -62,42 +63,64 @@ def loop_spec(scope: str) -> LoopSpec | None:
     return _specs[int(found[1])] if found else None
 
 
-def _sum(acc, out, n):
-    return acc + out
+def is_transformed(scope: str) -> bool:
+    """Whether the equation of a loop is of its gradient or another transformation around it, not its own."""
+    return re.search(r"(?:jvp|transpose|vmap)\((?:.*/)?microbatch\[\d+\]\)+$", scope) is not None
 
 
-def _last(acc, out, n):
-    return out
-
-
-def _max(acc, out, n):
-    return jnp.maximum(acc, out)
-
-
-def _lowest(x):
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.full(x.shape, -jnp.inf, x.dtype)
-    return jnp.full(x.shape, jnp.iinfo(x.dtype).min, x.dtype)
+def _summed_in(dtype: Any) -> Any:
+    """The dtype that a sum is kept in: at least 32 bits wide, for many microbatches may be added up."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _zeros(x):
+    return jnp.zeros(x.shape, _summed_in(x.dtype))
+
+
+def _zeros_for_mean(x):
+    return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _add(acc, out):
+    return acc + jnp.asarray(out, acc.dtype)
+
+
+def _narrowed(acc, x, n):
+    return acc.astype(x.dtype)
+
+
+def _divided(acc, x, n):
+    return (acc / n).astype(x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else acc.dtype)
+
+
+def _lowest(x):
+    if x.dtype == jnp.bool_:
+        return jnp.zeros(x.shape, x.dtype)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.full(x.shape, -jnp.inf, x.dtype)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"microbatch: reduce='max' has no meaning for {x.dtype}")
+    return jnp.full(x.shape, jnp.iinfo(x.dtype).min, x.dtype)
+
+
+def _empty(x):
     return jnp.zeros(x.shape, x.dtype)
 
 
-def _identity(x, n):
-    return x
+def _last(acc, out):
+    return out
 
 
-def _divide(x, n):
-    return x / n
+def _unchanged(acc, x, n):
+    return acc
 
 
 # name -> (value before the loop, step, value after the loop); "concat" keeps every result instead.
 _REDUCTIONS: dict[str, tuple[Callable, Callable, Callable]] = {
-    "sum": (_zeros, _sum, _identity),
-    "mean": (_zeros, _sum, _divide),
-    "max": (_lowest, _max, _identity),
-    "last": (_zeros, _last, _identity),
+    "sum": (_zeros, _add, _narrowed),
+    "mean": (_zeros_for_mean, _add, _divided),
+    "max": (_lowest, jnp.maximum, _unchanged),
+    "last": (_empty, _last, _unchanged),
 }
 _NAMES = (*_REDUCTIONS, "concat")
 
@@ -141,8 +164,9 @@ def microbatch(
         name appears is microbatch k), of (microbatch, task name) pairs, or of `mm.Action`. A task that is
         trained has several names: "stage0 forward", "stage0 backward". What no row names follows by
         dependency.
-      reduce: "sum" (default), "mean", "max", "last" or "concat" (along `dim`; scalars become a vector of
-        one entry per microbatch), or a prefix tree of these over the results.
+      reduce: "sum" (default; of booleans it is "or"), "mean", "max", "last" or "concat" (along `dim`; scalars
+        become a vector of one entry per microbatch), or a prefix tree of these over the results. Sums and
+        means of narrow floats are kept in float32 over the loop; means of integers and booleans are float32.
       remat: what the backward of a stage may compute again rather than keep: None for what is cheap, True for
         everything, or a policy of `jax.checkpoint`; or a sequence of one of these for each stage.
       memory_limit: bytes of live arrays that one TaskMesh may hold at a time, by `Program.simulate`.
@@ -229,8 +253,11 @@ def microbatch(
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pieces)
         out_shape = jax.eval_shape(probe, state_leaves, first)
         out_leaves, out_def = jax.tree.flatten(out_shape)
-        names = _broadcast(reduce, out_shape)
-        folded = [(o, _REDUCTIONS[n]) for o, n in zip(out_leaves, names) if n != "concat"]
+        names = [
+            "float0" if o.dtype == jax.dtypes.float0 else n  # gradients of integers hold nothing
+            for o, n in zip(out_leaves, _broadcast(reduce, out_shape))
+        ]
+        folded = [(o, _REDUCTIONS[n]) for o, n in zip(out_leaves, names) if n in _REDUCTIONS]
 
         def body(carry, piece):
             moving, accumulated = carry
@@ -239,9 +266,9 @@ def microbatch(
             out, after = call(now, piece)
             results = jax.tree.leaves(out)
             accumulated = [
-                step(a, r, count)
+                step(a, r)
                 for a, r, (_, (_, step, _)) in zip(
-                    accumulated, (r for r, n in zip(results, names) if n != "concat"), folded
+                    accumulated, (r for r, n in zip(results, names) if n in _REDUCTIONS), folded
                 )
             ]
             kept = [r for r, n in zip(results, names) if n == "concat"]
@@ -255,12 +282,14 @@ def microbatch(
         if nodes:
             after = [next(moving_leaf) if c else s for c, s in zip(changed, state_leaves)]
             nnx.update(nodes, jax.tree.unflatten(state_def, after))
-        out = [
-            _joined(next(kept_leaf), dim)
-            if name == "concat"
-            else _REDUCTIONS[name][2](next(accumulated_leaf), count)
-            for name in names
-        ]
+        out: list[Any] = []
+        for leaf, name in zip(out_leaves, names):
+            if name == "float0":
+                out.append(np.zeros(leaf.shape, leaf.dtype))
+            elif name == "concat":
+                out.append(_joined(next(kept_leaf), dim))
+            else:
+                out.append(_REDUCTIONS[name][2](next(accumulated_leaf), leaf, count))
         return jax.tree.unflatten(out_def, out)
 
     return wrapped

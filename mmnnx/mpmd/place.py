@@ -70,6 +70,7 @@ class Placement:
       spots: where each equation runs; absent for work that depends on no placed state.
       phases: for each equation in `spots`, "forward", "backward" or "none".
       where: the origin of each variable, with the mesh that holds it unless it is free.
+      backward_tasks: the positions whose backward is in a task of another name than the forward.
       follows: for gradients and what becomes of them, the state variable that they will be combined with.
       bodies: for each Loop, the placement of its body.
     """
@@ -78,6 +79,7 @@ class Placement:
     spots: dict[Node, Spot] = dataclasses.field(default_factory=dict)
     phases: dict[Node, str] = dataclasses.field(default_factory=dict)
     where: dict[Var, Origin] = dataclasses.field(default_factory=dict)
+    backward_tasks: dict[int, str] = dataclasses.field(default_factory=dict)
     follows: dict[Var, Var] = dataclasses.field(default_factory=dict)
     bodies: dict[Node, Placement] = dataclasses.field(default_factory=dict)
 
@@ -394,7 +396,12 @@ class _Region:
             choices = {Spot(self.positions[-1].mesh, len(self.positions) - 1)}
         self.tied.add(e)
         reached = [s for s in choices if came is None or _rank(s) <= came]
-        self._set(e, max(reached, key=_rank) if reached else min(choices, key=_rank), "backward")
+        spot = max(reached, key=_rank) if reached else min(choices, key=_rank)
+        self._set(e, spot, "backward")
+        if scoped is not None and spot.position is not None:
+            here, name = self.positions[spot.position].task, scoped[0].name
+            if name and here is not None and name not in (here.name or "").split("+"):
+                self.out.backward_tasks[spot.position] = name
 
     def _place_late(self, e: Equation) -> None:
         if self._stays(e):

@@ -16,7 +16,7 @@ from mmnnx.mpmd.accumulate import split_sums
 from mmnnx.mpmd.bind import Delivery, binder, check_shared, copied, deliver, entering
 from mmnnx.mpmd.build import build
 from mmnnx.mpmd.compile import compile_program
-from mmnnx.mpmd.derive import derive_shardings
+from mmnnx.mpmd.derive import constrains, derive_shardings
 from mmnnx.mpmd.ends import Ends, find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
 from mmnnx.mpmd.lift import Record
@@ -68,7 +68,10 @@ def split(
     @functools.cache
     def task_of(scope: str):
         task = find_task(scope, multimesh)
-        return None if task is None else (task, meshes.of_task(task))
+        try:
+            return None if task is None else (task, meshes.of_task(task))
+        except ValueError as error:
+            raise ValueError(f"{error} (in the scope {scope!r})") from None
 
     for scope in scopes_in(traced.jaxpr):
         task_of(scope)
@@ -76,6 +79,8 @@ def split(
         place_task(task, mesh)
     ends = find_ends(record, leaves, traced.jaxpr.out_avals, meshes)
     placed = bool(meshes.names())
+    if not placed and multimesh is not None and constrains(traced.jaxpr):
+        meshes.canonical(multimesh.mesh)
     divided = meshes.tasks()
     if len(divided) == 1 and not meshes.moving:
         choices: Iterable[_Pieces] = [_undivided(traced.jaxpr, divided[0], meshes.names())]

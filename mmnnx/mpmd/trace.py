@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.microbatch import LoopSpec, loop_spec
+from mmnnx.mpmd.microbatch import LoopSpec, is_transformed, loop_spec
 
 Var = Any
 Atom = Any
@@ -258,6 +259,13 @@ class _Opener:
             elif name == "scan" and not in_loop and (spec := loop_spec(scope)) is not None:
                 self._loop(eqn, spec, env, scope, out)
             elif _compat.subjaxprs(eqn) and len(meshes := self._meshes(eqn, env, scope)) > 1:
+                if name == "scan" and is_transformed(scope):
+                    warnings.warn(
+                        "a loop of mm.microbatch is inside a gradient or another transformation: it is "
+                        "unrolled, and its schedule has no effect. Have the transformation inside the loop, "
+                        "as in mm.microbatch(jax.value_and_grad(loss_fn), ...)",
+                        stacklevel=2,
+                    )
                 if name == "scan":
                     self._unroll(eqn, env, scope, out, in_loop)
                 elif name in ("cond", "while"):

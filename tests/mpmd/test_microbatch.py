@@ -257,3 +257,25 @@ def test_a_structure_that_changes_in_the_loop_is_refused():
 
     with pytest.raises(ValueError, match="structure|Variables"):
         mm.jit(lambda model, x: mm.microbatch(grow, 0, 2, argnum=1)(model, x))(Counter(), X)
+
+
+def test_shared_weights_in_bfloat16_are_summed_where_they_are_used():
+    """Each mesh has an accumulator of its own, in float32; one array of the weight's shape comes home."""
+    mesh, tasks = pipeline(2)
+    first = mm.task(lambda w, x: jnp.tanh(x @ w), task=tasks[0])
+    second = mm.task(lambda w, x: x @ w.T, task=tasks[1])
+
+    def loss(w, x):
+        return (second(w, first(w, x)).astype(jnp.float32) ** 2).mean()
+
+    w = jax.device_put(jnp.eye(16, dtype=jnp.bfloat16), NamedSharding(mesh.slice(stage=0), P()))
+    x = jnp.linspace(-1, 1, 128, dtype=jnp.bfloat16).reshape(8, 16)
+    grad_fn = mm.microbatch(jax.grad(loss), 0, 2, argnum=1, schedule="1f1b")
+    step = mm.jit(lambda w, x: w - grad_fn(w, x), mesh=mesh)
+    back = [t for t in step.program(w, x).transfers if t.shape == (16, 16) and t.target == "stage0"]
+    assert [t.microbatch for t in back] == [None]
+    got = step(w, x)
+    assert got.dtype == jnp.bfloat16
+    grads = sum(jax.grad(loss)(w, x[i : i + 2]).astype(jnp.float32) for i in range(0, 8, 2))
+    expected = w.astype(jnp.float32) - jax.device_get(grads)
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=2e-2, atol=1e-2)

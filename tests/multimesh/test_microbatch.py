@@ -1210,3 +1210,64 @@ def test_random_numbers_from_a_key():
     batch = (*make_batch(), jax.random.split(jax.random.key(1), 8))
     for key in (jax.random.key(0), jax.random.PRNGKey(0)):
         check_loop(grad, grad, make_params(2), batch, key, argnum=1)
+
+
+def test_a_loop_in_a_gradient_is_unrolled_and_says_so():
+    register_layers()
+    loop = microbatch(loss_fn, 0, 2, 1, schedule="1f1b")
+    params, batch = make_params(2), make_batch()
+    with (
+        multimesh(TWO),
+        pytest.warns(UserWarning, match="mm.microbatch is inside a grad.* its schedule has no"),
+    ):
+        got = mm.jit(jax.value_and_grad(loop))(params, batch)
+    assert_same(got, jax.value_and_grad(microbatch(loss_fn, 0, 2, 1))(params, batch))
+
+
+def test_custom_rows_that_name_the_tasks_of_callbacks():
+    def stage(name, backprop):
+        return Task(f"{name}_{'bwd' if backprop else 'fwd'}", mesh_slice={"stage": int(name[5:])})
+
+    register_task(r"layer\d+", callback=stage)
+    rows = [["layer0_fwd"] * 4 + ["layer0_bwd"] * 4, ["layer1_fwd", "layer1_bwd"] * 4]
+    params, batch = make_params(2), make_batch()
+    loop = microbatch(GRAD, 0, 2, argnum=1, schedule="custom", custom_schedule=rows)
+    check(loop, by_hand(GRAD, params, batch, argnum=1), params, batch)
+
+
+@pytest.mark.parametrize(
+    "reduce, x, expected",
+    [
+        ("mean", np.array([True, True, True, False]), 0.75),
+        ("max", np.array([False, True]), True),
+        ("mean", np.full(8, 200, np.uint8), 200),
+        ("mean", np.ones(1024, jnp.bfloat16), 1),
+        ("sum", np.ones(1024, jnp.bfloat16), 1024),
+    ],
+)
+def test_reductions_of_narrow_dtypes(reduce, x, expected):
+    for jit in (lambda f: f, jax.jit, mm.jit):
+        assert float(jit(microbatch(lambda x: x[0], 0, 1, reduce=reduce))(x)) == expected
+
+
+def test_sums_keep_the_dtype_of_what_they_sum():
+    for dtype in (jnp.bfloat16, jnp.float32, jnp.int8):
+        assert microbatch(lambda x: x[0], 0, 1)(jnp.ones(4, dtype)).dtype == dtype
+    with pytest.raises(TypeError, match="reduce='max' has no meaning for complex64"):
+        microbatch(lambda x: x[0], 0, 1, reduce="max")(jnp.ones(2, jnp.complex64))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "last"])
+def test_gradients_of_integers(reduce):
+    register_layers()
+    grad = jax.grad(lambda p, n, b: loss_fn(p, b) * n, argnums=(0, 1), allow_int=True)
+    with multimesh(TWO):
+        loop = mm.jit(microbatch(grad, 0, 2, 2, schedule="1f1b", reduce=reduce))
+        got = loop(make_params(2), np.int32(3), make_batch())[1]
+    assert got.dtype == jax.dtypes.float0 and got.shape == ()
+
+
+def test_an_error_names_the_registered_scope():
+    register_layers()
+    with multimesh(TWO), pytest.raises(ValueError, match=r"index 2 is outside axis 'stage'.*layer2"):
+        mm.jit(microbatch(GRAD, 0, 2, argnum=1))(make_params(3), make_batch())
