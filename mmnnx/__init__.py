@@ -3,6 +3,7 @@
 from mmnnx.inspect import TimelineView, timeline
 from mmnnx.mpmd.jit import enable_recomputation, enable_task_fusion, ignore_transforms, jit
 from mmnnx.mpmd.microbatch import microbatch
+from mmnnx.mpmd.processes import fetch, initialize
 from mmnnx.mpmd.program import Program, VerificationError
 from mmnnx.mpmd.schedule import Action, Stages, read_schedule, register_schedule, write_schedule
 from mmnnx.mpmd.timeline import Costs, Profile, Timeline
@@ -37,7 +38,9 @@ __all__ = [
     "clear_tasks",
     "enable_recomputation",
     "enable_task_fusion",
+    "fetch",
     "ignore_transforms",
+    "initialize",
     "jit",
     "microbatch",
     "path",

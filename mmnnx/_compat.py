@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend.backend
 import jax.extend.core as jex
 from flax import nnx
 from jax._src import config as jax_config
-from jax._src import source_info_util
+from jax._src import distributed, source_info_util
 from jax._src.lib import xla_client
 
 # A ClosedJaxpr up to JAX 0.11 wraps a Jaxpr; from 0.12 the two are one class that holds its constants.
@@ -118,6 +119,28 @@ def in_cached_partial() -> bool:
 def inner_traced(traced: Any) -> Any:
     """What `replacement.trace` returned, out of the stage object that `nnx.jit(...).trace` wraps it in."""
     return traced.traced
+
+
+def key_value_store() -> Any:
+    """The key-value store of `jax.distributed`, in which processes find each other; JAX keeps it to itself.
+
+    Raises:
+      RuntimeError: before `jax.distributed.initialize`.
+    """
+    if distributed.global_state.client is None:
+        raise RuntimeError("several processes need mm.initialize() before anything uses a device")
+    return distributed.global_state.client
+
+
+def start_transfer_server(address: str) -> Any:
+    """A server that hands arrays of this process to others, at an IP address and a port of its choice.
+
+    `jax.experimental.transfer` is public, and still moves; it is imported where it is needed alone.
+    """
+    from jax.experimental import transfer
+
+    where = f"[{address}]:0" if ":" in address else f"{address}:0"
+    return transfer.start_transfer_server(jax.extend.backend.get_backend(), where, [where])
 
 
 def is_optimizer_slot(variable: Any) -> bool:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmnnx.mpmd.processes import put
 from mmnnx.mpmd.transfer import spread
 from mmnnx.sharding.mesh import MultiMesh
 
@@ -39,13 +40,13 @@ def binder(x: Any, target: NamedSharding) -> Callable[[Any], jax.Array] | None:
     replicated = own is not None and own.is_fully_replicated and target.is_fully_replicated
     if own is not None and replicated and own.device_set > target.device_set:
         return lambda x: spread(x, target)
-    return lambda x: jax.device_put(x, target)
+    return lambda x: put(x, target)
 
 
 def everywhere(arrays: Sequence[jax.Array], target: NamedSharding) -> jax.Array:
     """One replicated array made of equal replicated ones, each on some of its devices. Nothing is copied."""
     shards = {s.device: s.data for a in arrays for s in a.addressable_shards}
-    parts = [shards[d] for d in target.mesh.devices.flat]
+    parts = [shards[d] for d in target.mesh.devices.flat if d in shards]
     return jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
 
 
@@ -72,25 +73,28 @@ def deliver(
         assert multimesh is not None  # without one, a result is held once
         target = NamedSharding(multimesh.mesh, PartitionSpec())
         return lambda values, arrays: everywhere(arrays, target)
-    if held and asked is not None:
-        return lambda values, arrays: (
-            arrays[0] if arrays[0].sharding == asked else jax.device_put(arrays[0], asked)
-        )
     if held:
-        return lambda values, arrays: arrays[0]
+        return lambda values, arrays: arrays[0] if arrays[0].sharding == asked else _at(asked, arrays[0])
     if asked is None and number is None and multimesh is not None and not var.aval.shape:
         asked = NamedSharding(multimesh.mesh, PartitionSpec())  # where steps will keep a counter
-    if number is not None and asked is None:
-        return lambda values, arrays: values[number]
     if number is not None:
-        return lambda values, arrays: jax.device_put(values[number], asked)
+        return lambda values, arrays: _at(asked, values[number])
     value = jnp.asarray(var.val, var.aval.dtype)
-    return copied(lambda values, arrays: jax.device_put(value, asked) if asked is not None else value)
+    return copied(lambda values, arrays: _at(asked, value))
+
+
+def _at(sharding: NamedSharding | None, x: Any) -> Any:
+    return x if sharding is None else put(x, sharding)
 
 
 def copied(delivery: Delivery) -> Delivery:
     """The same result in a buffer of its own, so that to donate it takes nothing else along."""
-    return lambda values, arrays: jnp.copy(delivery(values, arrays))
+
+    def copy(values: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
+        x = delivery(values, arrays)
+        return jnp.copy(x) if not isinstance(x, jax.Array) or x.addressable_shards else x
+
+    return copy
 
 
 def check_shared(leaves: Sequence[Any], donated: Sequence[bool], names: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.fragments import Fragment, Held
 from mmnnx.mpmd.meshes import transferred
+from mmnnx.mpmd.processes import hear_specs, is_here, tell_specs
 from mmnnx.mpmd.program import Call, Program, Transfer
 from mmnnx.mpmd.trace import Var
 
@@ -38,40 +39,49 @@ class Executable:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
-    """A program with an executable for each fragment and a sharding for each slot."""
+    """A program with an executable for each fragment of this process, and a sharding for each slot."""
 
     program: Program
     executables: dict[Fragment, Executable]
     shardings: tuple[NamedSharding, ...]
 
 
-def compile_program(program: Program, fixed: dict[Held, NamedSharding], donated: set[int]) -> Compiled:
-    """Compiles every fragment of a program.
+def compile_program(
+    program: Program, fixed: dict[Held, NamedSharding], donated: set[int], program_number: int = 0
+) -> Compiled:
+    """Compiles every fragment of a program that this process has devices for.
 
     Args:
       program: what to compile.
       fixed: shardings that are decided: of inputs, results and carries.
       donated: input slots whose arrays may be overwritten.
+      program_number: by which several processes know the program (`Peers.agree`).
     """
     fixed = fixed | _replicated(program, fixed)
     shardings = {slot: fixed[held] for slot, held in program.inputs.items()}
     donations = _donations(program, fixed, donated)
     executables: dict[Fragment, Executable] = {}
     made: dict[Fragment, tuple[NamedSharding, ...]] = {}
+    number = {f: n for n, f in enumerate(program.fragments)}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         while len(made) < len(program.fragments):
             ready = _propagate(program, made, shardings)
             lowered = {
                 f: _lower(f, [shardings[s] for s in call.inputs], fixed, donations[f])
                 for f, call in ready.items()
+                if is_here(f.mesh)
             }
             for f, compiled in zip(lowered, pool.map(lambda low: low.compile(), lowered.values())):
                 inputs, outputs = _orders(f, donations[f])
                 executables[f] = Executable(compiled, inputs, outputs)
                 results = jax.tree.leaves(compiled.output_shardings)
-                made[f] = tuple(
-                    NamedSharding(f.mesh, results[outputs.index(n)].spec) for n in range(len(outputs))
-                )
+                specs = [results[outputs.index(n)].spec for n in range(len(outputs))]
+                made[f] = tuple(NamedSharding(f.mesh, spec) for spec in specs)
+                tell_specs(program_number, number[f], f.mesh, specs)
+            for f in ready:
+                if f not in lowered:
+                    specs = hear_specs(program_number, number[f], f.mesh, len(f.outvars))
+                    made[f] = tuple(NamedSharding(f.mesh, spec) for spec in specs)
     _propagate(program, made, shardings)
     return Compiled(program, executables, tuple(shardings[s] for s in range(len(program.values))))
 

@@ -20,7 +20,7 @@ from mmnnx.mpmd.program import Call, Program
 from mmnnx.mpmd.timeline import Costs, Profile
 
 # (function, slots it reads, slots it fills, slots that are dropped then), for each instruction.
-Steps = Sequence[tuple[Callable[..., Sequence[jax.Array]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+Step = tuple[Callable[..., Sequence[jax.Array]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 _profiles: ContextVar[list[Profile] | None] = ContextVar("mmnnx_profiles", default=None)
@@ -42,7 +42,7 @@ def is_measured() -> bool:
     return _profiles.get() is not None
 
 
-def measure(program: Program, steps: Steps, arrays: list[jax.Array]) -> list[Any]:
+def measure(program: Program, steps: Sequence[Step], arrays: list[jax.Array]) -> list[Any]:
     """Runs a program three times, twice on copies of its inputs, and measures the last two.
 
     Args:
@@ -52,7 +52,12 @@ def measure(program: Program, steps: Steps, arrays: list[jax.Array]) -> list[Any
 
     Returns:
       The array in each slot after the last run, None where it was dropped.
+
+    Raises:
+      ValueError: if it runs in several processes.
     """
+    if jax.process_count() > 1:
+        raise ValueError("a program is profiled in one process: run the script without mm.initialize")
     for _ in range(2):  # the first run is slower
         copies = jax.block_until_ready([jnp.copy(a) for a in arrays])
         began = time.perf_counter()

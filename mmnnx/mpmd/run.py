@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from mmnnx.mpmd.compile import Compiled
-from mmnnx.mpmd.profile import is_measured, measure
+from mmnnx.mpmd.processes import elsewhere, is_here
+from mmnnx.mpmd.profile import Step, is_measured, measure
 from mmnnx.mpmd.program import Call
 from mmnnx.mpmd.transfer import sender
 
@@ -21,20 +23,34 @@ def runner(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Arra
     Nothing in it waits for a device; everything that is decided per program is decided here, once.
     """
     program, shardings = compiled.program, compiled.shardings
-    steps = []
+
+    def is_local(s: int) -> bool:
+        return is_here(program.values[s][1])
+
+    def absent(s: int) -> jax.Array:
+        v, _ = program.values[s]
+        return elsewhere(v.aval.shape, v.aval.dtype, shardings[s])
+
+    steps: list[Step] = []
     for i in program.instructions:
+        if not any(map(is_local, (*i.inputs, *i.outputs))):
+            continue  # for other processes
         if isinstance(i, Call):
             e = compiled.executables[i.fragment]
             inputs, outputs = tuple(i.inputs[n] for n in e.inputs), tuple(i.outputs[n] for n in e.outputs)
             steps.append((e.call, inputs, outputs, i.frees))
         else:
-            dtype = program.values[i.inputs[0]][0].aval.dtype
-            send = sender(shardings[i.inputs[0]], shardings[i.outputs[0]], dtype)
-            steps.append((_listed(send), i.inputs, i.outputs, i.frees))
+            (s,), (t,) = i.inputs, i.outputs
+            send = sender(shardings[s], shardings[t], program.values[s][0].aval.dtype)
+            if is_local(s):
+                steps.append((_listed(send), (s,), (t,) if is_local(t) else (), i.frees))
+            else:
+                steps.append((functools.partial(_listed(send), absent(s)), (), (t,), i.frees))
     given, size = tuple(program.inputs), len(program.values)
+    away = {s: absent(s) for held in program.outputs for s in held if not is_local(s)}
 
     def results(slots: list[Any]) -> list[list[jax.Array]]:
-        return [[slots[s] for s in held] for held in program.outputs]
+        return [[away[s] if s in away else slots[s] for s in held] for held in program.outputs]
 
     def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
         if is_measured():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred
 from mmnnx.mpmd.order import Moves
 from mmnnx.mpmd.place import Placement, Position, TaskOf, place
+from mmnnx.mpmd.processes import agree, is_here
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.run import runner
 from mmnnx.mpmd.trace import FREE, Equation, Flat, Loop, Node, Var, at_home, is_var, open_calls, scopes_in
@@ -98,7 +100,7 @@ def split(
     derive = functools.partial(derive_shardings, program, pieces.flat.invars, ends.given, slices, whole)
     # JAX runs a function where its arguments are: what is there already needs nothing of us.
     there = groups == {frozenset(divided[0].devices.flat)} if placed else len(groups) <= 1
-    if len(divided) == 1 and there and not ruled:
+    if len(divided) == 1 and there and not ruled and is_here(divided[0]):
         return Split(program, None, derive)
     return Split(program, _preparer(program, pieces, ends, record, leaves, donates, multimesh), derive)
 
@@ -255,11 +257,18 @@ def _preparer(
         foreign = argument is not None and (leaf is None or leaf.updates != argument)
         deliveries.append(copied(delivery) if foreign or (is_var(v) and v in used) else delivery)
         used.update([v] if is_var(v) else [])
-    gone = [n for n, donated in enumerate(donates) if donated and flat.invars[n] not in flat.outvars]
+    # An array of which this process has nothing is one object for all calls, and cannot be used up.
+    arrays = [(n, x) for n, x in enumerate(leaves) if isinstance(x, jax.Array)]
+    away = {n for n, x in arrays if not x.sharding.addressable_devices}
+    gone = [
+        n
+        for n, donated in enumerate(donates)
+        if donated and flat.invars[n] not in flat.outvars and n not in away
+    ]
     names = [str(leaf) if leaf is not None else f"argument {n}" for n, leaf in enumerate(record.inputs)]
 
     def prepare() -> Run:
-        execute = runner(compile_program(program, fixed, overwritten))
+        execute = runner(compile_program(program, fixed, overwritten, agree(lambda: _in_full(program))))
 
         def run(leaves: Sequence[Any]) -> list[Any]:
             if gone and len(set(map(id, leaves))) < len(leaves):
@@ -281,6 +290,12 @@ def _preparer(
         return run
 
     return prepare
+
+
+def _in_full(program: Program) -> str:
+    """A program with what its fragments compute, as text that is the same in every process."""
+    text = "\n".join([str(program), *(f"{f.name}: {f.jaxpr}" for f in program.fragments)])
+    return re.sub(r"0x[0-9a-f]+", "0x", text)
 
 
 def _results(

@@ -1,14 +1,16 @@
-"""Arrays between meshes, in one process. Starting a copy does not wait for the array to be computed."""
+"""Arrays between meshes, in one process and between processes. To start a copy waits for nothing."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from mmnnx import _compat
+from mmnnx.mpmd.processes import peers
 
 
 def sender(source: NamedSharding, target: NamedSharding, dtype: Any) -> Callable[[jax.Array], jax.Array]:
@@ -17,6 +19,9 @@ def sender(source: NamedSharding, target: NamedSharding, dtype: Any) -> Callable
     Equal layouts are copied shard by shard; a replicated array goes to a mesh of another size from as many
     of its copies as are needed. (`jax.device_put` with another layout would block until the array is ready.)
     """
+    processes = {d.process_index for s in (source, target) for d in s.mesh.devices.flat}
+    if processes != {jax.process_index()}:
+        return lambda array: _between(array, source, target)
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return lambda array: jax.device_put(array, target)  # typed PRNG keys
     if source.mesh.devices.shape == target.mesh.devices.shape:
@@ -27,9 +32,54 @@ def sender(source: NamedSharding, target: NamedSharding, dtype: Any) -> Callable
 def spread(array: jax.Array, target: NamedSharding) -> jax.Array:
     """A replicated array on another mesh, made of copies of its shards; shards already there are shared."""
     shards = {s.device: s.data for s in array.addressable_shards}
-    spare = list(shards.values())
+    spare, here = list(shards.values()), jax.process_index()
     parts = [
         shards[d] if d in shards else jax.device_put(spare[n % len(spare)], d)
         for n, d in enumerate(target.mesh.devices.flat)
+        if d.process_index == here
     ]
     return jax.make_array_from_single_device_arrays(array.shape, target, parts, dtype=array.dtype)
+
+
+def _between(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
+    """The part that this process has in a copy between meshes of several processes.
+
+    Each shard goes straight from a process that has it to the one that needs it.
+    """
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        words = _between(jax.random.key_data(array), source, target)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
+    here, shards = jax.process_index(), {s.device: s.data for s in array.addressable_shards}
+    shape = target.shard_shape(array.shape)
+    sends: dict[int, list[jax.Array]] = {}
+    needs: dict[int, list[jax.Device]] = {}
+    parts: dict[jax.Device, jax.Array] = {}
+    for giver, taker in _pairs(source, target):
+        if giver.process_index == here != taker.process_index:
+            sends.setdefault(taker.process_index, []).append(shards[giver])
+        elif giver.process_index != here == taker.process_index:
+            needs.setdefault(giver.process_index, []).append(taker)
+        elif giver.process_index == here:
+            parts[taker] = shards[giver] if giver == taker else jax.device_put(shards[giver], taker)
+    for process, arrays in sends.items():
+        peers().send(process, arrays)
+    for process, devices in needs.items():
+        types = [jax.ShapeDtypeStruct(shape, array.dtype, sharding=SingleDeviceSharding(d)) for d in devices]
+        parts |= dict(zip(devices, peers().receive(process, types)))
+    local = [parts[d] for d in target.mesh.devices.flat if d in parts]
+    return jax.make_array_from_single_device_arrays(array.shape, target, local, dtype=array.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _pairs(source: NamedSharding, target: NamedSharding) -> list[tuple[jax.Device, jax.Device]]:
+    """For each device of the target, the one that has its shard: the same place of an equal mesh, or for
+    replicated arrays the device itself, else one of its process, else any in turn."""
+    givers, takers = list(source.mesh.devices.flat), list(target.mesh.devices.flat)
+    if source.mesh.devices.shape == target.mesh.devices.shape:
+        return list(zip(givers, takers))
+
+    def nearest(n: int, taker: jax.Device) -> jax.Device:
+        own = [d for d in givers if d.process_index == taker.process_index] or givers
+        return taker if taker in givers else own[n % len(own)]
+
+    return [(nearest(n, d), d) for n, d in enumerate(takers)]
