@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmnnx.mpmd.processes import put
-from mmnnx.mpmd.transfer import spread
+from mmnnx.mpmd.transfer import put, spread
 from mmnnx.sharding.mesh import MultiMesh
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.fragments import Fragment, Held
 from mmnnx.mpmd.meshes import transferred
-from mmnnx.mpmd.processes import hear_specs, is_here, tell_specs
+from mmnnx.mpmd.processes import are_apart, hear_specs, is_here, tell_specs
 from mmnnx.mpmd.program import Call, Program, Transfer
 from mmnnx.mpmd.trace import Var
 
@@ -173,6 +173,8 @@ def _donations(
     its next value is of the same type and sharding.
     """
     received = {t.outputs[0] for t in program.transfers}
+    # Another process fetches an array when it comes to it: nothing may be written over it.
+    handed = {t.inputs[0] for t in program.transfers if are_apart(t.source_mesh, t.target_mesh)}
     possible: dict[Fragment, set[int]] = {}
     for call in program.calls:
         mine = {
@@ -180,6 +182,7 @@ def _donations(
             for n, s in enumerate(call.inputs)
             if s in call.frees
             and s not in received
+            and s not in handed
             and (s not in program.inputs or s in donated)
             and call.inputs.count(s) == 1
         }

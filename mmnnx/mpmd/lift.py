@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -85,6 +86,8 @@ class Observer:
             self._arrived = dict(self._leaves((args, kwargs), self._argument_rules(args)))
             before = nnx.graphdef((args, kwargs))
             out = fun(*args, **kwargs)
+            if self.out_shardings is not None:
+                out = _distinct(out)
             nodes = any(_is_node(x) for x in jax.tree.leaves(out, is_leaf=_is_node))
             same = not nodes and before == nnx.graphdef((args, kwargs))
             self._out_tree = jax.tree.structure(out) if same else None
@@ -133,6 +136,19 @@ class Observer:
                 yield id(a), Leaf(path[1:], path[len(trees) :], slot, rules.get(id(a)))
 
 
+def _distinct(tree: Any) -> Any:
+    """The same tree, where an array that is there several times is copied: each can have its own sharding."""
+    seen: set[int] = set()
+
+    def once(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or id(leaf) not in seen:
+            seen.add(id(leaf))
+            return leaf
+        return jnp.copy(leaf)
+
+    return jax.tree.map(once, tree, is_leaf=_is_node)
+
+
 def _arrays(value: Any) -> list[Any]:
     """The arrays of a Variable, or the array itself."""
     leaves = jax.tree.leaves(value.get_raw_value()) if isinstance(value, nnx.Variable) else [value]
@@ -173,12 +189,27 @@ def _rules(prefix: Any, tree: Any, name: str) -> dict[int, tuple[Task | None, Sh
             lambda *pair: pairs.append(pair), prefix, tree, is_leaf=lambda x: x is None or _is_node(x)
         )
     except ValueError as error:
-        raise ValueError(f"{name} is no prefix of what it describes: {error}") from None
+        raise ValueError(f"{name} {_mismatch(prefix, tree) or f'is no prefix: {error}'}") from None
     for entry, subtree in pairs:
         give(entry, subtree)
     for entry, matched in used.values():
         entry.check_used(matched)
     return rules
+
+
+def _mismatch(prefix: Any, tree: Any) -> str | None:
+    """Which entry of a tuple of shardings does not describe its argument, if that is what is wrong."""
+    if not isinstance(prefix, (tuple, list)) or not isinstance(tree, (tuple, list)):
+        return None
+    if len(prefix) != len(tree):
+        return f"has {len(prefix)} entries, and there are {len(tree)} positional arguments or results"
+    for n, (entry, subtree) in enumerate(zip(prefix, tree)):
+        try:
+            jax.tree.map(lambda *_: None, entry, subtree, is_leaf=lambda x: x is None or _is_node(x))
+        except ValueError:
+            shapes = jax.tree.map(lambda x: jax.typeof(x) if isinstance(x, jax.Array) else x, subtree)
+            return f"describes argument or result {n} as {jax.tree.structure(entry)}, and it is {shapes}"
+    return None
 
 
 def _paths(node: Any) -> list[tuple[Any, list[Path]]]:

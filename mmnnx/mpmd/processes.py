@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from mmnnx import _compat
 
@@ -62,42 +62,14 @@ def is_here(mesh: Mesh) -> bool:
     return any(d.process_index == here for d in mesh.devices.flat)
 
 
+def are_apart(a: Mesh, b: Mesh) -> bool:
+    """Whether two meshes are of more than one process between them."""
+    return len({d.process_index for mesh in (a, b) for d in mesh.devices.flat}) > 1
+
+
 def elsewhere(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
     """An array of which this process has no part."""
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
-
-
-def put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """An array of the given sharding, of a value that every process has, or of shards that are there already.
-
-    Raises:
-      ValueError: for an array that is neither whole in each process nor on the devices of `sharding`.
-    """
-    if sharding.is_fully_addressable and (not isinstance(x, jax.Array) or x.is_fully_addressable):
-        return jax.device_put(x, sharding)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
-        if x.sharding.device_set != sharding.device_set:
-            raise ValueError(
-                f"an array of shape {x.shape} is on devices {_ids(x.sharding)} of several processes, and "
-                f"needed on {_ids(sharding)}: have the program move it (mm.jit with in_shardings where it is)"
-            )
-        return (
-            jax.device_put(x, sharding) if is_here(sharding.mesh) else elsewhere(x.shape, x.dtype, sharding)
-        )
-    if not is_here(sharding.mesh):
-        aval = jax.typeof(x)
-        return elsewhere(aval.shape, aval.dtype, sharding)
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        words = put(jax.random.key_data(x), sharding)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    whole = np.asarray(
-        x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
-    )
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
-
-
-def _ids(sharding: Sharding) -> list[int]:
-    return sorted(d.id for d in cast(Any, sharding.device_set))
 
 
 class Peers:

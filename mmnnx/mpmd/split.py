@@ -25,7 +25,7 @@ from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred
 from mmnnx.mpmd.order import Moves
 from mmnnx.mpmd.place import Placement, Position, TaskOf, place
-from mmnnx.mpmd.processes import agree, is_here
+from mmnnx.mpmd.processes import agree, are_apart, is_here
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.run import runner
 from mmnnx.mpmd.trace import FREE, Equation, Flat, Loop, Node, Var, at_home, is_var, open_calls, scopes_in
@@ -260,6 +260,9 @@ def _preparer(
     # An array of which this process has nothing is one object for all calls, and cannot be used up.
     arrays = [(n, x) for n, x in enumerate(leaves) if isinstance(x, jax.Array)]
     away = {n for n, x in arrays if not x.sharding.addressable_devices}
+    # Nor one that another process has still to fetch.
+    handed = {t.inputs[0] for t in program.transfers if are_apart(t.source_mesh, t.target_mesh)}
+    away |= {number[v] for slot, (v, _) in program.inputs.items() if slot in handed}
     gone = [
         n
         for n, donated in enumerate(donates)

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.microbatch import LoopSpec, is_transformed, loop_spec
+from mmnnx.sharding.task import scopes
 
 Var = Any
 Atom = Any
@@ -278,6 +279,10 @@ class _Opener:
                 out.append(self._keep(eqn, env, scope))
 
     def _keep(self, eqn: Any, env: dict[Var, Atom], scope: str) -> Equation:
+        if self.task_mesh(scope) is None:  # what has a task inside (checkpoint, scan, custom_vjp) is of it
+            inside = (s for jaxpr in _compat.subjaxprs(eqn) for s in scopes_in(jaxpr))
+            names = (name for s in dict.fromkeys(inside) for name in reversed(scopes(s)))
+            scope = join(scope, next((name for name in names if self.task_mesh(name) is not None), ""))
         node = Equation(_rename(eqn, env), scope)
         origin = combine(self.of(a) for a in node.invars)
         if self.task_mesh(scope) is not None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
-from jax.sharding import NamedSharding, SingleDeviceSharding
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mmnnx import _compat
-from mmnnx.mpmd.processes import peers
+from mmnnx.mpmd.meshes import mesh_of, transferred
+from mmnnx.mpmd.processes import elsewhere, is_here, peers
 
 
 def sender(source: NamedSharding, target: NamedSharding, dtype: Any) -> Callable[[jax.Array], jax.Array]:
@@ -39,6 +42,47 @@ def spread(array: jax.Array, target: NamedSharding) -> jax.Array:
         if d.process_index == here
     ]
     return jax.make_array_from_single_device_arrays(array.shape, target, parts, dtype=array.dtype)
+
+
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An argument or result with another sharding.
+
+    In several processes what has a NamedSharding is one array of them all; of anything else (NumPy, numbers,
+    arrays that JAX put on its default device) each process has the same value.
+
+    Raises:
+      ValueError: for an array of several processes that is sharded in another way than it is needed.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+    here = is_here(mesh_of(sharding))
+    if isinstance(x, jax.Array) and x.committed and isinstance(x.sharding, NamedSharding):
+        if x.sharding.device_set != sharding.device_set:
+            # The caller may use up its array before another process has fetched it: a copy is handed over.
+            x = jnp.copy(x) if x.addressable_shards else x
+            x = _between(x, x.sharding, _alike(x, mesh_of(sharding)))
+        return jax.device_put(x, sharding) if here else elsewhere(x.shape, x.dtype, sharding)
+    aval = jax.typeof(x)
+    if not here:
+        return elsewhere(aval.shape, aval.dtype, sharding)
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        words = put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    whole = np.asarray(x, aval.dtype)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def _alike(x: jax.Array, mesh: Mesh) -> NamedSharding:
+    """The sharding of a copy of `x` on another mesh, shard by shard."""
+    if x.is_fully_replicated:
+        return NamedSharding(mesh, PartitionSpec())
+    own = cast(NamedSharding, x.sharding)
+    if own.mesh.devices.shape != mesh.devices.shape:
+        raise ValueError(
+            f"an array of shape {x.shape} is sharded over a mesh of {dict(own.mesh.shape)} and needed on one "
+            f"of {dict(mesh.shape)} in other processes: replicate it, or say with in_shardings= where it is"
+        )
+    return transferred(own, mesh)
 
 
 def _between(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:

@@ -37,8 +37,8 @@ def parallelize(
       get_input_batch: makes an input batch. It is called anew for each batch, outside any trace.
       initial_batch: an input batch, instead of a function that makes one. An array that is committed to
         devices stays there; any other goes where it is read.
-      devices: those to run on, and what device numbers count. Default: those of the current MultiMesh, else
-        all of `jax.devices()`.
+      devices: those to run on, and what device numbers count. Default: those of the current MultiMesh or of
+        `jax.set_mesh`, else all of `jax.devices()`, as one axis without a name.
 
     Returns:
       (fun, init_params, get_input_batch), sharded; without `get_input_batch`, (fun, init_params); None stands
@@ -80,10 +80,15 @@ def parallelize(
             operands.append(jax.eval_shape(get_input_batch))
         elif initial_batch is not None:
             operands.append(initial_batch)
-    divided = bool(mm.jit(constrained, mesh=mesh).tasks(*operands))
-    # What is in no task is one, on all devices.
-    scoped = constrained if divided else mm.task(constrained, getattr(fun, "__name__", "parallelize"))
-    shardings, _ = mm.jit(scoped, mesh=mesh).input_shardings(*operands)
+    try:
+        divided = bool(mm.jit(constrained, mesh=mesh).tasks(*operands))
+        # What is in no task is one, on all devices.
+        scoped = constrained if divided else mm.task(constrained, getattr(fun, "__name__", "parallelize"))
+        shardings, _ = mm.jit(scoped, mesh=mesh).input_shardings(*operands)
+    except ValueError as error:
+        if "cannot slice along" in str(error) and mesh is not current_multimesh():
+            raise ValueError(f"{error}. Call parallelize inside `with MultiMesh(...):`") from None
+        raise
     sharded = mm.jit(scoped, mesh=mesh, in_shardings=shardings)
     if not divided and fast_path():
         sharded = _plain(constrained, shardings, mesh, sharded)
@@ -98,6 +103,8 @@ def _whole(devices: Any) -> mm.MultiMesh:
     multimesh = current_multimesh()
     if devices is None and multimesh is not None:
         return multimesh
+    if devices is None and not jax.sharding.get_mesh().empty:  # that of jax.set_mesh
+        return mm.MultiMesh(global_mesh=jax.sharding.get_mesh())
     array = np.asarray(jax.devices() if devices is None else devices, dtype=object)
     return mm.MultiMesh(devices=array, axis_names=[f"device axis {n}" for n in range(array.ndim)])
 

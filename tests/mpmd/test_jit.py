@@ -14,6 +14,8 @@ import optax
 import pytest
 from flax import nnx
 from flax.errors import TraceContextError
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests.mpmd.parity import arrays, assert_same, born, homes, pipeline, place
@@ -647,3 +649,12 @@ def test_shard_map():
         # Inside a task its mesh defaults to the task's.
         h = mm.jit(mm.task(mm.shard_map(f, in_specs=(specs, jax.P()), out_specs=jax.P()), task=tasks[0]))
         np.testing.assert_allclose(h(model, X), model(X), rtol=1e-5)
+
+
+def test_one_value_returned_several_times_can_have_several_shardings():
+    mesh, _ = pipeline(3)
+    shardings = [NamedSharding(mesh.slice(stage=n), P()) for n in range(3)]
+    shared = mm.jit(lambda x: [x, x, x], out_shardings=shardings, mesh=mesh)(jnp.ones(4))
+    made = mm.jit(lambda: [jnp.zeros(4)] * 3, out_shardings=shardings, mesh=mesh)()
+    for x, y, sharding in zip(shared, made, shardings):
+        assert x.sharding == y.sharding == sharding

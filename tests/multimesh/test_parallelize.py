@@ -345,3 +345,79 @@ def test_the_result_composes_with_mmnnx():
     """What parallelize returns for tasks is an mm.jit: programs, schedules and simulation are there."""
     sharded, sharded_init, get_batch = parallelize(jax.value_and_grad(two_tasks()), init, batch)
     assert isinstance(sharded.program(sharded_init(), get_batch()), mmnnx.Program)
+
+
+class TestTasksInsideTransformations:
+    """A checkpoint, scan or custom_vjp around a task does not hide where its weights are used."""
+
+    @staticmethod
+    def wrapped(around):
+        stages = [
+            task(lambda w, x: jnp.tanh(x @ w), f"stage{n}", devices=jax.devices()[2 * n : 2 * n + 2])
+            for n in range(3)
+        ]
+        layers = [around(stage) for stage in stages]
+
+        def loss(params, x):
+            for layer, w in zip(layers, params):
+                x = layer(w, x)
+            return (x**2).mean()
+
+        return loss
+
+    @pytest.mark.parametrize(
+        "around",
+        [
+            jax.checkpoint,
+            lambda f: lambda w, x: jax.lax.scan(lambda c, _: (f(w, c), None), x, length=2)[0],
+            jax.jit,
+        ],
+        ids=["checkpoint", "scan", "jit"],
+    )
+    def test_weights_are_where_they_are_used(self, around):
+        loss = self.wrapped(around)
+
+        def step(params, x):
+            return [p - 0.1 * g for p, g in zip(params, jax.grad(loss)(params, x))]
+
+        def three():
+            return [jax.random.normal(jax.random.key(n), (8, 8)) for n in range(3)]
+
+        for f in (loss, jax.grad(loss), step):
+            sharded, sharded_init, get_batch = parallelize(f, three, batch)
+            assert [devices(p) for p in sharded_init()] == [[0, 1], [2, 3], [4, 5]]
+            got, want = sharded(sharded_init(), get_batch()), f(three(), batch())
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+class TestMessages:
+    def test_a_slice_without_a_multimesh(self):
+        register_task("layer", task=Task(mesh_slice={"stage": 0}))
+
+        def f(x):
+            with jax.named_scope("layer"):
+                return x * 2
+
+        with pytest.raises(ValueError, match="'stage'.*layer.*Call parallelize inside `with MultiMesh"):
+            parallelize(f, get_input_batch=batch)
+
+    def test_a_batch_of_another_structure(self):
+        pair = lambda: (batch(), batch())
+        with enable_fast_path(False):
+            sharded, sharded_init, _ = parallelize(lambda p, b: b[0] @ p[0] + b[1], init, pair)
+        with pytest.raises(ValueError, match=r"describes argument or result 1 as .*it is float32\[16,8\]"):
+            sharded(sharded_init(), jnp.ones((16, 8)))
+        with pytest.raises(ValueError, match="has 2 entries, and there are 1 positional"):
+            sharded(sharded_init())
+
+
+def test_the_mesh_of_jax_set_mesh_is_the_programs():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("batch", "model"))
+
+    def f(w, x):
+        return with_sharding_constraint(x, P("batch")) @ with_sharding_constraint(w, P(None, "model"))
+
+    with jax.set_mesh(mesh):
+        sharded, sharded_init, get_batch = parallelize(f, lambda: jnp.ones((8, 4)), batch)
+    assert sharded_init().sharding.spec == P(None, "model") and get_batch().sharding.spec[0] == "batch"
+    np.testing.assert_allclose(sharded(sharded_init(), get_batch()), batch() @ np.ones((8, 4)), rtol=1e-6)

@@ -1,0 +1,30 @@
+"""What several processes train together is what one process trains."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.processes.harness import run
+
+# Stages of two devices, of four (which span two of four processes), and of one.
+CONFIGS = ("4x2 1f1b", "2x4 zero-bubble-h1", "8x1 gpipe", "4x2 interleaved-1f1b")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "values"
+    run("train.py", 1, 8, str(out), *CONFIGS)
+    return dict(np.load(f"{out}.0.npz"))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_train_as_one_does(count, one_process, tmp_path):
+    """Losses, parameters, statistics, counters and optimizer state, as every process fetches them."""
+    run("train.py", count, 8 // count, str(tmp_path / "values"), *CONFIGS)
+    for number in range(count):
+        values = dict(np.load(tmp_path / f"values.{number}.npz"))
+        assert values.keys() == one_process.keys()
+        for name, expected in one_process.items():
+            np.testing.assert_allclose(values[name], expected, rtol=2e-5, atol=1e-6, err_msg=name)
+            assert values[name].dtype == expected.dtype
