@@ -1,6 +1,7 @@
 """mmnnx: Flax NNX programs over several device submeshes (MPMD), on stock JAX."""
 
-from mmnnx.inspect import TimelineView, timeline
+from mmnnx.inspect import ModelTable, PlacementView, TimelineView, show_placement, tabulate, timeline
+from mmnnx.modules import generate
 from mmnnx.mpmd.jit import enable_recomputation, enable_task_fusion, ignore_transforms, jit
 from mmnnx.mpmd.microbatch import microbatch
 from mmnnx.mpmd.processes import fetch, initialize
@@ -8,13 +9,16 @@ from mmnnx.mpmd.program import Program, VerificationError
 from mmnnx.mpmd.schedule import Action, Stages, read_schedule, register_schedule, write_schedule
 from mmnnx.mpmd.timeline import Costs, Profile, Timeline
 from mmnnx.sharding import (
+    LogicalRules,
     MultiMesh,
     PlacementError,
     Task,
     TaskMesh,
     TaskSharding,
     clear_tasks,
+    logical_rules,
     path,
+    pipeline_sharding,
     register_task,
     shard_map,
     task,
@@ -24,8 +28,11 @@ from mmnnx.sharding import (
 __all__ = [
     "Action",
     "Costs",
+    "LogicalRules",
+    "ModelTable",
     "MultiMesh",
     "PlacementError",
+    "PlacementView",
     "Profile",
     "Program",
     "Stages",
@@ -39,15 +46,20 @@ __all__ = [
     "enable_recomputation",
     "enable_task_fusion",
     "fetch",
+    "generate",
     "ignore_transforms",
     "initialize",
     "jit",
+    "logical_rules",
     "microbatch",
     "path",
+    "pipeline_sharding",
     "read_schedule",
     "register_schedule",
     "register_task",
     "shard_map",
+    "show_placement",
+    "tabulate",
     "task",
     "timeline",
     "with_sharding_constraint",

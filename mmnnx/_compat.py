@@ -154,6 +154,21 @@ def module_is_pytree(cls: type[nnx.Module]) -> bool:
     return cls._pytree__is_pytree
 
 
+def attribute_order(module: Any) -> list[str] | None:
+    """Names of the attributes of an NNX object in the order in which they were made, None where it is lost.
+
+    `vars(module)` has it, but is sorted once the object went through `nnx.merge`, as out of `nnx.jit` and
+    `nnx.eval_shape`. What remembers the order there is private to Flax.
+    """
+    names = list(vars(module))
+    if names.index("_pytree__nodes") < names.index("_pytree__state"):
+        made = list(vars(module)["_pytree__nodes"])
+        if not set(names) <= set(made):
+            return None
+        names = sorted(names, key=made.index)
+    return [name for name in names if not name.startswith("_pytree__")]
+
+
 def current_name_stack() -> str:
     """The name scopes around what is being traced; in the backward rule of a custom_vjp, which runs outside
     the scopes it belongs to, those of the forward. JAX shows a name stack only on finished equations."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 
 import jax
 import jax.extend.core as jex
@@ -259,6 +261,46 @@ def test_nodes_stand_for_nnx_objects():
     assert isinstance(node, _compat.NODE)
     assert [a.shape for a in jax.tree.leaves(node)] == [(3,), (2, 3)]
     assert not isinstance(x, _compat.NODE)
+
+
+def test_attribute_order():
+    """Of a module as it was made, and of one that was merged, where `vars` is sorted."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.zeroth = nnx.Linear(2, 2, rngs=rngs)
+            self.first = nnx.Linear(2, 2, rngs=rngs)
+            self.again = 3
+
+    order = ["zeroth", "first", "again"]
+    assert _compat.attribute_order(Model(nnx.Rngs(0))) == order
+    assert _compat.attribute_order(nnx.eval_shape(lambda: Model(nnx.Rngs(0)))) == order
+
+
+def test_a_key_value_store_and_a_transfer_server():
+    """`_compat.key_value_store` and `_compat.start_transfer_server`, in a process that has both to itself."""
+    program = """
+import socket
+import jax
+from mmnnx import _compat
+
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+try:
+    _compat.key_value_store()
+except RuntimeError as error:
+    assert "mm.initialize" in str(error)
+jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
+store = _compat.key_value_store()
+store.key_value_set_bytes("a", b"1")
+assert store.blocking_key_value_get_bytes("a", 1000) == b"1"
+server = _compat.start_transfer_server("127.0.0.1")
+assert server.address().startswith("127.0.0.1:")
+assert hasattr(server, "await_pull") and hasattr(server.connect(server.address()), "pull")
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
 
 
 def test_under_jit():

@@ -26,6 +26,9 @@ def test_the_program_of_the_readme(tmp_path):
     losses = [float(loss) for loss in re.findall(r"^\d+ (\d+\.\d+)$", printed, flags=re.MULTILINE)]
     assert len(losses) == 20 and losses[-1] < losses[0] - 1, losses
     assert all(f"stage{i}" in printed for i in range(4))
+    loss, text = re.findall(r"^(\d\.\d+) b'(.*)'$", printed, flags=re.MULTILINE)[0]
+    assert float(loss) < 0.3 and text in "the quick brown fox jumps over the lazy dog. " * 2
+    assert "SquaredLM" in printed and "P(None, model)" in printed
 
 
 def test_the_program_about_schedules(tmp_path):

@@ -2,8 +2,21 @@
 
 from mmnnx.inspect.curves import draw_loss
 from mmnnx.inspect.picture import draw_timeline
+from mmnnx.inspect.placement import PlacementView, show_placement
+from mmnnx.inspect.tabulate import ModelTable, tabulate
 from mmnnx.inspect.terminal import draw_text
 from mmnnx.inspect.timeline import TimelineView, timeline
 from mmnnx.inspect.trace import chrome_trace
 
-__all__ = ["TimelineView", "chrome_trace", "draw_loss", "draw_text", "draw_timeline", "timeline"]
+__all__ = [
+    "ModelTable",
+    "PlacementView",
+    "TimelineView",
+    "chrome_trace",
+    "draw_loss",
+    "draw_text",
+    "draw_timeline",
+    "show_placement",
+    "tabulate",
+    "timeline",
+]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mmnnx.inspect.picture import draw_timeline
 from mmnnx.inspect.rows import rows
+from mmnnx.inspect.save import PICTURES, picture_bytes
 from mmnnx.inspect.terminal import Drawing, draw_text
 from mmnnx.inspect.trace import chrome_trace
 from mmnnx.mpmd.timeline import Timeline
@@ -19,7 +19,6 @@ from mmnnx.mpmd.timeline import Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PICTURES = (".svg", ".png", ".pdf")
 FEW = 800  # boxes that a notebook shows as SVG; more are smaller, and faster to show, as PNG
 
 
@@ -68,31 +67,16 @@ class TimelineView:
         if path.suffix.lower() == ".json":
             path.write_text(json.dumps(self.trace()))
         else:
-            path.write_bytes(self._picture(path.suffix.lower()))
-
-    def _picture(self, suffix: str) -> bytes:
-        from matplotlib import rc_context
-
-        # Without dates and random ids the same timeline gives the same file.
-        date = {".svg": "Date", ".pdf": "CreationDate"}.get(suffix)
-        file = io.BytesIO()
-        with rc_context({"svg.hashsalt": "mmnnx"}):
-            self.figure.savefig(
-                file,
-                format=suffix[1:],
-                dpi=self.figure.dpi if suffix == ".png" else 240,  # of what is not drawn as vectors
-                metadata={date: None} if date else None,
-            )
-        return file.getvalue()
+            path.write_bytes(picture_bytes(self.figure, path.suffix.lower()))
 
     def _repr_mimebundle_(
         self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
     ) -> dict[str, Any]:
         bundle: dict[str, Any] = {"text/plain": str(self)}
         if len(self.timeline.events) > FEW:
-            bundle["image/png"] = self._picture(".png")
+            bundle["image/png"] = picture_bytes(self.figure, ".png")
         else:
-            bundle["image/svg+xml"] = self._picture(".svg").decode()
+            bundle["image/svg+xml"] = picture_bytes(self.figure, ".svg").decode()
         return bundle
 
     def __str__(self) -> str:

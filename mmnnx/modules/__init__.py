@@ -1,5 +1,65 @@
-"""Flax NNX models, their weights annotated with logical axis names."""
+"""Flax NNX modules and models, their weights annotated with logical axis names."""
 
-from mmnnx.modules.lm import LM, LMConfig
+from flax.nnx import Dropout
 
-__all__ = ["LM", "LMConfig"]
+from mmnnx.modules.attention import Attention
+from mmnnx.modules.conv import ConvBlock, ResidualBlock
+from mmnnx.modules.embed import Embed
+from mmnnx.modules.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from mmnnx.modules.generate import generate
+from mmnnx.modules.kv_cache import KVCache
+from mmnnx.modules.linear import Linear, LinearGeneral
+from mmnnx.modules.lm import LM, Block, LMConfig
+from mmnnx.modules.logical import constrain, named
+from mmnnx.modules.mlp import MLP, SwiGLU
+from mmnnx.modules.moe import MoE, MoEAux
+from mmnnx.modules.moe_lm import MoELM, MoELMConfig
+from mmnnx.modules.norm import LayerNorm, RMSNorm
+from mmnnx.modules.presets import PRESETS
+from mmnnx.modules.rotary import RotaryScaling, rotary, rotary_frequencies
+from mmnnx.modules.sampling import filter_logits
+from mmnnx.modules.stack import Segment, Stack, apply_layers
+from mmnnx.modules.two_tower import TextConfig, TwoTower, TwoTowerConfig, contrastive_loss
+from mmnnx.modules.vit import ImageEncoder, ViT, ViTConfig
+
+__all__ = [
+    "LM",
+    "MLP",
+    "PRESETS",
+    "Attention",
+    "Block",
+    "ConvBlock",
+    "Dropout",
+    "Embed",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
+    "ImageEncoder",
+    "KVCache",
+    "LMConfig",
+    "LayerNorm",
+    "Linear",
+    "LinearGeneral",
+    "MoE",
+    "MoEAux",
+    "MoELM",
+    "MoELMConfig",
+    "RMSNorm",
+    "ResidualBlock",
+    "RotaryScaling",
+    "Segment",
+    "Stack",
+    "SwiGLU",
+    "TextConfig",
+    "TwoTower",
+    "TwoTowerConfig",
+    "ViT",
+    "ViTConfig",
+    "apply_layers",
+    "constrain",
+    "contrastive_loss",
+    "filter_logits",
+    "generate",
+    "named",
+    "rotary",
+    "rotary_frequencies",
+]

@@ -1,26 +1,60 @@
-"""A decoder-only transformer language model: one config, one file.
+"""A decoder-only transformer language model of the shape of Llama and Qwen: one config, one file.
 
 It is an ordinary Flax NNX model and knows nothing of pipelines. What it offers them is names: each weight
-carries the logical names of its axes (``vocab``, ``embed``, ``heads``, ``kv_heads``, ``mlp``), which a
+carries the logical names of its axes (`vocab`, `embed`, `heads`, `kv_heads`, `mlp`), which a
 `mmnnx.Task` maps to the axes of its mesh.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from mmnnx.modules.attention import Attention
+from mmnnx.modules.embed import Embed
+from mmnnx.modules.linear import Linear
+from mmnnx.modules.logical import constrain
+from mmnnx.modules.mlp import SwiGLU
+from mmnnx.modules.norm import RMSNorm
+from mmnnx.modules.presets import PRESETS
+from mmnnx.modules.rotary import RotaryScaling
+from mmnnx.modules.stack import Stack, apply_layers
+
+SMALL = nnx.initializers.normal(0.02)  # logits near zero: the first loss is that of a uniform guess
+
 
 @dataclasses.dataclass(frozen=True)
 class LMConfig:
     """The sizes of an `LM`.
 
-    ``dtype`` is the type activations are computed in; weights are always kept in float32.
-    Raises ValueError for sizes that do not fit each other.
+    Args:
+      vocab: number of tokens.
+      layers: number of blocks.
+      width: features of a token between blocks.
+      heads: attention heads.
+      kv_heads: key-value heads, each shared by heads / kv_heads attention heads.
+      mlp: features inside a block's feed-forward layer.
+      tied: the embedding is the output layer too.
+      dtype: what activations are computed in, and a cache holds.
+      param_dtype: what weights are kept in.
+      head_dim: features of a head. Default: width / heads.
+      rotary_base: base of the wavelengths of rotary positions.
+      rotary_scaling: what is done to their frequencies.
+      norm_eps: what norms add to the mean square.
+      bias: queries, keys and values have biases (Qwen2).
+      qk_norm: queries and keys are normalised (Qwen3).
+      window: each token sees the last so many, itself included. Default: all.
+      scan: blocks are stacked and scanned, which compiles one for all (see `Stack`): True, or the number of
+        segments, one or more for each stage of a pipeline.
+      remat: the backward computes each block again: True, or a policy of `jax.checkpoint`.
+
+    Raises:
+      ValueError: sizes that do not fit each other.
     """
 
     vocab: int = 256
@@ -30,134 +64,193 @@ class LMConfig:
     kv_heads: int = 2
     mlp: int = 384
     tied: bool = False
-    dtype: jnp.dtype = jnp.float32
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    head_dim: int | None = None
+    rotary_base: float = 10_000.0
+    rotary_scaling: RotaryScaling | None = None
+    norm_eps: float = 1e-6
+    bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    scan: bool | int = False
+    remat: Any = False
 
     def __post_init__(self):
-        if self.width % self.heads:
+        if self.head_dim is None and self.width % self.heads:
             raise ValueError(f"width {self.width} is not divisible by {self.heads} heads")
-        if self.head_dim % 2:
+        if (self.head_dim or self.width // self.heads) % 2:
+            of = "" if self.head_dim else f"width {self.width} over {self.heads} heads leaves "
             raise ValueError(
-                f"width {self.width} over {self.heads} heads leaves {self.head_dim} features a head; "
+                f"{of}{self.head_dim or self.width // self.heads} features a head; "
                 "rotary positions need an even number"
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads are not divisible by {self.kv_heads} key-value heads")
 
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> LMConfig:
+        """The config of a published model, with changes.
+
+        Args:
+          name: one of `mmnnx.modules.presets.PRESETS`: "llama3-8b", "llama3-70b", "llama3.2-1b",
+            "qwen2.5-7b", "qwen3-8b", or "tiny", which a laptop trains.
+          **changes: fields to set otherwise.
+
+        Raises:
+          ValueError: a name that is none of these.
+
+        Example:
+          >>> LMConfig.preset("llama3-8b", layers=2).width
+          4096
+        """
+        if name not in PRESETS:
+            raise ValueError(f"there is no preset {name!r}: there are {', '.join(map(repr, PRESETS))}")
+        return cls(**{**PRESETS[name], **changes})
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer block: [batch, length, width] to the same, at first unchanged.
+
+    A subclass overrides `make_attention` or `make_mlp`.
+    """
+
+    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = rms_norm(config, rngs)
+        self.attention: Any = self.make_attention(config, rngs)
+        self.mlp_norm = rms_norm(config, rngs)
+        self.mlp = self.make_mlp(config, rngs)
+
+    def make_attention(self, config: LMConfig, rngs: nnx.Rngs) -> nnx.Module:
+        return Attention(
+            config.width,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            causal=True,
+            window=config.window,
+            rotary_base=config.rotary_base,
+            rotary_scaling=config.rotary_scaling,
+            qk_norm=config.qk_norm,
+            norm_epsilon=config.norm_eps,
+            bias=config.bias,
+            out_init=nnx.initializers.zeros,
+            rngs=rngs,
+            **types(config),
+        )
+
+    def make_mlp(self, config: LMConfig, rngs: nnx.Rngs) -> nnx.Module:
+        zeros = nnx.initializers.zeros
+        return SwiGLU(config.width, config.mlp, out_init=zeros, rngs=rngs, **types(config))
+
+    def __call__(self, x: jax.Array, *, cache: Any = None, **options: Any) -> Any:
+        """[batch, length, width] to the same; with a cache, (that, the next cache).
+
+        `options` are those of `Attention`: `positions`, `segment_ids`.
+        """
+        x, cache = self.attend(x, cache, **options)
+        x = x + self.mlp(self.mlp_norm(x))
+        return x if cache is None else (x, cache)
+
+    def attend(self, x: jax.Array, cache: Any, **options: Any) -> tuple[jax.Array, Any]:
+        """The first half: (`x` [batch, length, width] and what attention adds to it, the next cache)."""
+        x = constrain(x, "batch", "sequence", "embed")
+        y = self.attention(self.attention_norm(x), cache=cache, **options)
+        y, cache = (y, None) if cache is None else y
+        return x + y, cache
+
+    def init_cache(self, batch: int, capacity: int) -> Any:
+        """An empty cache for `capacity` tokens a row."""
+        return self.attention.init_cache(batch, capacity)
 
 
 class LM(nnx.Module):
     """Next-token model: pre-norm blocks of rotary grouped-query attention and a SwiGLU.
 
-    >>> model = LM(LMConfig(layers=2), rngs=nnx.Rngs(0))
-    >>> model(jnp.zeros((1, 16), jnp.int32)).shape
-    (1, 16, 256)
+    A subclass overrides `make_block`, or `hidden` or `logits`, the two halves of a call.
+
+    Example:
+      >>> model = LM(LMConfig(layers=2), rngs=nnx.Rngs(0))
+      >>> model(jnp.zeros((1, 16), jnp.int32)).shape
+      (1, 16, 256)
     """
 
     def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
         self.config = config
-        small = nnx.initializers.normal(0.02)  # logits near zero: the first loss is that of a uniform guess
-        self.embed = nnx.Embed(
-            config.vocab,
-            config.width,
-            dtype=config.dtype,
-            embedding_init=named(small if config.tied else nnx.initializers.normal(0.2), "vocab", "embed"),
-            rngs=rngs,
-        )
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        init = SMALL if config.tied else nnx.initializers.normal(0.2)
+        self.embed = Embed(config.vocab, config.width, embedding_init=init, rngs=rngs, **types(config))
+        self.blocks: Any
+        if config.scan:
+            make, segments = (lambda rngs: self.make_block(0, rngs)), int(config.scan)
+            self.blocks = Stack(make, config.layers, segments=segments, rngs=rngs, remat=config.remat)
+        else:
+            self.blocks = nnx.List([self.make_block(n, rngs) for n in range(config.layers)])
         self.norm = rms_norm(config, rngs)
         if not config.tied:
-            self.head = linear(config, config.width, config.vocab, ("embed", "vocab"), rngs, small)
+            names: dict[str, Any] = dict(kernel_axes=("embed", "vocab"), use_bias=False)
+            self.head = Linear(
+                config.width, config.vocab, kernel_init=SMALL, rngs=rngs, **names, **types(config)
+            )
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits float32 [batch, length, vocab] of what follows each of ``tokens`` int [batch, length]."""
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
+    def make_block(self, index: int, rngs: nnx.Rngs) -> nnx.Module:
+        """Block number `index`; where blocks are scanned, all are made as number 0 is."""
+        return Block(self.config, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: Any = None,
+    ) -> Any:
+        """Logits of what follows each token.
+
+        Args:
+          tokens: int [batch, length].
+          positions: int [batch, length] or [length]. Default: 0, 1, ..., after those in the cache.
+          segment_ids: int [batch, length]: tokens see those of their own segment alone (packed documents).
+            Not with a cache.
+          cache: of the tokens before these, from `init_cache` or an earlier call.
+
+        Returns:
+          float32 [batch, length, vocab]; with a cache, (that, the next cache).
+        """
+        x = self.hidden(tokens, positions=positions, segment_ids=segment_ids, cache=cache)
+        if cache is None:
+            return self.logits(x)
+        x, cache = x
+        return self.logits(x), cache
+
+    def hidden(self, tokens: jax.Array, *, cache: Any = None, **options: Any) -> Any:
+        """What the last block makes of `tokens`: [batch, length, width]; with a cache, (that, the next)."""
+        x = constrain(self.embed(tokens), "batch", "sequence", "embed")
+        if self.config.scan:
+            return self.blocks(x, cache=cache, **options)
+        return apply_layers(self.blocks, x, cache=cache, remat=self.config.remat, **options)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Logits float32 [batch, length, vocab] from what `hidden` returns."""
         x = self.norm(x)
         logits = self.embed.attend(x) if self.config.tied else self.head(x)
-        return logits.astype(jnp.float32)
+        return constrain(logits.astype(jnp.float32), "batch", "sequence", "vocab")
+
+    def init_cache(self, batch: int, capacity: int) -> Any:
+        """Empty caches for `capacity` tokens in each of `batch` rows: one for each block or segment."""
+        if self.config.scan:
+            return self.blocks.init_cache(batch, capacity)
+        return [block.init_cache(batch, capacity) for block in self.blocks]
 
     def loss(self, tokens: jax.Array) -> jax.Array:
-        """Mean cross-entropy, in nats a token, of predicting ``tokens[:, 1:]`` from ``tokens[:, :-1]``."""
+        """Mean cross-entropy, in nats a token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`."""
         logits = self(tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-class Block(nnx.Module):
-    """One pre-norm transformer block: [batch, length, width] to the same, at first unchanged."""
-
-    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = rms_norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = rms_norm(config, rngs)
-        self.mlp = SwiGLU(config, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+def rms_norm(config: LMConfig, rngs: nnx.Rngs) -> RMSNorm:
+    return RMSNorm(config.width, epsilon=config.norm_eps, rngs=rngs, **types(config))
 
 
-class Attention(nnx.Module):
-    """Causal self-attention with rotary positions; several query heads share one key-value head."""
-
-    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
-        self.head_dim = config.head_dim
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.query = linear(config, config.width, queries, ("embed", "heads"), rngs)
-        self.key = linear(config, config.width, keys, ("embed", "kv_heads"), rngs)
-        self.value = linear(config, config.width, keys, ("embed", "kv_heads"), rngs)
-        self.out = linear(config, queries, config.width, ("heads", "embed"), rngs, nnx.initializers.zeros)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        batch, length, _ = x.shape
-
-        def by_head(y):
-            return y.reshape(batch, length, -1, self.head_dim)
-
-        query, key, value = (by_head(project(x)) for project in (self.query, self.key, self.value))
-        y = jax.nn.dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
-        return self.out(y.reshape(batch, length, -1))
-
-
-class SwiGLU(nnx.Module):
-    """Gated feed-forward layer: ``down(silu(gate(x)) * up(x))``."""
-
-    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
-        self.gate = linear(config, config.width, config.mlp, ("embed", "mlp"), rngs)
-        self.up = linear(config, config.width, config.mlp, ("embed", "mlp"), rngs)
-        self.down = linear(config, config.mlp, config.width, ("mlp", "embed"), rngs, nnx.initializers.zeros)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
-
-
-def rotate(x: jax.Array, base: float = 10_000.0) -> jax.Array:
-    """Rotary positions for ``x`` [batch, length, heads, d]: pair i turns by position * base^(-2i/d)."""
-    half = x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def linear(config, inputs: int, outputs: int, axes: tuple[str, str], rngs, init=None) -> nnx.Linear:
-    init = named(init or nnx.initializers.lecun_normal(), *axes)
-    return nnx.Linear(inputs, outputs, use_bias=False, dtype=config.dtype, kernel_init=init, rngs=rngs)
-
-
-def rms_norm(config: LMConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    init = named(nnx.initializers.ones, "embed")
-    return nnx.RMSNorm(config.width, dtype=config.dtype, scale_init=init, rngs=rngs)
-
-
-def named(init: nnx.Initializer, *axes: str) -> nnx.Initializer:
-    """``init``, recording the logical names of the axes it makes.
-
-    Eager sharding is off because the names are not those of any mesh: Flax would otherwise look them up in
-    whatever mesh is current when the model is built.
-    """
-    return nnx.with_partitioning(init, axes, eager_sharding=False)
+def types(config: Any) -> dict[str, Any]:
+    """The types that a config asks its layers to compute in and to keep weights in."""
+    return dict(dtype=config.dtype, param_dtype=config.param_dtype)

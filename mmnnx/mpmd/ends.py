@@ -24,12 +24,14 @@ class Ends:
         copied to every mesh that reads them.
       follows: for each result, the placed argument that it is the new value, the gradient or a slot of.
       asked: the sharding that each result must have; None for one that stays where it is computed.
+      everywhere: for each result, whether it is the new value of a scalar that lives on the whole MultiMesh.
     """
 
     given: list[NamedSharding | None]
     homes: list[Mesh | None]
     follows: list[int | None]
     asked: list[NamedSharding | None]
+    everywhere: list[bool]
 
 
 def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshes: Meshes) -> Ends:
@@ -68,7 +70,16 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
             sharding = of_parameter or rule if leaf.slot else rule or of_parameter
         follows.append(follow)
         asked.append(sharding)
-    return Ends(given, homes, follows, asked)
+    everywhere = [
+        leaf is not None
+        and leaf.updates is not None
+        and sharding is None
+        and not aval.shape
+        and (own := given[leaf.updates]) is not None
+        and own.mesh in spanning
+        for leaf, aval, sharding in zip(record.results, types, asked)
+    ]
+    return Ends(given, homes, follows, asked, everywhere)
 
 
 def _given(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:

@@ -175,7 +175,7 @@ def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, meshes: Meshes) -> Iterator
         nodes = split_sums(nodes, lambda loop, term: where[term].home)
         placement = place(nodes, origin, task_of, led)
     placement = _with_tasks(placement, meshes.multimesh)
-    results = _results(flat, placement, ends.asked, meshes.tasks(), meshes.multimesh)
+    results = _results(flat, placement, ends, meshes.tasks(), meshes.multimesh)
     given = dict(zip(flat.invars, ends.given))
     for choice in itertools.count():
         try:
@@ -304,7 +304,7 @@ def _in_full(program: Program) -> str:
 def _results(
     flat: Flat,
     placement: Placement,
-    asked: Sequence[NamedSharding | None],
+    ends: Ends,
     divided: Sequence[Mesh],
     multimesh: MultiMesh | None,
 ) -> list[list[Held]]:
@@ -315,13 +315,13 @@ def _results(
     everywhere = divided if whole else divided[:1]
     inputs = {*flat.invars, *(v for v, _ in flat.constants)}
     results: list[list[Held]] = []
-    for v, sharding in zip(flat.outvars, asked):
+    for v, sharding, scalar in zip(flat.outvars, ends.asked, ends.everywhere):
         if not is_var(v) or (v in inputs and sharding is None):
             results.append([])
         elif sharding is not None:
             results.append([(v, mesh_of(sharding))])
         elif (home := placement.where[v].home) is not None:
-            results.append([(v, home)])
+            results.append([(v, m) for m in everywhere] if scalar and whole else [(v, home)])
         else:
             results.append([(v, m) for m in (divided[:1] if v.aval.shape else everywhere)])
     return results

@@ -83,16 +83,26 @@ def logical_spec(variable: Any, task: Task, mesh: Mesh) -> PartitionSpec | None:
       >>> logical_spec(param, Task("t"), mesh)
       P(None, 'model')
     """
+    names = logical_names(variable)
+    if names is None:
+        return None
+    return to_spec(names, task, mesh, variable.get_metadata().get("sharding_rules") or ())
+
+
+def logical_names(variable: Any) -> list[Any] | None:
+    """The entry (a name, a tuple of them or None) for each dimension of a Variable; None without metadata.
+
+    Example:
+      >>> logical_names(nnx.Param(jax.numpy.ones((2, 3)), out_sharding=(None, "mlp"), eager_sharding=False))
+      [None, 'mlp']
+    """
     if not isinstance(variable, nnx.Variable):
         return None
     metadata = variable.get_metadata()
     names = next((metadata[key] for key in _METADATA if metadata.get(key) is not None), None)
     if isinstance(names, NamedSharding):
         names = names.spec
-    if names is None:
-        return None
-    names = [None if name is PartitionSpec.UNCONSTRAINED else name for name in names]
-    return to_spec(names, task, mesh, metadata.get("sharding_rules") or ())
+    return None if names is None else [None if n is PartitionSpec.UNCONSTRAINED else n for n in names]
 
 
 def with_sharding_constraint(x: Any, spec: Any) -> Any:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-import mmnnx as mm
-from mmnnx.modules import LM
+from mmnnx.modules.generate import generate
 
 
 def sample(
-    model: LM, prompt: bytes, count: int, window: int, *, seed: int = 0, temperature: float = 0.8
+    model: nnx.Module, prompt: bytes, count: int, window: int, *, seed: int = 0, temperature: float = 0.8
 ) -> bytes:
-    """``prompt`` and ``count`` bytes that the model continues it with, looking back over ``window`` bytes.
+    """`prompt` and `count` bytes that the model continues it with, looking back over at most `window` bytes.
 
-    Each byte takes one forward pass over the whole window: one shape, compiled once, no cache to keep.
+    When the window is full, its second half is the prompt of what comes next. An empty prompt stands for the
+    start of a line.
     """
-
-    def next_token(model, tokens, last, key):
-        return jax.random.categorical(key, model(tokens)[0, last] / temperature)
-
-    next_token = mm.jit(next_token)
-    text = bytearray(prompt)
-    for key in jax.random.split(jax.random.key(seed), count):
-        recent = text[-window:]
-        tokens = np.frombuffer(bytes(recent.ljust(window, b"\0")), np.uint8).astype(np.int32)
-        text.append(int(next_token(model, tokens[None], jnp.int32(len(recent) - 1), key)))
-    return bytes(text)
+    text, key = bytearray(prompt or b"\n"), jax.random.key(seed)
+    total = len(text) + count
+    while len(text) < total:
+        key, rng = jax.random.split(key)
+        recent = np.frombuffer(bytes(text[-max(1, window // 2) :]), np.uint8).astype(np.int32)
+        room = max(1, window - len(recent))
+        tokens = generate(model, recent[None], room, temperature=temperature, rng=rng)
+        text += np.asarray(tokens[0]).astype(np.uint8).tobytes()
+    return bytes(text[:total])[0 if prompt else 1 :]

@@ -11,35 +11,29 @@ from flax import nnx
 import mmnnx as mm
 from mmnnx.modules import LM, LMConfig
 from mmnnx.mpmd.jit import Jit
+from mmnnx.sharding.pipeline import pipeline_sharding
+from mmnnx.sharding.rules import logical_rules
 from mmnnx.train.config import TrainConfig
 
 
 def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.TaskSharding]:
     """The mesh of ``config.stages * config.tensor`` devices, and where on it each weight of the model lives.
 
-    Each stage has a run of the blocks, of lengths as equal as can be; the first also the embedding, the last
-    the output layer. Inside a stage the logical axes named here are split over the stage's devices.
+    Each stage has a run of the blocks, of parameters as equal as can be; the first also the embedding, the
+    last the output layer. Inside a stage the axes of tensor parallelism are split over the stage's devices.
     """
     mesh = mm.MultiMesh(
         axis_sizes=(config.stages, config.tensor),
         axis_names=("stage", "model"),
         devices=devices.reshape(config.stages, config.tensor),
     )
-    split = [(axis, "model") for axis in ("vocab", "heads", "kv_heads", "mlp")]
-    stages = [mm.Task(f"stage{i}", mesh_slice={"stage": i}, logical_axes=split) for i in range(config.stages)]
-    cuts = [config.layers * i // config.stages for i in range(config.stages + 1)]
-    rules = {mm.path("embed"): (stages[0], None)}
-    for stage, first, end in zip(stages, cuts, cuts[1:]):
-        rules[mm.path("blocks", range(first, end))] = (stage, None)
-    rules[mm.path("norm")] = (stages[-1], None)
-    if not config.tied:
-        rules[mm.path("head")] = (stages[-1], None)
-    return mesh, mm.TaskSharding(rules)
+    model = nnx.eval_shape(lambda: LM(model_config(config), rngs=nnx.Rngs(0)))
+    return mesh, pipeline_sharding(model, config.stages, rules=logical_rules("tensor"))
 
 
-def create(config: TrainConfig, placement: mm.TaskSharding) -> tuple[LM, nnx.Optimizer]:
-    """A new model, each weight made where it lives, and its optimizer. Call inside the mesh."""
-    sizes = LMConfig(
+def model_config(config: TrainConfig) -> LMConfig:
+    """The sizes of the model that is trained."""
+    return LMConfig(
         vocab=256,
         layers=config.layers,
         width=config.width,
@@ -49,6 +43,11 @@ def create(config: TrainConfig, placement: mm.TaskSharding) -> tuple[LM, nnx.Opt
         tied=config.tied,
         dtype=jnp.dtype(config.precision),
     )
+
+
+def create(config: TrainConfig, placement: mm.TaskSharding) -> tuple[LM, nnx.Optimizer]:
+    """A new model, each weight made where it lives, and its optimizer. Call inside the mesh."""
+    sizes = model_config(config)
     model = mm.jit(lambda: LM(sizes, rngs=nnx.Rngs(config.seed)), out_shardings=placement)()
     tx = optimizer(config)
     return model, mm.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)

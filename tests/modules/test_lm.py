@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,11 @@ import pytest
 from flax import nnx
 
 from mmnnx.modules import LM, LMConfig
-from mmnnx.modules.lm import rotate
+from mmnnx.modules.lm import Block
+from mmnnx.modules.mlp import MLP, SwiGLU
+from mmnnx.modules.presets import PRESETS
+from mmnnx.modules.rotary import RotaryScaling
+from tests.mpmd.parity import assert_parity, pipeline, place
 
 SMALL = dict(vocab=32, layers=2, width=16, heads=4, kv_heads=2, mlp=24)
 
@@ -20,6 +27,11 @@ def new(seed: int = 0, **options) -> LM:
 
 def build(seed: int = 0, **options) -> LM:
     """A model whose blocks do something: a new one's pass on what they get."""
+    return nnx.clone(_built(seed, **options))
+
+
+@functools.cache
+def _built(seed: int, **options) -> LM:
     model = new(seed, **options)
     keys = iter(jax.random.split(jax.random.key(seed), 100))
     for block in model.blocks:
@@ -62,19 +74,6 @@ def test_positions_matter():
     a = jnp.array([[1, 2, 3, 4]])
     b = jnp.array([[2, 1, 3, 4]])
     assert jnp.abs(model(a)[0, -1] - model(b)[0, -1]).max() > 1e-6
-
-
-def test_rotation_keeps_lengths_and_depends_on_distance_only():
-    x = jax.random.normal(jax.random.key(0), (1, 1, 1, 8))
-    q = rotate(jnp.tile(x, (1, 12, 1, 1)))[0, :, 0]
-    k = rotate(jnp.tile(x[..., ::-1], (1, 12, 1, 1)))[0, :, 0]
-    np.testing.assert_allclose(jnp.linalg.norm(q, axis=-1), jnp.linalg.norm(x), rtol=1e-5)
-    products = q @ k.T
-    for distance in range(-5, 6):
-        np.testing.assert_allclose(
-            jnp.diagonal(products, distance), products.diagonal(distance)[0], atol=1e-4
-        )
-    assert products[0].std() > 1e-3
 
 
 def test_a_key_value_head_serves_neighbouring_query_heads():
@@ -141,9 +140,184 @@ def test_works_under_jit():
     [
         (dict(width=18), "width 18 is not divisible by 4 heads"),
         (dict(width=12), "leaves 3 features a head"),
+        (dict(head_dim=5), "5 features a head; rotary positions need an even number"),
         (dict(kv_heads=3), "4 heads are not divisible by 3 key-value heads"),
     ],
 )
 def test_sizes_that_do_not_fit(options, says):
     with pytest.raises(ValueError, match=says):
         LMConfig(**(SMALL | options))
+
+
+def test_a_preset_has_the_published_number_of_parameters():
+    published = {
+        "llama3-8b": 8_030_261_248,
+        "llama3-70b": 70_553_706_496,
+        "llama3.2-1b": 1_235_814_400,
+        "qwen2.5-7b": 7_615_616_512,
+        "qwen3-8b": 8_190_735_360,
+    }
+    assert published.keys() == PRESETS.keys() - {"tiny"}
+    for name, count in published.items():
+        config = LMConfig.preset(name, scan=True)
+        model = nnx.eval_shape(lambda config=config: LM(config, rngs=nnx.Rngs(0)))
+        assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) == count
+        assert config.dtype == jnp.bfloat16
+
+
+def test_a_preset_can_be_changed():
+    config = LMConfig.preset("tiny", layers=1, param_dtype=jnp.bfloat16)
+    assert (config.layers, config.width) == (1, 64)
+    state = nnx.state(LM(config, rngs=nnx.Rngs(0)), nnx.Param)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype("bfloat16")}
+    with pytest.raises(ValueError, match="no preset 'lama': there are 'llama3-8b', 'llama3-70b'"):
+        LMConfig.preset("lama")
+
+
+def stacked(model: LM, segments: int) -> LM:
+    """The same model with its blocks stacked."""
+    config = dataclasses.replace(model.config, scan=segments)
+    out, state = LM(config, rngs=nnx.Rngs(0)), dict(nnx.to_flat_state(nnx.state(model)))
+    first = 0
+    for segment in out.blocks.segments:
+        own = range(first, first + len(segment))
+        for path, variable in nnx.to_flat_state(nnx.state(segment.layers)):
+            variable.set_value(jnp.stack([state[("blocks", n, *path)][...] for n in own]))
+        first += len(segment)
+    for path, variable in nnx.to_flat_state(nnx.state(out)):
+        if path[0] != "blocks":
+            variable.set_value(state[path][...])
+    return out
+
+
+@pytest.mark.parametrize("remat", [False, True, jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize("segments", [0, 1, 2])
+def test_scanned_or_rematerialised_blocks_change_nothing(segments, remat):
+    model = build(layers=3)
+    other = build(layers=3, remat=remat)
+    other = stacked(other, segments) if segments else other
+    loss, grads = nnx.jit(nnx.value_and_grad(lambda m, x: m.loss(x)))(model, tokens())
+    got, found = nnx.jit(nnx.value_and_grad(lambda m, x: m.loss(x)))(other, tokens())
+    np.testing.assert_allclose(got, loss, rtol=1e-6)
+    kernels = [grads["blocks"][n]["attention"]["query"]["kernel"][...] for n in range(3)]
+    if segments:
+        parts = [found["blocks"]["segments"][n]["layers"] for n in range(segments)]
+        mine = np.concatenate([part["attention"]["query"]["kernel"][...] for part in parts])
+    else:
+        mine = [found["blocks"][n]["attention"]["query"]["kernel"][...] for n in range(3)]
+    np.testing.assert_allclose(mine, kernels, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found["embed"]["embedding"][...], grads["embed"]["embedding"][...], atol=1e-6)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_remat_reaches_every_block(remat):
+    graphdef, state = nnx.split(build(remat=remat))
+    jaxpr = jax.make_jaxpr(lambda state, x: nnx.merge(graphdef, state)(x))(state, tokens())
+    names = [eqn.primitive.name for eqn in jaxpr.eqns]
+    assert sum("checkpoint" in name or "remat" in name for name in names) == (2 if remat else 0)
+
+
+@pytest.mark.parametrize("options", [{}, dict(scan=2, qk_norm=True, bias=True), dict(window=3, tied=True)])
+def test_with_a_cache_in_parts_as_all_at_once(options):
+    model = build(scan=False, **{k: v for k, v in options.items() if k != "scan"})
+    model = stacked(model, options["scan"]) if "scan" in options else model
+    cache, parts = model.init_cache(2, 12), []
+    call = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache))
+    for part in np.split(tokens(), [4, 5, 6], axis=1):
+        logits, cache = call(model, part, cache)
+        parts.append(logits)
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), model(tokens()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_is_in_the_type_it_computes_in():
+    cache = build(dtype=jnp.bfloat16).init_cache(2, 12)
+    assert cache[0].key.dtype == jnp.bfloat16
+    assert cache[1].value.shape == (2, 12, 2, 4)
+
+
+def test_segments_are_texts_of_their_own():
+    model, a, b = build(), tokens((2, 4), 1), tokens((2, 6), 2)
+    packed = jnp.concatenate([a, b], axis=1)
+    places = jnp.array([0, 1, 2, 3, 0, 1, 2, 3, 4, 5])
+    ids = jnp.broadcast_to(jnp.repeat(jnp.array([0, 1]), jnp.array([4, 6])), (2, 10))
+    call = nnx.jit(lambda model, tokens, **options: model(tokens, **options))
+    logits = call(model, packed, positions=places, segment_ids=ids)
+    np.testing.assert_allclose(logits[:, :4], call(model, a), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(logits[:, 4:], call(model, b), rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_bounds_what_is_seen():
+    model = build(layers=1, window=3)
+    a = tokens((1, 10))
+    b = a.at[:, 2].add(1) % 32
+    changed = jnp.abs(model(a) - model(b)).max(axis=(0, 2)) > 1e-6
+    assert changed.tolist() == [False] * 2 + [True] * 3 + [False] * 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(bias=True),
+        dict(qk_norm=True),
+        dict(norm_eps=0.5),
+        dict(rotary_base=100.0),
+        dict(rotary_scaling=RotaryScaling(original_max_position_embeddings=4)),
+    ],
+)
+def test_options_reach_the_layers(options):
+    """Each changes what the model computes of the same weights, or what weights it has."""
+    model = build(**options)
+    if "bias" in options:
+        assert model.blocks[0].attention.query.bias.shape == (16,)
+        assert model.blocks[0].attention.out.bias is None
+    elif "qk_norm" in options:
+        assert model.blocks[0].attention.query_norm.scale.shape == (4,)
+    else:
+        same = dict(nnx.to_flat_state(nnx.state(model))).items()
+        plain = dict(nnx.to_flat_state(nnx.state(build())))
+        assert all(np.array_equal(v[...], plain[path][...]) for path, v in same)
+        assert jnp.abs(model(tokens()) - build()(tokens())).max() > 1e-4
+
+
+@pytest.mark.parametrize("options", [dict(scan=4), dict(tied=True, remat=True)])
+def test_it_trains_over_four_stages_as_on_one_device(options):
+    make = lambda: LM(LMConfig(**(SMALL | dict(layers=4) | options)), rngs=nnx.Rngs(0))
+    mesh, tasks = pipeline(4, 2)
+    under = ("blocks", "segments") if "scan" in options else ("blocks",)
+    owned = [[(*under, n)] for n in range(4)]
+    owned[0] += ["embed"]
+    owned[3] += ["norm"] if "tied" in options else ["norm", "head"]
+    rules = [(axis, "model") for axis in ("vocab", "heads", "kv_heads", "mlp")]
+    tasks = [dataclasses.replace(task, logical_axes=rules) for task in tasks]
+    batch = np.asarray(tokens((4, 9)))
+    loss_fn = lambda model, batch: model.loss(batch)
+    assert_parity(
+        make, loss_fn, batch, place(tasks, *owned, spec=None), mesh=mesh, microbatch=2, steps=2, rtol=1e-4
+    )
+
+
+def test_a_subclass_makes_its_own_blocks():
+    class Plain(Block):
+        def make_mlp(self, config, rngs):
+            return MLP(config.width, config.mlp, rngs=rngs)
+
+    class Mixed(LM):
+        def make_block(self, index, rngs):
+            return Plain(self.config, rngs=rngs) if index == 1 else super().make_block(index, rngs)
+
+    model = Mixed(LMConfig(**SMALL), rngs=nnx.Rngs(0))
+    assert [type(block.mlp) for block in model.blocks] == [SwiGLU, MLP]
+    assert model(tokens()).shape == (2, 10, 32)
+    scanned = Mixed(LMConfig(**SMALL, scan=True), rngs=nnx.Rngs(0))
+    assert type(scanned.blocks.segments[0].layers) is Block  # all are as number 0
+
+
+def test_a_subclass_changes_the_logits():
+    class Capped(LM):
+        def logits(self, x):
+            return 5 * jnp.tanh(super().logits(x) / 5)
+
+    capped = Capped(LMConfig(**SMALL), rngs=nnx.Rngs(0))
+    nnx.update(capped, nnx.state(build()))
+    np.testing.assert_allclose(capped(tokens()), 5 * np.tanh(build()(tokens()) / 5), rtol=1e-5, atol=1e-6)
+    assert capped.loss(tokens()) != build().loss(tokens())

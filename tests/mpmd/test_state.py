@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import arrays, assert_same, homes, pipeline, place, train_step
+from tests.mpmd.parity import arrays, assert_same, born, homes, pipeline, place, train_step
 
 HALVES = ["embed", ("blocks", 0)], [("blocks", 1), "norm", "head"]
 
@@ -265,3 +265,35 @@ def test_a_model_that_exists_is_moved_to_its_place(stages):
         stage = 1 if stages == 1 else int(path[1] >= 2)
         assert variable.get_raw_value().sharding.device_set == set(mesh.slice(stage=stage).devices.flat), path
         np.testing.assert_array_equal(variable.get_raw_value(), before[path])
+
+
+def test_a_trained_scalar_stays_on_every_mesh():
+    """It has no rule, is used on one stage, and is where it was after each step."""
+
+    class Scaled(nnx.Module):
+        def __init__(self, *, rngs: nnx.Rngs):
+            self.layers = nnx.List(nnx.Linear(8, 8, rngs=rngs) for _ in range(2))
+            self.scale = nnx.Param(jnp.ones(()))
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return x * self.scale[...]
+
+    mesh, tasks = pipeline(2)
+    with mesh:
+        model = born(lambda: Scaled(rngs=nnx.Rngs(0)), place(tasks, [("layers", 0)], [("layers", 1)]))
+        where = model.scale.get_raw_value().sharding
+        assert len(where.device_set) == 2
+
+        @mm.jit
+        def step(model, x):
+            grads = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+            nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
+
+        other = Scaled(rngs=nnx.Rngs(0))
+        for _ in range(2):
+            step(model, jnp.ones((4, 8)))
+            step.__wrapped__(other, jnp.ones((4, 8)))
+            assert model.scale.get_raw_value().sharding.is_equivalent_to(where, 0)
+        np.testing.assert_allclose(model.scale[...], other.scale[...], rtol=1e-5)

@@ -1,0 +1,195 @@
+"""Where each array lives: what arrays say themselves, or what a TaskSharding says about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from mmnnx import _compat
+from mmnnx.inspect.units import ranges_text
+from mmnnx.sharding.mesh import current_multimesh, program_devices
+from mmnnx.sharding.placement import Match, Path, PlacementError, TaskSharding
+from mmnnx.sharding.task import Task, placed_tasks
+
+
+@dataclass(frozen=True)
+class Home:
+    """Devices that hold state, each of them a shard of it.
+
+    Attributes:
+      task: the names of the tasks whose state is there, else what there is to say of the submesh: its slice
+        of the MultiMesh ("stage=0"), "all", or its devices.
+      axes: the axes of the submesh that are longer than one, with their sizes.
+      devices: numbers as `TaskMesh` counts them.
+    """
+
+    task: str
+    axes: str
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where one array lives: its home, its spec as text ("" if it has none), and the bytes on each device."""
+
+    home: Home
+    spec: str
+    shard_bytes: int
+
+
+def in_order(homes: Iterable[Home]) -> tuple[list[Home], list[Home]]:
+    """Homes by their devices, and apart from the others those that span several (scalars live on all)."""
+    found = sorted(set(homes), key=lambda home: (home.devices, home.task))
+    sets = [frozenset(home.devices) for home in found]
+    wide = [home for home, own in zip(found, sets) if any(other < own for other in sets)]
+    return [home for home in found if home not in wide], wide
+
+
+class Homes:
+    """Finds homes; made inside `with MultiMesh(...):`, if there is one.
+
+    Args:
+      sharding: where state is going to live; None for what arrays say themselves.
+    """
+
+    def __init__(self, sharding: TaskSharding | None = None):
+        if not isinstance(sharding, TaskSharding | None):
+            raise TypeError(f"sharding= is a TaskSharding, which names tasks, not {sharding!r}")
+        self.sharding = sharding
+        self._multimesh = current_multimesh()
+        self._numbers = {device: n for n, device in enumerate(program_devices())}
+        self._homes: dict[Any, Home] = {}
+        self._matched: set[int] = set()
+        self._asked = False  # about state that rules have to place
+        self._parameters: dict[tuple[Path, tuple[int, ...]], Match] = {}
+
+    def find(self, paths: Sequence[Path], value: Any, arrays: Sequence[Any]) -> list[Placed | None]:
+        """Where the arrays of a Variable live, or an array that is its own `value`; None where unknown.
+
+        Args:
+          paths: all paths that lead to it.
+
+        Raises:
+          PlacementError: the TaskSharding cannot place it.
+        """
+        if self.sharding is None:
+            return [self._of_array(x) for x in arrays]
+        match = self._match(self.sharding, paths, value, arrays)
+        if match is not None:
+            task = match.task.name or ""
+            return [self._placed(x, match.sharding, task) for x in arrays]
+        return [self._placed(x, self._everywhere(), "all") if x.shape == () else None for x in arrays]
+
+    def check_used(self) -> None:
+        """Raise PlacementError for rules that placed nothing, as `mm.jit` does."""
+        if self.sharding is not None and self._asked:
+            self.sharding.check_used(self._matched)
+
+    def _match(
+        self, sharding: TaskSharding, paths: Sequence[Path], value: Any, arrays: Sequence[Any]
+    ) -> Match | None:
+        """The rule of `mm.jit`: slots follow their parameters, scalars need no rule."""
+        slot = _compat.is_optimizer_slot(value)
+        shape = tuple(arrays[0].shape) if arrays else ()
+        endings = [path[k:] for path in paths for k in range(len(path))] if slot else list(paths)
+        if slot:
+            known = next((e for e in endings if (e, shape) in self._parameters), None)
+            if known is not None:
+                return self._parameters[known, shape]
+        matches, errors = [], []
+        for path in endings:
+            try:
+                matches.append(sharding.lookup(path, value))
+            except PlacementError as error:
+                errors.append(error)
+        if not matches:
+            if slot or all(x.shape == () for x in arrays):
+                return None
+            raise errors[0]
+        # A rule for all that is left matches a slot's whole path, whatever rule its parameter has.
+        particular = [match for match in matches if not match.catch_all] if slot else []
+        found = min(particular or matches, key=lambda match: match.index)
+        self._matched.add(found.index)
+        if not slot:
+            self._asked = True
+            self._parameters.update({(path, shape): found for path in paths})
+        return found
+
+    def _everywhere(self) -> NamedSharding:
+        """Replicated over every mesh, as scalars without a rule are."""
+        if self._multimesh is not None:
+            return NamedSharding(self._multimesh.mesh, PartitionSpec())
+        assert self.sharding is not None
+        tasks: dict[Task, None] = dict.fromkeys(task for task, _ in self.sharding.rules)
+        devices = dict.fromkeys(device for task in tasks for device in task.to_mesh().devices.flat)
+        return NamedSharding(Mesh(np.array(list(devices)), ("device",)), PartitionSpec())
+
+    def _of_array(self, x: Any) -> Placed | None:
+        sharding = getattr(x, "sharding", None)
+        return self._placed(x, sharding, "") if isinstance(sharding, Sharding) else None
+
+    def _placed(self, x: Any, sharding: Sharding, task: str) -> Placed:
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        key = (mesh if mesh is not None else frozenset(sharding.device_set), task)
+        if key not in self._homes:
+            self._homes[key] = self._home(sharding, mesh, task)
+        shard = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        if isinstance(sharding, NamedSharding):
+            spec = spec_text(sharding.spec)
+        else:
+            spec = type(sharding).__name__ if len(sharding.device_set) > 1 else ""
+        return Placed(self._homes[key], spec, shard)
+
+    def _home(self, sharding: Sharding, mesh: Any, task: str) -> Home:
+        if mesh is not None and not isinstance(mesh, Mesh):  # an AbstractMesh has axes and no devices
+            return Home(task, _axes(mesh.shape), ())
+        devices = tuple(sorted(map(self._number, sharding.device_set)))
+        if mesh is None:
+            return Home(task or _device_label(devices), "", devices)
+        return Home(task or self._label(mesh, devices), _axes(mesh.shape), devices)
+
+    def _number(self, device: Any) -> int:
+        return self._numbers.get(device, device.id)
+
+    def _label(self, mesh: Mesh, devices: tuple[int, ...]) -> str:
+        names = [task.name for task in placed_tasks(mesh, self._multimesh) if task.name is not None]
+        if names:
+            return ", ".join(names)
+        if self._multimesh is None:
+            return _device_label(devices)
+        whole = self._multimesh.mesh
+        if mesh.devices.size == whole.devices.size:
+            return "all"
+        at = np.argwhere(whole.devices == mesh.devices.flat[0])
+        if mesh.axis_names == whole.axis_names and len(at):
+            index = {
+                axis: int(n)
+                for axis, n in zip(whole.axis_names, at[0])
+                if mesh.shape[axis] == 1 < whole.shape[axis]
+            }
+            if self._multimesh.slice(**index) == mesh:
+                return ", ".join(f"{axis}={n}" for axis, n in index.items())
+        return _device_label(devices)
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """A PartitionSpec without quotation marks.
+
+    >>> spec_text(PartitionSpec("x", None, ("y", "z")))
+    'P(x, None, (y, z))'
+    """
+    entries = ("(" + ", ".join(map(str, e)) + ")" if isinstance(e, tuple) else str(e) for e in spec)
+    return f"P({', '.join(entries)})"
+
+
+def _axes(shape: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in shape.items() if size > 1)
+
+
+def _device_label(devices: Sequence[int]) -> str:
+    return f"device{'s' if len(devices) > 1 else ''} {ranges_text(devices)}"

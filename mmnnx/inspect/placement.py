@@ -1,0 +1,280 @@
+"""``mm.show_placement``: which submesh holds what, and how full its devices are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+from flax import nnx
+
+from mmnnx.inspect.homes import Home, Homes, in_order
+from mmnnx.inspect.placement_picture import draw_placement
+from mmnnx.inspect.save import check_picture_suffix, picture_bytes
+from mmnnx.inspect.state import Piece, on_devices, take_stock
+from mmnnx.inspect.units import bytes_text, ranges_text
+from mmnnx.sharding.mesh import MultiMesh, current_multimesh
+from mmnnx.sharding.placement import TaskSharding
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+PARTS = 5
+"""Parts of a submesh that are named."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a submesh holds of one top-level part of a model: ``blocks/0-1``.
+
+    Attributes:
+      name: of the part, behind that of the model where there are several.
+      bytes: on each device; where they differ, the most.
+      group: the name without the numbers, which other submeshes may have as well; "" for several parts.
+    """
+
+    name: str
+    bytes: int
+    group: str
+
+
+@dataclass(frozen=True)
+class Submesh:
+    """A box of the picture.
+
+    Attributes:
+      name: of its tasks, or of its slice of the MultiMesh; "free" for devices that hold nothing.
+      axes: its axes that are longer than one, with their sizes.
+      devices: numbers as `TaskMesh` counts them.
+      parts: what is on these devices, whichever submesh it belongs to, largest first.
+      bytes: on each device, by its number.
+    """
+
+    name: str
+    axes: str
+    devices: tuple[int, ...]
+    parts: tuple[Part, ...]
+    bytes: dict[int, int]
+
+    @property
+    def most(self) -> int:
+        """Bytes on the fullest device."""
+        return max(self.bytes.values(), default=0)
+
+    @property
+    def device_text(self) -> str:
+        """The numbers of its devices, runs as ranges: "devices 0-7"."""
+        return f"device{'s' * (len(self.devices) > 1)} {ranges_text(self.devices)}"
+
+    def memory_text(self, memory: int | None) -> str:
+        """How full its devices are, in words, where each has `memory` bytes."""
+        if not self.parts:
+            return "nothing"
+        text = ("" if len(set(self.bytes.values())) == 1 else "at most ") + bytes_text(self.most)
+        text += " on each" if len(self.devices) > 1 else ""
+        if memory is None:
+            return text
+        if self.most > memory:
+            return f"{text}, {bytes_text(self.most - memory)} over {bytes_text(memory)}"
+        return f"{text}, {self.most / memory:.0%} of {bytes_text(memory)}"
+
+    def main_parts(self) -> tuple[Part, ...]:
+        """The largest parts, at most `PARTS`; others, and those of less than a thousandth, as one."""
+        large = [part for part in self.parts if 1000 * part.bytes >= self.most]
+        shown = large if len(large) <= PARTS and large == list(self.parts) else large[: PARTS - 1]
+        rest = self.parts[len(shown) :]
+        if len(rest) == 1:
+            return self.parts
+        return (*shown, *([Part(f"{len(rest)} more", sum(p.bytes for p in rest), "")] if rest else []))
+
+
+@dataclass(frozen=True)
+class PlacementView:
+    """A picture that shows itself in a notebook; `str()` is a compact text.
+
+    Attributes:
+      names: what the models are called.
+      submeshes: the boxes.
+      memory: bytes that a device has, if known.
+      unplaced: bytes of what lives nowhere in particular.
+    """
+
+    names: tuple[str, ...]
+    submeshes: tuple[Submesh, ...]
+    memory: int | None
+    unplaced: int
+
+    @property
+    def title(self) -> str:
+        """What is shown, and the bytes on the fullest device."""
+        most = max(submesh.most for submesh in self.submeshes)
+        devices = len({device for submesh in self.submeshes for device in submesh.devices})
+        text = f"{' and '.join(self.names)} on {devices} device{'s' * (devices > 1)}"
+        text += f", the fullest with {bytes_text(most)}" if devices > 1 else f": {bytes_text(most)}"
+        if self.memory is not None:
+            text += f" of {bytes_text(self.memory)}"
+        return text + (f"; {bytes_text(self.unplaced)} not placed" if self.unplaced else "")
+
+    def figure(self) -> Figure:
+        """The picture: a box for each submesh with its devices, what they hold, and a bar of their memory.
+
+        The bar is as long as the memory of a device, or as the fullest device holds where that is not known;
+        it is red where there is more than a device has room for.
+        """
+        return self._figure
+
+    @functools.cached_property
+    def _figure(self) -> Figure:
+        return draw_placement(self)
+
+    def save(self, path: str | FilePath) -> None:
+        """Writes the picture (.svg, .png or .pdf).
+
+        Raises:
+          ValueError: for a path that ends otherwise.
+        """
+        suffix = check_picture_suffix(path)
+        FilePath(path).write_bytes(picture_bytes(self.figure(), suffix))
+
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        return {
+            "text/plain": str(self),
+            "image/svg+xml": picture_bytes(self.figure(), ".svg").decode(),
+        }
+
+    def __str__(self) -> str:
+        names = max(len(submesh.name) for submesh in self.submeshes)
+        lines = [self.title]
+        for submesh in self.submeshes:
+            head = f"{submesh.name:{names}}  {submesh.device_text}"
+            head += f" ({submesh.axes})" if submesh.axes else ""
+            lines.append(f"{head}: {submesh.memory_text(self.memory)}")
+            parts = ", ".join(f"{part.name} {bytes_text(part.bytes)}" for part in submesh.main_parts())
+            lines += [f"{'':{names}}  {parts}"] if parts else []
+        return "\n".join(lines)
+
+    __repr__ = __str__  # what a terminal shows
+
+
+def show_placement(
+    *models: Any,
+    sharding: TaskSharding | None = None,
+    memory: float | None = None,
+    mesh: MultiMesh | None = None,
+) -> PlacementView:
+    """A picture of where state lives: submeshes with their devices, what these hold, and how full they are.
+
+    Nothing is computed. Bytes are those of the state between steps; activations and gradients come on top.
+
+    Args:
+      *models: NNX objects, such as a model and its optimizer, real or of `nnx.eval_shape`.
+      sharding: a TaskSharding that says where state is going to live, for models that are not placed yet.
+        Slots of an optimizer follow their parameters. Default: what the arrays say.
+      memory: bytes that one device has.
+      mesh: whose slices and tasks give the submeshes their names, and whose free devices are shown. Default:
+        the current MultiMesh, if there is one.
+
+    Returns:
+      A `PlacementView`, which a notebook shows; it has `figure()` and `save(path)`.
+
+    Raises:
+      TypeError: something that is no NNX object, TaskSharding or MultiMesh.
+      ValueError: no models, models whose arrays live nowhere, or memory that is not above 0.
+      PlacementError: state that `sharding` cannot place, or a filter of it that places nothing.
+
+    Example:
+      >>> mm.show_placement(model, optimizer, memory=16e9).save("placement.svg")
+    """
+    if not models:
+        raise ValueError("show_placement needs a model: mm.show_placement(model, optimizer)")
+    if isinstance(models[-1], TaskSharding):
+        raise TypeError("a TaskSharding is no model: give it as sharding=")
+    if memory is not None and not memory > 0:
+        raise ValueError(f"memory= is the bytes that one device has, not {memory}")
+    if not isinstance(mesh, MultiMesh | None):
+        raise TypeError(f"mesh= is a MultiMesh, not {mesh!r}")
+    names = _names(models)
+    with mesh if mesh is not None else contextlib.nullcontext():
+        multimesh, homes = current_multimesh(), Homes(sharding)
+        named = [
+            (f"{name}: " * (len(names) > 1), model, piece)
+            for name, model in zip(names, models)
+            for piece in take_stock(model, homes).pieces
+        ]
+        homes.check_used()
+    found = [(name, model, piece) for name, model, piece in named if piece.placed is not None]
+    if not found:
+        raise ValueError(
+            f"no array of {' and '.join(names)} is on a device: give sharding= to see where they would live"
+        )
+    return PlacementView(
+        tuple(names),
+        tuple(_submeshes(found, multimesh)),
+        None if memory is None else int(memory),
+        sum(piece.bytes for _, _, piece in named if piece.placed is None),
+    )
+
+
+def _submeshes(found: Sequence[tuple[str, Any, Piece]], multimesh: MultiMesh | None) -> Iterable[Submesh]:
+    """A box for each set of devices, but none for state that is on the devices of several others."""
+    held = on_devices(piece for _, _, piece in found)
+    narrow, wide = in_order(piece.placed.home for _, _, piece in found if piece.placed is not None)
+    boxes: dict[tuple[int, ...], list[Home]] = {}
+    for home in narrow:
+        boxes.setdefault(home.devices, []).append(home)
+    left = sorted(set(held).difference(*boxes))
+    for home in sorted(wide, key=lambda home: len(home.devices)):  # devices that hold nothing of their own
+        mine = tuple(device for device in left if device in home.devices)
+        left = [device for device in left if device not in home.devices]
+        if mine:
+            boxes[mine] = [dataclasses.replace(home, axes="")]
+    for devices, homes in boxes.items():
+        tasks = [home.task for home in homes if home.task != "all"] or ["all"]
+        name = ", ".join(dict.fromkeys(tasks))
+        yield Submesh(name, homes[0].axes, devices, _parts(found, devices), {d: held[d] for d in devices})
+    free = () if multimesh is None else tuple(n for n in range(multimesh.mesh.size) if n not in held)
+    if free:
+        yield Submesh("free", "", free, (), {})
+
+
+def _parts(found: Sequence[tuple[str, Any, Piece]], devices: tuple[int, ...]) -> tuple[Part, ...]:
+    """What there is on these devices."""
+    groups: dict[str, tuple[set[int], list[Piece]]] = {}
+    for name, model, piece in found:
+        if piece.placed is None or set(devices).isdisjoint(piece.placed.home.devices):
+            continue
+        part, index = _part(model, piece)
+        indices, pieces = groups.setdefault(name + part, (set(), []))
+        indices.update(() if index is None else (index,))
+        pieces.append(piece)
+    parts = []
+    for name, (indices, pieces) in groups.items():
+        most = max(size for device, size in on_devices(pieces).items() if device in devices)
+        parts.append(Part(f"{name}/{ranges_text(indices)}" if indices else name, most, name))
+    return tuple(sorted(parts, key=lambda part: -part.bytes))
+
+
+def _part(model: Any, piece: Piece) -> tuple[str, int | None]:
+    """The top-level part of a model that an array is in, and its number in that, where parts are numbered."""
+    path = piece.path
+    if isinstance(model, nnx.Optimizer) and path[0] == "opt_state":
+        return next((key for key in path[1:] if isinstance(key, str)), "opt_state"), None
+    return str(path[0]), path[1] if len(path) > 1 and isinstance(path[1], int) else None
+
+
+def _names(models: Sequence[Any]) -> list[str]:
+    """The classes of models, numbered where one is there twice."""
+    names = [type(model).__name__ for model in models]
+    seen: dict[str, int] = {}
+    for n, name in enumerate(names):
+        if names.count(name) > 1 or name in seen:
+            seen[name] = seen.get(name, 0) + 1
+            names[n] = f"{name} {seen[name]}"
+    return names

@@ -1,0 +1,175 @@
+"""How `rich` draws what `mm.tabulate` found."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from mmnnx.inspect.homes import in_order
+from mmnnx.inspect.state import Piece, on_devices
+from mmnnx.inspect.units import bytes_text, count_text, path_text, ranges_text
+
+if TYPE_CHECKING:
+    from mmnnx.inspect.tabulate import ModelTable, Row
+
+WIDTH = 240
+"""Columns that `str()` and notebooks have; wider cells are folded."""
+LINES = 12
+"""Lines that list the Variables of one row, or their specs."""
+NAMES = 3
+"""Tasks that a row names; of more it names the first and the last."""
+
+HTML = (
+    "<pre style=\"white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu Sans Mono',"
+    'consolas,monospace">{code}</pre>'
+)
+
+
+def make_tables(found: ModelTable) -> Group:
+    """The table of modules, and below it, for a model that is placed, those of tasks and of devices."""
+    kinds = sorted({piece.kind for piece in found.pieces})
+    placed = any(piece.placed is not None and piece.placed.spec for piece in found.pieces)
+    parts = [_modules(found, kinds, placed)]
+    if placed:
+        parts += [_tasks(found, kinds), _devices(found)]
+    return Group(*parts)
+
+
+def plain(renderable: Group) -> str:
+    """As text, whatever the terminal."""
+    console = Console(
+        file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False
+    )
+    with console.capture() as captured:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def html(renderable: Group) -> str:
+    """As HTML that needs no style sheet."""
+    console = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, force_jupyter=False)
+    console.print(renderable)
+    return console.export_html(inline_styles=True, code_format=HTML)
+
+
+def _modules(found: ModelTable, kinds: Sequence[str], placed: bool) -> Table:
+    table = Table(title=Text(f"{found.name} Summary"), show_lines=True, show_footer=True)
+    calls = ("inputs", "outputs") if found.traced else ()
+    where = ("task", "spec", "devices", "bytes/device") if placed else ()
+    for heading in ("path", "type", *calls):
+        table.add_column(heading, overflow="fold")
+    for kind in kinds:
+        table.add_column(kind, footer=_size([p for p in found.pieces if p.kind == kind]), overflow="fold")
+    for heading in where:
+        table.add_column(heading, overflow="fold")
+    table.columns[len(calls) + 1].footer = Text("Total", justify="right")
+    if placed:
+        table.columns[-2].footer = ranges_text(found.by_device)
+        table.columns[-1].footer = _device_bytes(found.pieces)
+    for row in found.rows:
+        same = "" if row.same_as is None else f"\nas {path_text(row.same_as)}"
+        cells = [Text(path_text(row.path)), Text.assemble(row.type, (same, "dim"))]
+        cells += _calls(row) if calls else ()
+        cells += [_state(row, kind) for kind in kinds]
+        cells += _where(row) if where else ()
+        table.add_row(*cells)
+    total = sum(p.size for p in found.pieces), sum(p.bytes for p in found.pieces)
+    table.caption = f"Total Parameters: {count_text(total[0])} ({bytes_text(total[1])})"
+    table.caption_style = "bold"
+    return table
+
+
+def _calls(row: Row) -> list[Text]:
+    """Inputs and outputs, those of one call beside each other."""
+    inputs: list[str] = []
+    outputs: list[str] = []
+    for call in row.calls:
+        height = max(len(call.inputs), len(call.outputs))
+        inputs += [*call.inputs, *[""] * (height - len(call.inputs))]
+        outputs += [*call.outputs, *[""] * (height - len(call.outputs))]
+    return [_lines(inputs), _lines(outputs)]
+
+
+def _state(row: Row, kind: str) -> Text:
+    """The Variables of one kind, and the size of all there are below."""
+    lines = [f"{_name(row, p)}: {p}" for p in row.pieces if p.kind == kind and kind != "RngState"]
+    lines += [f"{path_text(at)}: as {path_text(first)}" for at, first, k in row.shared if k == kind]
+    text = _lines(_cut(lines))
+    size = _size([p for p in row.below if p.kind == kind])
+    return text.append("\n" if text and size else "").append_text(size)
+
+
+def _where(row: Row) -> list[Text]:
+    """Task, spec, devices, bytes on each: of what the row holds, and all but the spec of what is below."""
+    homes = {p.placed.home for p in row.below if p.placed is not None}
+    narrow, wide = (list(dict.fromkeys(home.task for home in some)) for some in in_order(homes))
+    tasks = narrow if len(narrow) <= NAMES else [f"{narrow[0]} … {narrow[-1]} ({len(narrow)})"]
+    specs = [(_name(row, p), p.placed.spec) for p in row.pieces if p.placed is not None]
+    same = len({spec for _, spec in specs}) == 1
+    lines = [specs[0][1]] if same else _cut([f"{name}: {spec}" for name, spec in specs])
+    devices = ranges_text(device for home in homes for device in home.devices)
+    return [Text("\n".join([*tasks, *wide])), _lines(lines), Text(devices), Text(_device_bytes(row.below))]
+
+
+def _tasks(found: ModelTable, kinds: Sequence[str]) -> Table:
+    table = Table(title="Tasks")
+    for heading in ("task", "mesh", "devices", *kinds, "bytes", "bytes/device"):
+        table.add_column(heading, overflow="fold")
+    for home, pieces in found.by_home.items():
+        table.add_row(
+            Text(home.task if home is not None else "not placed"),
+            home.axes if home is not None else "",
+            ranges_text(home.devices) if home is not None else "",
+            *(_size([p for p in pieces if p.kind == kind]) for kind in kinds),
+            bytes_text(sum(p.bytes for p in pieces)),
+            _device_bytes(pieces),
+        )
+    return table
+
+
+def _devices(found: ModelTable) -> Table:
+    table = Table(title="Devices")
+    for heading in ("devices", "task", "bytes on each"):
+        table.add_column(heading, overflow="fold")
+    alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
+    homes = [home for home in found.by_home if home is not None]
+    for device, held in found.by_device.items():
+        tasks = tuple(dict.fromkeys(home.task for home in homes if device in home.devices))
+        alike.setdefault((tasks, held), []).append(device)
+    for (tasks, held), devices in alike.items():
+        table.add_row(ranges_text(devices), Text(", ".join(tasks)), bytes_text(held))
+    return table
+
+
+def _device_bytes(pieces: Iterable[Piece]) -> str:
+    """Bytes on each of the devices that hold these; where that differs, the most."""
+    held = on_devices(pieces).values()
+    if not held:
+        return ""
+    return ("" if len(set(held)) == 1 else "≤ ") + bytes_text(max(held))
+
+
+def _size(pieces: Sequence[Piece]) -> Text:
+    if not pieces:
+        return Text()
+    size, held = sum(p.size for p in pieces), sum(p.bytes for p in pieces)
+    return Text.assemble((count_text(size), "bold"), (f" ({bytes_text(held)})", "dim bold"))
+
+
+def _name(row: Row, piece: Piece) -> str:
+    return path_text(piece.path[len(row.path) :])
+
+
+def _cut(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= LINES else [*lines[: LINES - 1], f"… {len(lines) - LINES + 1} more"]
+
+
+def _lines(lines: Sequence[str]) -> Text:
+    text = Text("\n".join(lines))
+    text.highlight_regex(r"\w+(?:<\w+>)?(?=\[)", "dim")  # dtypes
+    return text

@@ -1,0 +1,53 @@
+"""How tables and pictures write counts, bytes, and lists of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
+_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
+
+
+def count_text(count: int) -> str:
+    """A number of parameters: exact below a million, else with three digits.
+
+    >>> count_text(5790), count_text(8_030_261_248)
+    ('5,790', '8.03 B')
+    """
+    for unit, name in _COUNTS:
+        if count >= 0.9995 * unit:  # 999,600 would else read "1,000 K"
+            value = count / unit
+            return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {name}"
+    return f"{count:,}"
+
+
+def bytes_text(size: int) -> str:
+    """Bytes in decimal units, as Flax writes them.
+
+    >>> bytes_text(80), bytes_text(16_060_522_496)
+    ('80 B', '16.1 GB')
+    """
+    for unit, name in _BYTES:
+        if size > unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size:,} B"
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """Numbers in ascending order, runs as ranges.
+
+    >>> ranges_text([0, 1, 2, 3, 8])
+    '0-3, 8'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def path_text(path: Iterable[object]) -> str:
+    """A path as Flax writes it in its tables: keys with slashes between them."""
+    return "/".join(map(str, path))

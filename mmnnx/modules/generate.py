@@ -1,0 +1,205 @@
+"""Generation: tokens from a language model, one after the other, across the stages it is placed on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmnnx.modules.kv_cache import KVCache
+from mmnnx.modules.sampling import check_choice, filter_logits
+from mmnnx.mpmd.jit import jit
+
+
+def generate(
+    model: nnx.Module,
+    prompt: Any,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    rng: jax.Array | None = None,
+    eos: int | None = None,
+    lengths: Any = None,
+    capacity: int | None = None,
+) -> jax.Array:
+    """What a language model goes on with after a prompt.
+
+    The prompt is read by one call of `mm.jit`, and each token is made by another. They are compiled once for
+    each shape, also over calls: a model of the same structure, a batch, a prompt length, a capacity. The KV
+    cache of a layer stays on the mesh of that layer, where each call overwrites it; tokens are chosen on the
+    mesh that makes the logits. A model that is placed is used where it is; call this where its MultiMesh is
+    current, as for any function of `mm.jit`. Dropout does what it did: `model.eval()` switches it off.
+
+    Args:
+      model: an `LM`, or anything with these two: `model.init_cache(batch, capacity)`, a pytree of empty
+        caches, and `model(tokens, cache=cache) -> (logits [batch, length, vocab], next cache)`, for several
+        tokens at once and for one. The length of a `KVCache` is the number of tokens before `tokens`.
+      prompt: int [batch, length], at least one token.
+      max_new_tokens: how many to make for each row.
+      temperature: what logits are divided by; 0 takes the likeliest token.
+      top_k: only the likeliest so many tokens are drawn from.
+      top_p: only the likeliest tokens that have so much probability together are drawn from (nucleus
+        sampling, arXiv:1904.09751), after `top_k`.
+      rng: a key. Needed to draw, that is with a temperature above 0.
+      eos: the token that ends a row: after it the row is filled up with it.
+      lengths: int [batch], how many tokens of each row of the prompt count; the others, on the right, are
+        padding. All caches must be `KVCache`s. Default: all.
+      capacity: tokens that a row of the cache has room for, at least length + max_new_tokens - 1; to give the
+        same for several calls saves compiling. Default: that.
+
+    Returns:
+      int32 [batch, max_new_tokens], on the mesh that makes the logits.
+
+    Raises:
+      ValueError: arguments out of range or that do not go together, or a row of no tokens.
+      TypeError: a prompt that is not of integers; a model without `init_cache`; lengths for a model with
+        other caches than `KVCache`s.
+
+    Example:
+      >>> model = LM(LMConfig(layers=2), rngs=nnx.Rngs(0))
+      >>> generate(model, jnp.array([[1, 2, 3]]), 5).shape
+      (1, 5)
+    """
+    prompt = np.asarray(prompt)
+    _check_prompt(model, prompt, lengths)
+    check_choice(temperature, top_k, top_p, rng)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: generate at least one token")
+    needed = prompt.shape[1] + max_new_tokens - 1
+    capacity = needed if capacity is None else capacity
+    if capacity < needed:
+        raise ValueError(
+            f"capacity={capacity} is too small for a prompt of {prompt.shape[1]} tokens and "
+            f"{max_new_tokens} new ones: give at least {needed}"
+        )
+    choice = dict(
+        key=jax.random.key(0) if rng is None else rng,
+        temperature=np.float32(temperature or 1),
+        top_p=None if top_p in (None, 1) else np.float32(top_p),
+        top_k=top_k,
+        greedy=temperature == 0,
+        eos=eos,
+    )
+    held = np.int32(prompt.shape[1] - 1) if lengths is None else np.asarray(lengths, np.int32) - 1
+    token, cache = _prefill(model, prompt.astype(np.int32), held, capacity=capacity, **choice)
+    tokens = [token]
+    for step in range(1, max_new_tokens):
+        # One step behind, so that devices do not wait for the host; processes must all take as many steps.
+        if eos is not None and step > 1 and jax.process_count() == 1 and _is_all(tokens[-2], eos):
+            tokens += [token] * (max_new_tokens - step)
+            break
+        token, cache = _decode(model, cache, token, held + np.int32(step), np.uint32(step), **choice)
+        tokens.append(token)
+    return _join(*tokens)
+
+
+def _read(model: Any, prompt: Any, held: Any, *, capacity: int, **choice: Any) -> Any:
+    """Reads a prompt [batch, length] into a new cache and chooses the token after it.
+
+    The last token goes through the model on its own: of all others no logits are needed, and none are made.
+    """
+    cache, last = model.init_cache(len(prompt), capacity), prompt[:, -1:]
+    if prompt.shape[1] > 1:
+        _, cache = model(prompt[:, :-1], cache=cache)
+    if held.ndim:
+        last = jnp.take_along_axis(prompt, held[:, None], axis=1)
+    return _step(model, cache, last, held, 0, **choice)
+
+
+def _step(
+    model: Any,
+    cache: Any,
+    token: Any,
+    held: Any,
+    step: Any,
+    *,
+    key: Any,
+    temperature: Any,
+    top_p: Any,
+    top_k: int | None,
+    greedy: bool,
+    eos: int | None,
+) -> Any:
+    """(the token [batch, 1] after `token`, the next cache without its lengths).
+
+    The caches held so many tokens before `token`: a scalar, or [batch]. That is given from outside, where it
+    is known: what every stage counts alike need not be computed, returned and placed.
+    """
+    logits, cache = model(token, cache=_map(_with_length, cache, held))
+    logits = logits[:, -1:]
+    if greedy:
+        chosen = jnp.argmax(logits, axis=-1)
+    else:
+        logits = filter_logits(logits, temperature, top_k, top_p)
+        chosen = jax.random.categorical(jax.random.fold_in(key, step), logits)
+    if eos is not None:
+        chosen = jnp.where((token == eos) & (step > 0), eos, chosen)  # a prompt may end with it
+    return chosen.astype(jnp.int32), _map(_without_length, cache)
+
+
+# Kept, so that equal calls find what earlier ones compiled.
+_STATIC = ("top_k", "greedy", "eos")
+_prefill = jit(_read, static_argnames=("capacity", *_STATIC))
+_decode = jit(_step, static_argnames=_STATIC, donate_argnames="cache")
+_join = jit(lambda *tokens: jnp.concatenate(tokens, axis=1))
+
+
+def _map(fun: Callable[..., KVCache], cache: Any, *args: Any) -> Any:
+    """`fun` of every KVCache in a pytree; what else is in it stays."""
+    return jax.tree.map(lambda c: fun(c, *args) if _is_kv_cache(c) else c, cache, is_leaf=_is_kv_cache)
+
+
+def _is_kv_cache(x: Any) -> bool:
+    return isinstance(x, KVCache)
+
+
+def _with_length(cache: KVCache, length: jax.Array) -> KVCache:
+    layers = cache.key.shape[:-4]  # the leading axes in a cache of scanned layers
+    return cache.with_length(jnp.broadcast_to(length, (*layers, *length.shape)))
+
+
+def _without_length(cache: Any) -> Any:
+    return dataclasses.replace(cache, length=None)
+
+
+def _is_all(tokens: jax.Array, eos: int) -> bool:
+    return bool((np.asarray(tokens) == eos).all())
+
+
+def _check_prompt(model: Any, prompt: np.ndarray, lengths: Any) -> None:
+    if not hasattr(model, "init_cache"):
+        raise TypeError(
+            f"generate: {type(model).__name__} has no init_cache(batch, capacity), and its call no cache="
+        )
+    if not np.issubdtype(prompt.dtype, np.integer):
+        raise TypeError(f"a prompt is made of integers [batch, length], not of {prompt.dtype}")
+    if prompt.ndim != 2 or 0 in prompt.shape:
+        raise ValueError(
+            f"a prompt is int [batch, length], with at least one token in each row; it is {prompt.shape}"
+        )
+    if lengths is None:
+        return
+    lengths = np.asarray(lengths)
+    cache = jax.eval_shape(lambda: model.init_cache(*prompt.shape))
+    others = [c for c in jax.tree.leaves(cache, is_leaf=_is_kv_cache) if not _is_kv_cache(c)]
+    if others:
+        raise TypeError(
+            f"lengths= takes padding out of KVCaches, and the caches of {type(model).__name__} also hold "
+            f"{type(others[0]).__name__}: give rows of one length, without lengths="
+        )
+    if lengths.shape != prompt.shape[:1] or not np.issubdtype(lengths.dtype, np.integer):
+        raise ValueError(
+            f"lengths= is int [{len(prompt)}], one for each row of the prompt; it is "
+            f"{lengths.dtype}{list(lengths.shape)}"
+        )
+    if lengths.min() < 1 or lengths.max() > prompt.shape[1]:
+        raise ValueError(
+            f"lengths= are from 1 to {prompt.shape[1]}, the length of the prompt; they are {lengths.tolist()}"
+        )

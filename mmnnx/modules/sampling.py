@@ -1,0 +1,63 @@
+"""How a token is chosen by its logits: the likeliest, or drawn from those that are likely enough."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def filter_logits(
+    logits: jax.Array,
+    temperature: Any = 1.0,
+    top_k: int | None = None,
+    top_p: Any = None,
+) -> jax.Array:
+    """Logits of the distribution that tokens are drawn from: -inf for those that are not.
+
+    Tokens as likely as the last that is kept are kept too.
+
+    Args:
+      logits: [..., vocab].
+      temperature: what they are divided by, above 0.
+      top_k: only the likeliest so many are kept, if there are more.
+      top_p: of these, only the likeliest whose probabilities sum up to `top_p` or, with the last, beyond; at
+        least one.
+
+    Returns:
+      float32 [..., vocab].
+
+    Example:
+      >>> filter_logits(jnp.log(jnp.array([0.5, 0.3, 0.2])), top_p=0.6)[2]
+      Array(-inf, dtype=float32)
+    """
+    logits = logits.astype(jnp.float32) / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        last = jax.lax.top_k(logits, top_k)[0][..., -1:]
+        logits = jnp.where(logits < last, -jnp.inf, logits)
+    if top_p is not None:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        p = jax.nn.softmax(ordered, axis=-1)
+        kept = jnp.cumsum(p, axis=-1) - p < top_p  # what the likelier ones sum up to
+        last = jnp.min(ordered, axis=-1, keepdims=True, where=kept, initial=jnp.inf)
+        logits = jnp.where(logits < last, -jnp.inf, logits)
+    return logits
+
+
+def check_choice(temperature: float, top_k: int | None, top_p: float | None, rng: Any) -> None:
+    """Refuses options of `mmnnx.modules.generate` that do not go together.
+
+    Raises:
+      ValueError: one out of range, a key that is lacking, or options for drawing where nothing is drawn.
+    """
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature}: it is 0 (the likeliest token) or above")
+    if temperature > 0 and rng is None:
+        raise ValueError(f"temperature={temperature} draws tokens, and needs a key: rng=jax.random.key(0)")
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        raise ValueError("top_k= and top_p= are for drawing, and temperature=0 takes the likeliest token")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k}: at least one token must be left")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: it is a probability above 0")

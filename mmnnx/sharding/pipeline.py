@@ -1,0 +1,352 @@
+"""The placement of a stack of layers over the stages of a pipeline."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, permutations
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mmnnx._compat import attribute_order
+from mmnnx.sharding.placement import Path, PlacementError, TaskSharding, path
+from mmnnx.sharding.rules import LogicalRules, did_you_mean
+from mmnnx.sharding.task import AxisRules, Task
+
+
+def pipeline_sharding(
+    model: Any,
+    stages: int | Sequence[Task],
+    layers: str | tuple[str | int, ...] | list[str | tuple[str | int, ...]] = "blocks",
+    *,
+    first: str | Sequence[str] | None = None,
+    last: str | Sequence[str] | None = None,
+    rules: AxisRules | None = None,
+    weights: Sequence[float] | None = None,
+) -> TaskSharding:
+    """A TaskSharding that spreads a model's stack of layers over stages, a run of layers each.
+
+    Of all ways to cut the stack, every stage having at least one layer, it takes one whose largest stage is
+    smallest; of these the most even; of these one with shorter runs first, since early stages keep the
+    residuals of most microbatches. Each Variable is sharded within its stage by its own logical axis names.
+    State that several parts share lives with the first of them. Random keys outside of the layers
+    (`nnx.Rngs`) get no rule, unless they are named: they are copied to every mesh.
+
+    Args:
+      model: an NNX module, real or abstract (`nnx.eval_shape`).
+      stages: how many, for Tasks "stage0", "stage1", ... on slices of the current MultiMesh along its axis
+        "stage"; or the Tasks themselves.
+      layers: where the list of layers is: "blocks", "decoder.blocks", or a tuple of keys. A
+        `mmnnx.modules.Stack` there stands for the list of its segments, an `nnx.Sequential` for its layers. A
+        Python list of such places is several stacks, one after the other: what was made between two of them
+        lives with the nearest layer of the submodule that it shares with one, else with the layer before.
+      first: what lives with the first stage, such as ("embed",) or "decoder.embed". Default: all that
+        `__init__` made before the layers.
+      last: what lives with the last stage. Default: all that `__init__` made after the layers.
+      rules: the `logical_axes` of the Tasks that are made; see `logical_rules`.
+      weights: a number for each layer (each segment of a Stack) to balance by, such as its measured time.
+        What is first or last then weighs nothing. Default: parameters (elements of `nnx.Param`), also those
+        of what is first and last.
+
+    Raises:
+      PlacementError: the model has no such attribute; what is there is no list of layers; fewer layers that
+        hold state than stages; an attribute in both `first` and `last`, or one that holds layers; state that
+        is in neither, where both sides were named; an order of attributes that is lost.
+      ValueError: no stages; `rules` next to Tasks; weights of another number, negative or not finite.
+      TypeError: `stages` that are no Tasks.
+
+    Warns:
+      UserWarning: a rule was given to `logical_rules` by keyword, and no Variable of the model has its axis.
+
+    Example:
+      >>> class Model(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.embed = nnx.Embed(32, 4, rngs=rngs)
+      ...         self.blocks = nnx.List(nnx.Linear(4, 4, rngs=rngs) for _ in range(8))
+      ...         self.head = nnx.Linear(4, 32, rngs=rngs)
+      >>> placement = pipeline_sharding(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), 2)
+      >>> for part, (task, spec) in zip(placement.filters, placement.rules):
+      ...     print(part, task, spec)
+      path('embed') task 'stage0' None
+      path('blocks', range(0, 5)) task 'stage0' None
+      path('blocks', range(5, 8)) task 'stage1' None
+      path('head') task 'stage1' None
+    """
+    tasks = _tasks(stages, rules)
+    stacks = [_stack(model, place) for place in (layers if isinstance(layers, list) else [layers])]
+    named: dict[str, list[Path] | None] = {}
+    for side, names in (("first", first), ("last", last)):
+        names = [names] if isinstance(names, str) else names
+        named[side] = None if names is None else [_find(model, f"{side}=", name)[0] for name in names]
+    places = [("layers=", keys) for keys in stacks]
+    _check_apart([*places, *((f"{side}=", keys) for side in named for keys in named[side] or ())])
+
+    parts = _parts(model, stacks, named)
+    own_state = [bool(part.state) for stack in stacks for part in parts if part.stack == stack]
+    _attach(parts, named, len(own_state))
+    parts = [part for part in parts if part.state and part.layer >= 0]
+    if sum(own_state) < len(tasks):
+        where = " and ".join(".".join(map(str, keys)) for keys in stacks)
+        raise PlacementError(
+            f"{sum(own_state)} of {len(own_state)} layers in {where} hold state of their own, too few for "
+            f"{len(tasks)} stages: use fewer stages or more layers (of a mmnnx.modules.Stack, more segments=)"
+        )
+    sizes: list[Any] = [0] * len(own_state)
+    for part in parts:
+        sizes[part.layer] += part.parameters
+    ends = balance(sizes if weights is None else _weights(weights, len(sizes)), len(tasks), own_state)
+    if isinstance(rules, LogicalRules):
+        _warn_unused(rules, model)
+    return _placement(parts, tasks, [bisect_right(ends, layer) for layer in range(len(sizes))])
+
+
+def balance(sizes: Sequence[Any], stages: int, holding: Sequence[bool] | None = None) -> list[int]:
+    """Where to cut a sequence into runs whose largest is smallest, then most even, then shortest first.
+
+    Args:
+      sizes: the size of each item, not negative.
+      stages: how many runs.
+      holding: of each item whether it counts: every run has one that does. Default: all do.
+
+    Returns:
+      The end of each run, the last being `len(sizes)`.
+
+    Example:
+      >>> balance([1, 1, 1, 1, 4], 3)
+      [2, 4, 5]
+    """
+    count = len(sizes)
+    kept = list(accumulate(holding or [True] * count, initial=0))
+    totals = {(i, j): t for i in range(count) for j, t in enumerate(accumulate(sizes[i:]), i + 1)}
+
+    def best(cost: Any, join: Any) -> tuple[Any, list[int]]:
+        """The least cost of all runs joined, by dynamic programming over the number of runs."""
+        table = [math.inf] * (count + 1)
+        table[0] = -math.inf if join is max else 0
+        cuts: list[list[int]] = []
+        for _ in range(stages):
+            start = [
+                min(range(j), key=lambda i: join(table[i], cost(i, j)), default=0) for j in range(count + 1)
+            ]
+            table = [math.inf] + [join(table[start[j]], cost(start[j], j)) for j in range(1, count + 1)]
+            cuts.append(start)
+        ends = [count]
+        for start in reversed(cuts[1:]):
+            ends.append(start[ends[-1]])
+        return table[count], ends[::-1]
+
+    def size(i: int, j: int) -> Any:
+        return totals[i, j] if kept[j] > kept[i] else math.inf
+
+    limit, _ = best(size, max)
+    _, ends = best(lambda i, j: size(i, j) ** 2 if size(i, j) <= limit else math.inf, lambda a, b: a + b)
+    return ends
+
+
+# -------------------------------------------------------------------------------------- parts of the model
+
+
+@dataclass
+class _Part:
+    """A submodule, Variable or array that lives in one place.
+
+    Attributes:
+      path: where it is in the model.
+      stack: the list that it is an item of, if it is a layer.
+      state: the Variables and arrays in it that no part before it holds.
+      layer: the number of the layer whose stage it lives with; -1 for what needs no place.
+    """
+
+    path: Path
+    stack: Path | None
+    state: list[Any]
+    layer: int = -1
+
+    @property
+    def parameters(self) -> int:
+        values = [leaf.get_raw_value() for leaf in self.state if isinstance(leaf, nnx.Param)]
+        return sum(math.prod(array.shape) for array in jax.tree.leaves(values))
+
+
+def _parts(model: Any, stacks: Sequence[Path], named: dict[str, list[Path] | None]) -> list[_Part]:
+    """The layers, numbered, what is named, and what lies beside them, as the `__init__`s made it."""
+    opened = {keys[:n] for keys in stacks for n in range(len(keys) + 1)}
+    opened |= {keys[:n] for side in named.values() for keys in side or () for n in range(len(keys))}
+    ordered = None in named.values() or len(stacks) > 1
+    leaves = [leaf for _, leaf in nnx.to_flat_state(nnx.state(model))]
+    left = {id(leaf) for leaf in leaves}
+    parts: list[_Part] = []
+
+    def visit(node: Any, at: Path) -> None:
+        if ordered and isinstance(node, nnx.Pytree) and attribute_order(node) is None:
+            raise PlacementError(
+                f"the order in which {type(node).__name__}.__init__ made its attributes is lost: nnx.merge, "
+                "nnx.jit and nnx.eval_shape sort those of a Module with pytree=False; name all in first= "
+                "and last=, or give a model that was made by its own __init__"
+            )
+        for key, child in _children(node):
+            if (*at, key) in opened:
+                visit(child, (*at, key))
+                continue
+            state = {id(leaf): leaf for _, leaf in nnx.iter_graph(child) if id(leaf) in left}
+            left.difference_update(state)
+            parts.append(_Part((*at, key), at if at in stacks else None, list(state.values())))
+
+    visit(model, ())
+    for number, part in enumerate(part for stack in stacks for part in parts if part.stack == stack):
+        part.layer = number
+    return parts
+
+
+def _attach(parts: Sequence[_Part], named: dict[str, list[Path] | None], count: int) -> None:
+    """Says of each part that is no layer which layer it lives with."""
+    ends = {"first": 0, "last": count - 1}
+    strays = []
+    for n, part in enumerate(parts):
+        if part.stack is not None or not part.state:
+            continue
+        by_name = [
+            (len(keys), side) for side in ends for keys in named[side] or () if part.path[: len(keys)] == keys
+        ]
+        before = next((p for p in reversed(parts[:n]) if p.stack is not None), None)
+        after = next((p for p in parts[n:] if p.stack is not None), None)
+        if by_name:
+            part.layer = ends[max(by_name)[1]]
+        elif all(isinstance(leaf, nnx.RngState) for leaf in part.state):
+            continue
+        elif before is not None and after is not None:
+            nearer = before if _shared(part.path, before.path) >= _shared(part.path, after.path) else after
+            part.layer = nearer.layer
+        else:
+            side = "last" if after is None else "first"
+            part.layer = ends[side]
+            if named[side] is not None:
+                strays.append(".".join(map(str, part.path)))
+    if strays:
+        raise PlacementError(f"{', '.join(strays)} would live nowhere: name it in first= or last=")
+
+
+def _shared(path: Path, other: Path) -> int:
+    return next((n for n, (a, b) in enumerate(zip(path, other)) if a != b), 0)
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    """Keys, as in paths of state, and values of an NNX object or container; of anything else, none."""
+    if isinstance(node, nnx.List | list | tuple):
+        return list(enumerate(node))
+    if isinstance(node, dict):
+        return list(node.items())
+    if isinstance(node, nnx.Pytree):
+        names = attribute_order(node)
+        own = {name: child for name, child in vars(node).items() if not name.startswith("_pytree__")}
+        return [(name, own[name]) for name in (own if names is None else names)]
+    return []
+
+
+# ----------------------------------------------------------------------------------------------- arguments
+
+
+def _tasks(stages: int | Sequence[Task], rules: AxisRules | None) -> list[Task]:
+    if isinstance(stages, int):
+        if stages < 1:
+            raise ValueError(f"a pipeline has at least one stage, not {stages}")
+        return [Task(f"stage{i}", mesh_slice={"stage": i}, logical_axes=rules) for i in range(stages)]
+    tasks = list(stages)
+    if not all(isinstance(task, Task) for task in tasks):
+        raise TypeError(f"stages= is how many, or a sequence of Tasks, not {stages!r}")
+    if not tasks:
+        raise ValueError("stages= has no Task: a pipeline has at least one stage")
+    if rules is not None:
+        raise ValueError("rules= is for Tasks that are made here: give your own Tasks logical_axes= instead")
+    return tasks
+
+
+def _find(model: Any, what: str, place: str | tuple[str | int, ...]) -> tuple[Path, Any]:
+    """The keys of a place in the model, as in paths of state, and what is there."""
+    node: Any = model
+    found: Path = ()
+    for wanted in place.split(".") if isinstance(place, str) else place:
+        children = {str(key): (key, child) for key, child in _children(node)}
+        if str(wanted) not in children:
+            kinds = nnx.Pytree | nnx.Variable | list | tuple | dict
+            names = [name for name, (_, child) in children.items() if isinstance(child, kinds)]
+            raise PlacementError(
+                f"{what} has {place!r}, and {'.'.join(map(str, found)) or type(model).__name__} has no "
+                f"{wanted!r}{did_you_mean(str(wanted), names)}: it has {', '.join(names) or 'nothing'}"
+            )
+        key, node = children[str(wanted)]
+        found = (*found, key)
+    return found, node
+
+
+def _stack(model: Any, place: str | tuple[str | int, ...]) -> Path:
+    """The keys of the list of layers at a place, or in what is there."""
+    keys, node = _find(model, "layers=", place)
+    if not isinstance(node, nnx.List | list | tuple):
+        inner = {key: child for key, child in _children(node) if isinstance(child, nnx.List | list | tuple)}
+        name = next((name for name in ("segments", "layers") if name in inner), None)
+        if name is None:
+            raise PlacementError(
+                f"layers= has {place!r}, a {type(node).__name__} and no list of layers. Layers stacked in "
+                "one Variable, for a scan, cannot be divided between stages: make an nnx.List of stacks, one "
+                "or more for each stage, as mmnnx.modules.Stack(..., segments=n) does"
+            )
+        keys = (*keys, name)
+    return keys
+
+
+def _check_apart(places: Sequence[tuple[str, Path]]) -> None:
+    """Refuses layers that hold others, or a name among or above layers; a name may lie in another one."""
+    for (what, keys), (other, longer) in permutations(places, 2):
+        if longer[: len(keys)] == keys and (keys == longer or "layers=" in (what, other)):
+            raise PlacementError(
+                f"{'.'.join(map(str, longer))} of {other} lies in {'.'.join(map(str, keys))} of {what}: "
+                "each part of the model has one place"
+            )
+
+
+def _weights(weights: Sequence[float], count: int) -> list[float]:
+    weights = list(weights)
+    if len(weights) != count:
+        raise ValueError(f"weights= has {len(weights)} numbers, and there are {count} layers (or segments)")
+    wrong = [weight for weight in weights if not 0 <= weight < math.inf]
+    if wrong:
+        raise ValueError(f"weights= are finite and not negative, and has {', '.join(map(str, wrong))}")
+    return weights
+
+
+def _warn_unused(rules: LogicalRules, model: Any) -> None:
+    unused = rules.given.intersection(rules.unused(model))
+    if unused:
+        warnings.warn(
+            f"logical_rules was given a rule for {', '.join(map(repr, sorted(unused)))}, and no Variable of "
+            f"{type(model).__name__} has such an axis",
+            stacklevel=3,
+        )
+
+
+# -------------------------------------------------------------------------------------------------- result
+
+
+def _placement(parts: Sequence[_Part], tasks: Sequence[Task], stage_of: Sequence[int]) -> TaskSharding:
+    """One rule for each run of layers and for each other part, in the order of the model.
+
+    That order matters: of several rules for shared state the first decides.
+    """
+    rules = []
+
+    def run(part: _Part) -> tuple[Path, int]:
+        return part.path if part.stack is None else part.stack, stage_of[part.layer]
+
+    for (keys, stage), group in groupby(parts, run):
+        members = list(group)
+        if members[0].stack is not None:
+            start, end = members[0].path[-1], members[-1].path[-1] + 1
+            keys = (*keys, start if end - start == 1 else range(start, end))
+        rules.append((path(*keys), (tasks[stage], None)))
+    return TaskSharding(rules)
