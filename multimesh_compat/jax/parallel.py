@@ -15,7 +15,7 @@ from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import ignoring
 from multimesh_compat.jax.constraints import autoshard
 from multimesh_compat.jax.contexts import fast_path
-from multimesh_compat.jax.tasks import tracing_shapes
+from multimesh_compat.jax.unsplit import tracing_shapes
 
 
 def parallelize(

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.sharding.task import current_task, find_task
-from multimesh_compat.jax import tasks
+from multimesh_compat.jax import unsplit
 from multimesh_compat.jax.constraints import with_sharding_constraint
 from multimesh_compat.jax.flax.axes import ShardedAxes, shard_axes
 from multimesh_compat.jax.flax.modules import module_class, task
@@ -30,7 +30,7 @@ STAGE = mm.Task("stage", mesh=mm.TaskMesh(devices=[4, 5, 6, 7], axis_sizes=(2, 2
 @pytest.fixture(autouse=True)
 def no_registered_tasks_and_no_warning(monkeypatch):
     mm.clear_tasks()
-    monkeypatch.setattr(tasks, "_warned", True)  # a task that plain JAX traces says so once in a process
+    monkeypatch.setattr(unsplit, "_warned", True)  # a task that plain JAX traces says so once in a process
     yield
     mm.clear_tasks()
 
@@ -295,7 +295,7 @@ class TestScope:
         assert_equal(np.asarray(y), np.asarray(Two().apply(variables, X)))
 
     def test_traced_by_jax_alone_it_runs_unsplit_and_warns_once(self, monkeypatch):
-        monkeypatch.setattr(tasks, "_warned", False)
+        monkeypatch.setattr(unsplit, "_warned", False)
         wrapped = task(nn.Dense, "dense", task=STAGE)(3)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from multimesh_compat.jax import tasks
+from multimesh_compat.jax import unsplit
 from multimesh_compat.jax.constraints import with_sharding_constraint
 from multimesh_compat.jax.flax.axes import shard_axes
 from multimesh_compat.jax.flax.modules import task
@@ -383,7 +383,7 @@ class TestMeshes:
         np.testing.assert_allclose(train(step, state, [BATCH] * 2)[0], expected, rtol=1e-5)
 
     def test_nothing_warns(self, monkeypatch):
-        monkeypatch.setattr(tasks, "_warned", False)
+        monkeypatch.setattr(unsplit, "_warned", False)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             step, state, _ = parallelize_step(Pipeline(explicit()), optax.sgd(0.1), make_mesh(), BATCH)

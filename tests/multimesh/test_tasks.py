@@ -16,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.sharding.task import current_task, find_task
-from multimesh_compat.jax import tasks, with_sharding_constraint
-from multimesh_compat.jax.tasks import make_task, register_task, task, tracing_shapes
+from multimesh_compat.jax import unsplit, with_sharding_constraint
+from multimesh_compat.jax.options import make_task
+from multimesh_compat.jax.tasks import register_task, task
+from multimesh_compat.jax.unsplit import tracing_shapes
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4) / 32
 
@@ -25,7 +27,7 @@ X = np.arange(32, dtype=np.float32).reshape(8, 4) / 32
 @pytest.fixture(autouse=True)
 def no_registered_tasks(monkeypatch):
     """No registered tasks, and the warning not yet given."""
-    monkeypatch.setattr(tasks, "_warned", False)
+    monkeypatch.setattr(unsplit, "_warned", False)
     mm.clear_tasks()
     yield
     mm.clear_tasks()

@@ -15,7 +15,8 @@ from flax import linen as nn
 from flax.core import Scope, unfreeze
 
 from mmnnx.sharding.task import Task, task_scope
-from multimesh_compat.jax.tasks import make_task, warn_unsplit
+from multimesh_compat.jax.options import make_task
+from multimesh_compat.jax.unsplit import warn_unsplit
 
 
 def task(model: type[nn.Module], name: str | None = None, *, task: Task | None = None, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ import mmnnx as mm
 from multimesh_compat.jax.constraints import autoshard
 from multimesh_compat.jax.flax.axes import ShardedAxes
 from multimesh_compat.jax.parallel import parallelize
-from multimesh_compat.jax.tasks import tracing_shapes
+from multimesh_compat.jax.unsplit import tracing_shapes
 
 
 class State(TrainState):
