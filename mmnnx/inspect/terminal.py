@@ -97,7 +97,8 @@ def _columns(events: list[Event], room: int, wanted: int) -> tuple[float, bool]:
     than a letter and a number need, `wanted`. Others share all the room there is.
     """
     span = max(e.end for e in events) - min(e.start for e in events)
-    lengths = sorted(e.end - e.start for e in events if e.microbatch is not None) or [span]
+    lengths = sorted(e.end - e.start for e in events if e.microbatch is not None)
+    lengths = lengths or sorted(e.end - e.start for e in events if e.end > e.start)  # no loop
     common = lengths[len(lengths) // 4]
     columns = room / span
     if columns * common < 1:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+import mmnnx as mm
 from mmnnx.inspect import draw_text, timeline
 from mmnnx.inspect.schedules import by_name
 from mmnnx.mpmd.timeline import UNIT_COSTS, Event, Timeline
@@ -102,3 +105,11 @@ def test_coloured_by_phase_where_there_are_colours():
 def test_nothing_to_draw():
     with pytest.raises(ValueError, match="nothing to draw"):
         draw_text(Timeline(()))
+
+
+def test_a_step_without_a_loop_shows_every_fragment():
+    mesh = mm.MultiMesh(axis_sizes=(2,), axis_names=("stage",))
+    first, second = (mm.task(lambda x: jnp.tanh(x), f"t{n}", mesh_slice={"stage": n}) for n in range(2))
+    program = mm.jit(jax.grad(lambda x: second(first(x)).sum()), mesh=mesh).program(jnp.ones(4))
+    lines = str(timeline(program)).split("\n")
+    assert ["F" in line and "B" in line for line in lines[:2]] == [True, True], lines
