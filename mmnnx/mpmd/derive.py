@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
@@ -47,7 +48,8 @@ def derive_shardings(
     homes: dict[Var, Mesh] = {}
     for v, mesh in program.inputs.values():
         homes[v] = min(homes.get(v, mesh), mesh, key=order.__getitem__)
-    first = min(order, key=order.__getitem__, default=whole)
+    default = whole or Mesh(np.array(jax.devices()[:1]), ("device",))  # of a program that does nothing
+    first = min(order, key=order.__getitem__, default=default)
     derived: Derived = {}
     for mesh in order:
         shardings = _propagated(program, mesh, known)
@@ -56,7 +58,6 @@ def derive_shardings(
     found = []
     for v, sharding in zip(inputs, given):
         home = homes.get(v, first) if v.aval.shape or whole is None else whole
-        assert home is not None  # a program without calls reads nothing
         found.append(sharding or derived.get((v, home)) or NamedSharding(home, PartitionSpec()))
     return found
 

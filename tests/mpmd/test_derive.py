@@ -131,3 +131,8 @@ def test_without_tasks_constraints_are_over_the_whole_multimesh():
         lambda w: jax.lax.with_sharding_constraint(w, P("model")) * 2, mesh=mesh
     ).input_shardings(shape(8))
     assert where(w) == (list(range(8)), P("model"))
+
+
+def test_a_function_that_does_nothing():
+    (x,), _ = mm.jit(lambda x: x).input_shardings(shape(3))
+    assert x.is_fully_replicated and len(x.device_set) == 1

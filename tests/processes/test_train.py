@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
-from tests.processes.harness import run
+from tests.processes.harness import finish, run, start
 
 # Stages of two devices, of four (which span two of four processes), and of one.
 CONFIGS = ("4x2 1f1b", "2x4 zero-bubble-h1", "8x1 gpipe", "4x2 interleaved-1f1b")
@@ -28,3 +30,12 @@ def test_processes_train_as_one_does(count, one_process, tmp_path):
         for name, expected in one_process.items():
             np.testing.assert_allclose(values[name], expected, rtol=2e-5, atol=1e-6, err_msg=name)
             assert values[name].dtype == expected.dtype
+
+
+def test_processes_that_build_different_programs_say_where():
+    """Each raises, none hangs, and all name the same line."""
+    results = finish(start("differ.py", 2, 1), timeout=120)
+    for number, (status, printed) in enumerate(results):
+        assert status != 0
+        assert f"process {number} raised: processes 0 and 1 have built different programs. They" in printed
+        assert re.search(r"process 0: .*mul a 1\.0.*\n  process 1: .*mul a 2\.0", printed), printed
