@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mmnnx.inspect.submesh import Submesh
 from mmnnx.inspect.units import bytes_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from mmnnx.inspect.placement import PlacementView, Submesh
 
 # Inches: the picture is laid out in them, so that text and boxes keep their proportions at every size.
 BOX, GAP, PAD = 2.55, 0.18, 0.12
@@ -32,31 +31,31 @@ OVER = ("#8f1414", "#bf4138", "#de8276", "#b5651d", "#e0b083", "#c4cad1")
 GREY, EMPTY, EDGE = "#6b6b6b", "#eceff2", "#b5bcc4"
 
 
-def draw_placement(view: PlacementView) -> Figure:
+def draw_placement(title: str, boxes: Sequence[Submesh], memory: int | None) -> Figure:
     """A box for each submesh, in order of their devices.
 
     In a box: the name of its tasks, its axes, a square for each device, a bar of the bytes on the fullest
     device, and the parts behind it, largest first, each with its bytes on a device and its colour in the bar.
 
-    >>> draw_placement(mm.show_placement(model)).savefig("placement.png")
+    >>> view = mm.show_placement(model)
+    >>> draw_placement(view.title, view.submeshes, view.memory).savefig("placement.png")
     """
     from matplotlib.figure import Figure  # slow to import
 
-    boxes = view.submeshes
     columns = min(COLUMNS, len(boxes))
     rows = -(-len(boxes) // columns)
     height = HEAD + LINE * max(len(box.main_parts()) for box in boxes) + PAD
-    width = max(columns * (BOX + GAP) + GAP, 0.4 + 0.075 * len(view.title))
+    width = max(columns * (BOX + GAP) + GAP, 0.4 + 0.075 * len(title))
     figure = Figure(figsize=(width, TITLE + rows * (height + GAP)), dpi=120)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(TITLE + rows * (height + GAP), 0))
     axes.axis("off")
-    axes.text(GAP, TITLE / 2, view.title, fontsize=10, va="center")
-    full = view.memory if view.memory is not None else max(box.most for box in boxes)
+    axes.text(GAP, TITLE / 2, title, fontsize=10, va="center")
+    full = memory if memory is not None else max(box.most for box in boxes)
     ranks = _ranks(boxes)
     for n, box in enumerate(boxes):
         x, y = GAP + n % columns * (BOX + GAP), TITLE + n // columns * (height + GAP)
-        _draw_box(axes, box, x, y, height, full, view.memory, ranks)
+        _draw_box(axes, box, x, y, height, full, memory, ranks)
     return figure
 
 

@@ -1,21 +1,22 @@
-"""How `rich` draws what `mm.tabulate` found."""
+"""What `mm.tabulate` found, and how `rich` draws it."""
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mmnnx.inspect.homes import in_order
+from mmnnx.inspect.calls import Call
+from mmnnx.inspect.homes import Home, in_order
 from mmnnx.inspect.state import Piece, on_devices
 from mmnnx.inspect.units import bytes_text, count_text, path_text, ranges_text
-
-if TYPE_CHECKING:
-    from mmnnx.inspect.tabulate import ModelTable, Row
+from mmnnx.sharding.placement import Path
 
 WIDTH = 240
 """Columns that `str()` and notebooks have; wider cells are folded."""
@@ -28,6 +29,77 @@ HTML = (
     "<pre style=\"white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu Sans Mono',"
     'consolas,monospace">{code}</pre>'
 )
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of one Module, or of the whole (path ()).
+
+    Attributes:
+      path: its path.
+      type: the name of its class.
+      calls: what went in and came out, each different call once.
+      pieces: the arrays it holds itself.
+      below: these and those of all Modules in it.
+      shared: the Variables that it holds and another row counts: own path, the other path, kind.
+      same_as: for a Module that is there already: its other path. It holds nothing then.
+    """
+
+    path: Path
+    type: str
+    calls: tuple[Call, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    below: tuple[Piece, ...] = ()
+    shared: tuple[tuple[Path, Path, str], ...] = ()
+    same_as: Path | None = None
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """A table that shows itself: styled in a notebook, plain text in `str()`, styled text in `rich.print`.
+
+    Attributes:
+      name: the class of what is tabulated.
+      rows: a row for each Module, parents first, children in the order of their calls.
+      pieces: all arrays, shared ones once.
+      traced: whether inputs and outputs are known.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    pieces: tuple[Piece, ...]
+    traced: bool
+
+    @property
+    def by_home(self) -> Mapping[Home | None, tuple[Piece, ...]]:
+        """What lives where, in the order of the devices; None is for what lives nowhere in particular."""
+        found: dict[Home | None, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.placed.home if piece.placed is not None else None, []).append(piece)
+        narrow, wide = in_order(home for home in found if home is not None)
+        return {home: tuple(found[home]) for home in (*narrow, *wide, None) if home in found}
+
+    @property
+    def by_device(self) -> Mapping[int, int]:
+        """Bytes on each device, by its number."""
+        return on_devices(self.pieces)
+
+    @functools.cached_property
+    def _tables(self) -> Group:
+        return make_tables(self)
+
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        return {"text/plain": str(self), "text/html": html(self._tables)}
+
+    def __str__(self) -> str:
+        return plain(self._tables)
+
+    __repr__ = __str__  # what a terminal shows
+
+    def __rich__(self) -> Group:
+        return self._tables
 
 
 def make_tables(found: ModelTable) -> Group:

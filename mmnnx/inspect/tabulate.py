@@ -2,94 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from flax import nnx
 
 from mmnnx.inspect.calls import Call, watch_calls
-from mmnnx.inspect.homes import Home, Homes, in_order
-from mmnnx.inspect.state import Contents, Piece, on_devices, take_stock
-from mmnnx.inspect.table import html, make_tables, plain
+from mmnnx.inspect.homes import Homes
+from mmnnx.inspect.state import Contents, Piece, take_stock
+from mmnnx.inspect.table import ModelTable, Row
 from mmnnx.sharding.placement import Path, TaskSharding
-
-if TYPE_CHECKING:
-    from rich.console import Group
-
-
-@dataclass(frozen=True)
-class Row:
-    """What the table says of one Module, or of the whole (path ()).
-
-    Attributes:
-      path: its path.
-      type: the name of its class.
-      calls: what went in and came out, each different call once.
-      pieces: the arrays it holds itself.
-      below: these and those of all Modules in it.
-      shared: the Variables that it holds and another row counts: own path, the other path, kind.
-      same_as: for a Module that is there already: its other path. It holds nothing then.
-    """
-
-    path: Path
-    type: str
-    calls: tuple[Call, ...] = ()
-    pieces: tuple[Piece, ...] = ()
-    below: tuple[Piece, ...] = ()
-    shared: tuple[tuple[Path, Path, str], ...] = ()
-    same_as: Path | None = None
-
-
-@dataclass(frozen=True)
-class ModelTable:
-    """A table that shows itself: styled in a notebook, plain text in `str()`, styled text in `rich.print`.
-
-    Attributes:
-      name: the class of what is tabulated.
-      rows: a row for each Module, parents first, children in the order of their calls.
-      pieces: all arrays, shared ones once.
-      traced: whether inputs and outputs are known.
-    """
-
-    name: str
-    rows: tuple[Row, ...]
-    pieces: tuple[Piece, ...]
-    traced: bool
-
-    @property
-    def by_home(self) -> Mapping[Home | None, tuple[Piece, ...]]:
-        """What lives where, in the order of the devices; None is for what lives nowhere in particular."""
-        found: dict[Home | None, list[Piece]] = {}
-        for piece in self.pieces:
-            found.setdefault(piece.placed.home if piece.placed is not None else None, []).append(piece)
-        narrow, wide = in_order(home for home in found if home is not None)
-        return {home: tuple(found[home]) for home in (*narrow, *wide, None) if home in found}
-
-    @property
-    def by_device(self) -> Mapping[int, int]:
-        """Bytes on each device, by its number."""
-        return on_devices(self.pieces)
-
-    @functools.cached_property
-    def _tables(self) -> Group:
-        return make_tables(self)
-
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, Any]:
-        return {"text/plain": str(self), "text/html": html(self._tables)}
-
-    def __str__(self) -> str:
-        return plain(self._tables)
-
-    __repr__ = __str__  # what a terminal shows
-
-    def __rich__(self) -> Group:
-        return self._tables
 
 
 def tabulate(

@@ -17,8 +17,9 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 import mmnnx as mm
-from mmnnx.inspect.placement import PARTS, Part, PlacementView, Submesh, show_placement
+from mmnnx.inspect.placement import PlacementView, show_placement
 from mmnnx.inspect.placement_picture import EMPTY, FILLED, OVER
+from mmnnx.inspect.submesh import PARTS, Part, Submesh
 
 P = PartitionSpec
 

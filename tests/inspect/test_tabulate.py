@@ -19,7 +19,8 @@ from rich.console import Console
 
 import mmnnx as mm
 from mmnnx.inspect.calls import LINES, watch_calls
-from mmnnx.inspect.tabulate import ModelTable, Row, tabulate
+from mmnnx.inspect.table import ModelTable, Row
+from mmnnx.inspect.tabulate import tabulate
 from mmnnx.inspect.units import bytes_text, count_text, ranges_text
 
 P = PartitionSpec
