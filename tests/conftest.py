@@ -1,8 +1,11 @@
 """Eight virtual CPU devices for every test, asked for before JAX starts."""
 
+import gc
 import os
+from pathlib import Path
 
 import hypothesis
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FLAGS = [
@@ -17,3 +20,16 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+import jax  # noqa: E402  # reads the environment
+
+MAPS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_programs():
+    """Each compiled program is a few memory maps, of which Linux gives a process 65,530; then LLVM aborts."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 15_000:
+        jax.clear_caches()
+        gc.collect()
