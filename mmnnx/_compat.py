@@ -132,6 +132,11 @@ def key_value_store() -> Any:
     return distributed.global_state.client
 
 
+def coordinator_address() -> str | None:
+    """The "host:port" of process 0, given or found by `jax.distributed`, which does not say it elsewhere."""
+    return distributed.global_state.coordinator_address
+
+
 def start_transfer_server(address: str) -> Any:
     """A server that hands arrays of this process to others, at an IP address and a port of its choice.
 

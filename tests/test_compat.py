@@ -292,6 +292,7 @@ try:
 except RuntimeError as error:
     assert "mm.initialize" in str(error)
 jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
+assert _compat.coordinator_address() == f"127.0.0.1:{port}"
 store = _compat.key_value_store()
 store.key_value_set_bytes("a", b"1")
 assert store.blocking_key_value_get_bytes("a", 1000) == b"1"

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from mmnnx.mpmd.trace import Atom, Equation, Loop, Node, Var, inline, is_var
 
 _ADDS = ("add", "add_any")
-_WIDER = "convert_element_type"  # of a term: sums may be kept in a wider type than what they sum
 
 
 def split_sums(nodes: Sequence[Node], group_of: Callable[[Loop, Var], Hashable]) -> list[Node]:
@@ -108,7 +107,8 @@ def _terms(
 ) -> tuple[list[Atom], list[Equation]]:
     """The terms that `last` adds to the carry, and the additions between them; nothing if it is no sum.
 
-    What widens a sum of terms is passed through: the terms are widened one by one.
+    What widens a sum of floats is passed through: the terms are widened one by one. (Rounded to integers, or
+    kept in fewer bits, they would not add up to the same.)
     """
     if last.name != "add" or enters not in last.invars or uses[enters] != 1:
         return [], []
@@ -116,9 +116,21 @@ def _terms(
     while queue:
         a = queue.pop(0)
         e = maker.get(a) if is_var(a) else None
-        if e is not None and e.name in (*_ADDS, _WIDER) and uses[a] == 1:
+        if e is not None and (e.name in _ADDS or _widens(e)) and uses[a] == 1:
             adds.append(e)
             queue += e.invars
         else:
             terms.append(a)
     return [t for t in terms if is_var(t)] if all(map(is_var, terms)) else [], adds
+
+
+def _widens(e: Equation) -> bool:
+    """Whether an equation is a conversion of floats to a wider float type."""
+    if e.name != "convert_element_type":
+        return False
+    narrow, wide = e.invars[0].aval.dtype, e.outvars[0].aval.dtype
+    return (
+        jnp.issubdtype(narrow, jnp.floating)
+        and jnp.issubdtype(wide, jnp.floating)
+        and jnp.promote_types(narrow, wide) == wide
+    )

@@ -91,7 +91,8 @@ def copied(delivery: Delivery) -> Delivery:
 
     def copy(values: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
         x = delivery(values, arrays)
-        return jnp.copy(x) if not isinstance(x, jax.Array) or x.addressable_shards else x
+        away = isinstance(x, jax.Array) and not x.sharding.addressable_devices
+        return x if away else jnp.copy(x)
 
     return copy
 

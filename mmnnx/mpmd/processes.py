@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from mmnnx import _compat
 
-_settings: dict[str, Any] = {"coordinator": None, "transfer": None, "timeout": 300.0}
+_settings: dict[str, Any] = {"transfer": None, "timeout": 300.0}
 
 
 def initialize(
@@ -51,7 +51,7 @@ def initialize(
     Example:
       >>> mm.initialize("10.0.0.1:1234", num_processes=4, process_id=int(os.environ["RANK"]))
     """
-    _settings.update(coordinator=coordinator_address, transfer=transfer_address, timeout=timeout)
+    _settings.update(transfer=transfer_address, timeout=timeout)
     jax.distributed.initialize(coordinator_address, num_processes, process_id, **options)
 
 
@@ -79,7 +79,7 @@ class Peers:
         self.index, self.count = jax.process_index(), jax.process_count()
         self.store = _compat.key_value_store()
         self.timeout = int(1000 * _settings["timeout"])
-        address = _settings["transfer"] or _own_address(_settings["coordinator"])
+        address = _settings["transfer"] or _own_address(_compat.coordinator_address())
         self.server = _compat.start_transfer_server(address)
         self.say("address", self.server.address().encode())
         self.sent: collections.Counter[int] = collections.Counter()  # arrays handed to each process

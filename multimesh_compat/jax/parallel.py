@@ -81,10 +81,12 @@ def parallelize(
         elif initial_batch is not None:
             operands.append(initial_batch)
     try:
-        divided = bool(mm.jit(constrained, mesh=mesh).tasks(*operands))
-        # What is in no task is one, on all devices.
-        scoped = constrained if divided else mm.task(constrained, getattr(fun, "__name__", "parallelize"))
-        shardings, _ = mm.jit(scoped, mesh=mesh).input_shardings(*operands)
+        scoped, traced = constrained, mm.jit(constrained, mesh=mesh)
+        divided = bool(traced.tasks(*operands))
+        if not divided:  # what is in no task is one, on all devices
+            scoped = mm.task(constrained, getattr(fun, "__name__", "parallelize"))
+            traced = mm.jit(scoped, mesh=mesh)
+        shardings, _ = traced.input_shardings(*operands)
     except ValueError as error:
         if "cannot slice along" in str(error) and mesh is not current_multimesh():
             raise ValueError(f"{error}. Call parallelize inside `with MultiMesh(...):`") from None

@@ -279,3 +279,21 @@ def test_shared_weights_in_bfloat16_are_summed_where_they_are_used():
     grads = sum(jax.grad(loss)(w, x[i : i + 2]).astype(jnp.float32) for i in range(0, 8, 2))
     expected = w.astype(jnp.float32) - jax.device_get(grads)
     np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bfloat16, jnp.float32])
+def test_a_sum_that_is_converted_is_converted_after_it_is_added_up(dtype):
+    """Each term, on its mesh, is below one and their sum above: they are not rounded one by one."""
+    mesh, _ = pipeline(2)
+    parts = [mm.task(lambda w, x: (w * x).sum(), f"t{n}", mesh_slice={"stage": n}) for n in range(2)]
+
+    def total(weights, x):
+        return sum(part(w, x) for part, w in zip(parts, weights)).astype(dtype)
+
+    host = [jnp.full(4, 0.75 / 4)] * 2
+    weights = [jax.device_put(w, NamedSharding(mesh.slice(stage=n), P())) for n, w in enumerate(host)]
+    loop, x = mm.microbatch(total, 0, 1, argnum=1), jnp.ones((6, 4))
+    got = mm.jit(loop, mesh=mesh)(weights, x)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(float(got), float(loop(host, x)))
+    np.testing.assert_allclose(float(got), 6 if dtype == jnp.int32 else 9)
