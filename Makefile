@@ -6,7 +6,7 @@
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell \
 	$(p) -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $(p))))
 ARGS ?=
-BENCH ?= pipeline
+BENCH ?= side_by_side
 BIN := .venv/bin
 INSTALLED := .venv/installed
 

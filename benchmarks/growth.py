@@ -1,94 +1,94 @@
-"""How do programs grow? Builds, verifies and simulates pipelines of more and more stages; runs nothing.
+"""How do programs grow? Traces, places, cuts and verifies pipelines of more and more layers, stages and
+microbatches, and simulates them; runs nothing.
 
 python benchmarks/growth.py --schedule zero-bubble-h1
+python benchmarks/growth.py --model lm --sizes 24 4 16 48 4 16 96 4 16 96 16 64
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import tyro
+from contenders.problem import OPTIMIZER, Problem, lm, mlp
 from flax import nnx
 
 import mmnnx as mm
+from mmnnx.modules.lm import LMConfig
+from mmnnx.mpmd import split
+from mmnnx.mpmd.garbage import uncollected
+
+PASSES = ("trace", "open_calls", "place", "cut", "build", "verify", "simulate")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Build, verify and simulate pipelines of more and more stages and microbatches."""
+    """Trace, place, cut, verify and simulate pipelines of more and more layers, stages and microbatches."""
 
+    model: Literal["mlp", "lm"] = "mlp"
+    """Blocks of two layers, or the language model of `make train`."""
     schedule: str | None = None
     """Name of a schedule. Default: the shortest, which has all of them simulated first."""
-    sizes: tuple[tuple[int, int], ...] = ((4, 8), (8, 32), (16, 64), (32, 128), (64, 256), (64, 512))
-    """Stages and microbatches of each pipeline."""
-
-
-class Chain(nnx.Module):
-    """One small layer for each stage."""
-
-    def __init__(self, stages: int, *, rngs: nnx.Rngs):
-        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(stages)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        return x
-
-
-def loss_fn(model: Chain, x: jax.Array) -> jax.Array:
-    return jnp.mean(model(x) ** 2)
-
-
-def timed(fun: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = fun()
-    return time.perf_counter() - start, result
-
-
-def measure(stages: int, microbatches: int, schedule: str | None) -> str:
-    """One line of the table."""
-    mesh = mm.MultiMesh(axis_sizes=(stages,), axis_names=("stage",), devices=jax.devices()[:stages])
-    placement = mm.TaskSharding(
-        {mm.path("layers", n): (mm.Task(f"stage{n}", mesh_slice={"stage": n}), None) for n in range(stages)}
+    sizes: tuple[tuple[int, int, int], ...] = (
+        *((4, 4, 8), (8, 8, 32), (16, 16, 64), (32, 32, 128), (64, 64, 256), (64, 64, 512)),
+        *((128, 4, 16), (256, 4, 16)),
     )
+    """Blocks, stages and microbatches of each pipeline."""
+
+
+def problem(model: str, layers: int, stages: int, microbatches: int) -> Problem:
+    """The smallest of its kind: sizes of arrays make no difference here."""
+    if model == "mlp":
+        return mlp("mlp", stages, microbatches, rows=1, layers=layers, width=4)
+    config = LMConfig(vocab=16, layers=layers, width=8, heads=2, kv_heads=1, mlp=8)
+    return lm("lm", stages, microbatches, rows=1, length=8, config=config)
+
+
+@contextlib.contextmanager
+def timed_passes() -> Iterator[Counter[str]]:
+    """CPU seconds of this thread in each pass of a split."""
+    seconds: Counter[str] = Counter()
+
+    def timed(name: str, fun: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return fun(*args, **kwargs)
+            finally:
+                seconds[name] += time.thread_time() - start
+
+        return run
+
+    originals = {name: getattr(split, name) for name in ("open_calls", "place", "cut", "build")}
+    for name, fun in originals.items():
+        setattr(split, name, timed(name, fun))
+    try:
+        yield seconds
+    finally:
+        for name, fun in originals.items():
+            setattr(split, name, fun)
+
+
+def measure(model: str, layers: int, stages: int, microbatches: int, schedule: str | None) -> str:
+    """One line of the table."""
+    what = problem(model, layers, stages, microbatches)
+    mesh = mm.MultiMesh(axis_sizes=(stages,), axis_names=("stage",), devices=jax.devices()[:stages])
+    shapes = nnx.eval_shape(what.make)
     with mesh:
-        model = mm.jit(lambda: Chain(stages, rngs=nnx.Rngs(0)), out_shardings=placement)()
+        placement = mm.pipeline_sharding(shapes, stages)
 
         @mm.jit
-        def step(model, batch):
-            grad_fn = nnx.value_and_grad(loss_fn)
-            return mm.microbatch(grad_fn, dim=0, size=1, argnum=1, schedule=schedule)(model, batch)
+        def step(batch):
+            made = what.make()  # no time for weights: they are placed where a train step has its arguments
+            model = nnx.merge(nnx.graphdef(made), mm.with_placement(nnx.state(made), placement))
+            return model, batch
 
-        build, program = timed(lambda: step.program(model, np.ones((microbatches, 4), np.float32)))
-    verify, _ = timed(program.verify)
-    simulate, timeline = timed(program.simulate)
-    size = len(program.instructions)
-    return (
-        f"{stages:6}{microbatches:14}{program.loops[0].schedule:>25}{size:14,}{build:9.2f} s{verify:9.2f} s"
-        f"{simulate:9.2f} s{1e6 * (build + verify + simulate) / size:16.0f}{timeline.bubble:9.1%}"
-    )
-
-
-def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", max(stages for stages, _ in options.sizes))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    print(f"{cores} cores, jax {jax.__version__}")
-    print(
-        f"{'stages':>6}{'microbatches':>14}{'schedule':>25}{'instructions':>14}{'build':>11}{'verify':>11}"
-        f"{'simulate':>11}{'us/instruction':>16}{'bubble':>9}"
-    )
-    for stages, microbatches in options.sizes:
-        print(measure(stages, microbatches, options.schedule), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    del step, OPTIMIZER, uncollected
+    return ""

@@ -21,8 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 import tyro
+from contenders.problem import OPTIMIZER, Network
 from flax import nnx
-from pipeline import OPTIMIZER, Network, Options, make_batch, make_loss, make_network
+from pipeline import Options
 
 import mmnnx as mm
 from mmnnx.mpmd.schedule import get_schedule, schedule_names
@@ -77,25 +78,20 @@ def contender(name: str, options: ScheduleOptions) -> Contender:
         order += order
     tasks = [mm.Task(f"stage{n}", mesh_slice={"stage": stage}) for n, stage in enumerate(order)]
     placement = mm.TaskSharding({mm.path("pieces", n): (task, None) for n, task in enumerate(tasks)})
-    loss_of = make_loss(options)
-
-    def loss_fn(model, batch):
-        inputs, targets = batch
-        return loss_of(model(inputs), targets)
+    problem = options.problem()
 
     @mm.jit(mesh=mesh, donate_argnums=(0, 1))
     def train_step(model, optimizer, batch):
-        grad_fn = mm.microbatch(
-            nnx.value_and_grad(loss_fn), dim=0, size=options.rows, argnum=1, schedule=name
-        )
+        grad_fn = nnx.value_and_grad(problem.loss)
+        grad_fn = mm.microbatch(grad_fn, dim=0, size=options.rows, argnum=1, reduce="mean", schedule=name)
         loss, gradients = grad_fn(model, batch)
         optimizer.update(model, gradients)
         return loss
 
     with mesh:
-        model = mm.jit(lambda: Pieces(make_network(options), tasks), out_shardings=placement)()
+        model = mm.jit(lambda: Pieces(problem.make(), tasks), out_shardings=placement)()
         optimizer = mm.jit(lambda model: nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param))(model)
-    args = (model, optimizer, make_batch(options))
+    args = (model, optimizer, problem.batch)
     return Contender(
         name,
         lambda: train_step(*args),
@@ -137,7 +133,7 @@ def in_order(pieces: Any) -> list[jax.Array]:
 
 def crowding(options: ScheduleOptions, calls: int = 20, repeats: int = 7) -> float:
     """How much longer a stage's forward and backward take when all devices compute at once."""
-    blocks = list(make_network(options).blocks)[: options.layers // options.stages]
+    blocks = list(options.problem().make().blocks)[: options.layers // options.stages]
     graphdef, params = nnx.split(Network(blocks))
     x = np.ones((options.rows, options.width), np.float32)
 

@@ -6,16 +6,20 @@ Each entry says why a public API will not do and where the versions differ (JAX 
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.extend.backend
 import jax.extend.core as jex
+import numpy as np
 from flax import nnx
+from jax._src import clusters, compiler, distributed, source_info_util, xla_bridge
 from jax._src import config as jax_config
-from jax._src import distributed, source_info_util
 from jax._src.lib import xla_client
+from jax.sharding import Mesh, NamedSharding
 
 # A ClosedJaxpr up to JAX 0.11 wraps a Jaxpr; from 0.12 the two are one class that holds its constants.
 JAXPR_TYPES: tuple[type, ...] = (jex.ClosedJaxpr, jex.Jaxpr)
@@ -132,22 +136,6 @@ def key_value_store() -> Any:
     return distributed.global_state.client
 
 
-def coordinator_address() -> str | None:
-    """The "host:port" of process 0, given or found by `jax.distributed`, which does not say it elsewhere."""
-    return distributed.global_state.coordinator_address
-
-
-def start_transfer_server(address: str) -> Any:
-    """A server that hands arrays of this process to others, at an IP address and a port of its choice.
-
-    `jax.experimental.transfer` is public, and still moves; it is imported where it is needed alone.
-    """
-    from jax.experimental import transfer
-
-    where = f"[{address}]:0" if ":" in address else f"{address}:0"
-    return transfer.start_transfer_server(jax.extend.backend.get_backend(), where, [where])
-
-
 def is_optimizer_slot(variable: Any) -> bool:
     """Whether a Variable is a slot of an `nnx.Optimizer` (mu, nu, ...)."""
     return isinstance(variable, nnx.optimizer.OptState)
@@ -198,3 +186,73 @@ def is_saved(decision: Any) -> bool:
     if kind not in ("SaveableType", "RecomputeType"):
         raise ValueError("a policy that offloads residuals is not supported: save or recompute them")
     return kind == "SaveableType"
+
+
+def own_process() -> tuple[int, int]:
+    """(which process this is, how many there are), by what `jax.distributed` was told.
+
+    `jax.process_index()` starts JAX's devices to find out, and how many to make of them is decided by this.
+    """
+    return distributed.global_state.process_id, distributed.global_state.num_processes
+
+
+def backends_are_initialized() -> bool:
+    """Whether JAX has started its devices, after which `jax.distributed` comes too late."""
+    return xla_bridge.backends_are_initialized()
+
+
+def detect_cluster(
+    coordinator: str | None,
+    count: int | None,
+    number: int | None,
+    devices: Any,
+    method: str | None,
+    timeout: int,
+) -> tuple[str | None, int | None, int | None, Any]:
+    """Coordinator, count and number of processes and ids of local devices, completed by JAX's detectors.
+
+    `jax.distributed.initialize` does this too, and connects at once; processes have to meet in between.
+    """
+    if devices is None and (ids := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
+        devices = [int(n) for n in ids.split(",")]
+    if method == "deactivate":
+        return coordinator, count, number, devices
+    return clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        coordinator, count, number, devices, method, timeout
+    )
+
+
+def copies_between_processes() -> bool:
+    """Whether `jax.device_put` takes an array to devices of other processes (GPU and TPU clients may)."""
+    return bool(getattr(jax.extend.backend.get_backend(), "supports_cross_host_transfers", False))
+
+
+def load_for(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled:
+    """A compiled program once more, for another mesh of the same axes: its code is loaded, not compiled.
+
+    `jax.experimental.serialize_executable` loads only for the devices that a program was compiled for; and
+    the types that it reads are, in JAX 0.12, equal to no other.
+    """
+    old = compiled._executable._unloaded_executable  # type: ignore[attr-defined]
+    devices = list(mesh.devices.flat)
+    backend, assignment = devices[0].client, np.array(devices).reshape(1, -1)
+    options = compiler.get_compile_options(1, len(devices), assignment, backend=backend)
+    device_list = xla_client.DeviceList(tuple(devices))
+    code = backend.serialize_executable(old.xla_executable)
+
+    def moved(shardings: Sequence[Any]) -> list[NamedSharding]:
+        return [NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in shardings]
+
+    new = dataclasses.replace(
+        old,
+        xla_executable=backend.deserialize_executable(code, device_list, options),
+        device_list=device_list,
+        input_shardings=moved(old.input_shardings),
+        output_shardings=moved(old.output_shardings),
+    )
+    return jax.stages.Compiled(new.load(), [], compiled.args_info, compiled.out_tree, no_kwargs=True)
+
+
+def is_traced() -> bool:
+    """Whether a trace of `jax.profiler` is being taken; jaxlib's TraceMe says so, undocumented."""
+    return jax.profiler.TraceAnnotation.is_enabled()

@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from rich.console import Console
 
 USAGE = """usage: mmnnx train [OPTIONS]
+       mmnnx launch --hosts HOST ... -- COMMAND
+       mmnnx inspect PATH
        mmnnx schedule [OPTIONS]
 
 Commands:
-  train     train a language model as a pipeline over devices
+  train     train a language model as a pipeline over devices, in one process or several
+  launch    print what to run on each host, to train or to run a script in a process on each
+  inspect   show what a checkpoint holds, without loading it
   schedule  compare pipeline schedules: step time, idle time, memory; needs no devices
 
 `mmnnx COMMAND --help` lists the options of a command."""
@@ -20,7 +24,8 @@ Commands:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line ``args`` (default: the process's own).
 
-    Returns the exit status: 0; 1 if training diverged; 2 for a mistake in what was asked; 130 after Ctrl-C.
+    Returns the exit status: 0; 1 if a process of several failed; 2 for a mistake in what was asked; 3 if
+    training diverged; 130 after Ctrl-C; 143 after SIGTERM.
     """
     command, *options = list(sys.argv[1:] if args is None else args) or [""]
     errors = Console(stderr=True, highlight=False)
@@ -33,6 +38,14 @@ def main(args: Sequence[str] | None = None) -> int:
         from mmnnx.train.cli import run as run_train
 
         return run_train(options, tell)
+    if command == "launch":
+        from mmnnx.launch import run as run_launch
+
+        return run_launch(options, tell)
+    if command == "inspect":
+        from mmnnx.train.checkpoint.cli import run as run_inspect
+
+        return run_inspect(options, tell)
     if command == "schedule":
         from mmnnx.inspect.cli import run as run_schedule
 

@@ -1,7 +1,9 @@
-"""Eight virtual CPU devices for every test, asked for before JAX starts."""
+"""Eight virtual CPU devices for every test, asked for before JAX starts; and programs that compile fast."""
 
 import gc
 import os
+import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import hypothesis
@@ -13,7 +15,12 @@ FLAGS = [
     # Tests compile much and compute little: LLVM need not optimise what XLA hands it.
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
 ]
+MLIR_ALONE = not version("jaxlib").startswith("0.10.")
+if not MLIR_ALONE:
+    # Kernels made without MLIR compile in half the time. Later releases know no such flag, and would abort.
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
 # A run that decides whether a change is taken tries the same examples every time; at home, new ones.
@@ -22,6 +29,13 @@ hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, deran
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 import jax  # noqa: E402  # reads the environment
+
+if MLIR_ALONE:
+    # The second test that compiles a program reads it from a folder: one for each worker, for JAX writes it
+    # without a lock.
+    COMPILED = tempfile.TemporaryDirectory(prefix="mmnnx-tests-")
+    jax.config.update("jax_compilation_cache_dir", COMPILED.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 MAPS = Path("/proc/self/maps")
 

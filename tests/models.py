@@ -8,8 +8,8 @@ differ by nature.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -339,6 +339,19 @@ def in_tasks(make_model: Callable[[], nnx.Module], tasks: Mapping[tuple[Any, ...
     return make_scoped
 
 
-def make(model: type[nnx.Module], *args: Any, seed: int = 0, **kwargs: Any):
-    """A function of no arguments that makes the model, always with the same values."""
-    return partial(lambda: model(*args, rngs=nnx.Rngs(seed, dropout=seed + 1), **kwargs))
+@dataclasses.dataclass(frozen=True)
+class Make:
+    """Makes a model, always with the same values; those that make equal models are equal."""
+
+    model: type[nnx.Module]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    seed: int
+
+    def __call__(self) -> nnx.Module:
+        return self.model(*self.args, rngs=nnx.Rngs(self.seed, dropout=self.seed + 1), **dict(self.kwargs))
+
+
+def make(model: type[nnx.Module], *args: Any, seed: int = 0, **kwargs: Any) -> Make:
+    """A function of no arguments that makes the model."""
+    return Make(model, args, tuple(kwargs.items()), seed)

@@ -13,7 +13,9 @@ def run_document(name: str, folder: Path) -> str:
     """What the Python of a document prints, all of its pieces being one program."""
     text = (ROOT / name).read_text(encoding="utf-8")
     program = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    # A document makes its own devices.
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
+    environment = os.environ | {"XLA_FLAGS": flags}
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True
     )

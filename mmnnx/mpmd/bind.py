@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmnnx.mpmd.meshes import mesh_of
+from mmnnx.mpmd.processes import elsewhere, is_here
 from mmnnx.mpmd.transfer import put, spread
 from mmnnx.sharding.mesh import MultiMesh
 
@@ -39,6 +41,10 @@ def binder(x: Any, target: NamedSharding) -> Callable[[Any], jax.Array] | None:
     replicated = own is not None and own.is_fully_replicated and target.is_fully_replicated
     if own is not None and replicated and own.device_set > target.device_set:
         return lambda x: spread(x, target)
+    if own is None and not is_here(mesh_of(target)):
+        aval = jax.typeof(x)
+        away = elsewhere(aval.shape, aval.dtype, target)
+        return lambda x: away
     return lambda x: put(x, target)
 
 
@@ -72,6 +78,9 @@ def deliver(
         assert multimesh is not None  # without one, a result is held once
         target = NamedSharding(multimesh.mesh, PartitionSpec())
         return lambda values, arrays: everywhere(arrays, target)
+    if held and asked is not None and not (is_here(held[0][1]) or is_here(mesh_of(asked))):
+        away = elsewhere(var.aval.shape, var.aval.dtype, asked)  # one object for all calls
+        return lambda values, arrays: away
     if held:
         return lambda values, arrays: arrays[0] if arrays[0].sharding == asked else _at(asked, arrays[0])
     if asked is None and number is None and multimesh is not None and not var.aval.shape:

@@ -1,4 +1,4 @@
-"""Fragments become XLA executables: each once, in parallel where their shardings are known.
+"""Fragments become XLA executables: in parallel, each as soon as its shardings are known, equal ones once.
 
 What crosses between fragments keeps the sharding that XLA gave it where it was made; what is carried around a
 loop, returned, or sent to a mesh of another shape has one that is decided here.
@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmnnx import _compat
+from mmnnx.mpmd.donate import donations
 from mmnnx.mpmd.fragments import Fragment, Held
-from mmnnx.mpmd.meshes import transferred
-from mmnnx.mpmd.processes import are_apart, hear_specs, is_here, tell_specs
-from mmnnx.mpmd.program import Call, Program, Transfer
-from mmnnx.mpmd.trace import Var
+from mmnnx.mpmd.lower import Lowered, lower
+from mmnnx.mpmd.meshes import spec_of, transferred
+from mmnnx.mpmd.processes import hear_specs, is_here, tell_specs
+from mmnnx.mpmd.program import Call, Instruction, Program, Transfer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class Executable:
       inputs, outputs: which input (result) of the fragment comes where in them.
     """
 
-    call: Callable[..., Any]
+    call: jax.stages.Compiled
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
@@ -51,6 +52,9 @@ def compile_program(
 ) -> Compiled:
     """Compiles every fragment of a program that this process has devices for.
 
+    Fragments that are equal but for their devices, such as those of the stages in the middle of a pipeline,
+    are compiled for the first and loaded for the others.
+
     Args:
       program: what to compile.
       fixed: shardings that are decided: of inputs, results and carries.
@@ -58,39 +62,111 @@ def compile_program(
       program_number: by which several processes know the program (`Peers.agree`).
     """
     fixed = fixed | _replicated(program, fixed)
-    shardings = {slot: fixed[held] for slot, held in program.inputs.items()}
-    donations = _donations(program, fixed, donated)
-    executables: dict[Fragment, Executable] = {}
-    made: dict[Fragment, tuple[NamedSharding, ...]] = {}
+    pairs = donations(program, fixed, donated)
+    known = _Known(program, fixed)
     number = {f: n for n, f in enumerate(program.fragments)}
+    executables: dict[Fragment, Executable] = {}
+    foreign: set[Fragment] = set()  # those of other processes whose results may be known to them
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while len(made) < len(program.fragments):
-            ready = _propagate(program, made, shardings)
-            lowered = {
-                f: _lower(f, [shardings[s] for s in call.inputs], fixed, donations[f])
-                for f, call in ready.items()
-                if is_here(f.mesh)
-            }
-            for f, compiled in zip(lowered, pool.map(lambda low: low.compile(), lowered.values())):
-                inputs, outputs = _orders(f, donations[f])
-                executables[f] = Executable(compiled, inputs, outputs)
-                results = jax.tree.leaves(compiled.output_shardings)
-                specs = [results[outputs.index(n)].spec for n in range(len(outputs))]
-                made[f] = tuple(NamedSharding(f.mesh, spec) for spec in specs)
+        once = _Once(pool)
+        while known.ready or once.waiting or foreign:
+            ready, known.ready = known.ready, []
+            foreign.update(c.fragment for c in ready if not is_here(c.mesh))
+            mine = [c for c in ready if is_here(c.mesh)]
+            for c in sorted(mine, key=lambda c: len(c.fragment.jaxpr.eqns), reverse=True):
+                f = c.fragment  # the longest is begun first
+                once.begin(f, lower(f, [known.of[s] for s in c.inputs], fixed, pairs[f]))
+            for f, e in once.completed():
+                executables[f] = e
+                results = dict(zip(e.outputs, jax.tree.leaves(e.call.output_shardings)))
+                specs = [spec_of(results[n], f.mesh, v.aval.shape) for n, v in enumerate(f.outvars)]
                 tell_specs(program_number, number[f], f.mesh, specs)
-            for f in ready:
-                if f not in lowered:
-                    specs = hear_specs(program_number, number[f], f.mesh, len(f.outvars))
-                    made[f] = tuple(NamedSharding(f.mesh, spec) for spec in specs)
-    _propagate(program, made, shardings)
-    return Compiled(program, executables, tuple(shardings[s] for s in range(len(program.values))))
+                known.made(f, specs)
+            if foreign and not once.waiting and not known.ready:
+                # In the order of the program: two processes must not each wait for what the other says later.
+                f = min(foreign, key=number.__getitem__)
+                foreign.remove(f)
+                known.made(f, hear_specs(program_number, number[f], f.mesh, len(f.outvars)))
+    return Compiled(program, executables, tuple(known.of[s] for s in range(len(program.values))))
+
+
+class _Once:
+    """Compiles in a pool of threads, and what is equal but for its devices once."""
+
+    def __init__(self, pool: ThreadPoolExecutor):
+        self.pool = pool
+        self.first: dict[Any, tuple[Mesh, Future[jax.stages.Compiled]]] = {}
+        self.waiting: dict[Fragment, Lowered] = {}
+
+    def begin(self, f: Fragment, low: Lowered) -> None:
+        self.waiting[f] = low
+        if low.key not in self.first:
+            self.first[low.key] = f.mesh, self.pool.submit(low.stage.compile)
+
+    def completed(self) -> Iterator[tuple[Fragment, Executable]]:
+        """The fragments that are compiled, as soon as there are any; none if none was begun."""
+        done, _ = wait([self.first[low.key][1] for low in self.waiting.values()], None, FIRST_COMPLETED)
+        for f, low in list(self.waiting.items()):
+            mesh, future = self.first[low.key]
+            if future not in done:
+                continue
+            del self.waiting[f]
+            compiled = future.result()
+            if mesh != f.mesh:
+                compiled = _compat.load_for(compiled, f.mesh)
+            yield f, Executable(compiled, low.inputs, low.outputs)
+
+
+class _Known:
+    """The shardings of slots that are known so far.
+
+    Attributes:
+      of: by slot.
+      ready: the first calls of fragments whose inputs are known; who compiles them takes them off.
+    """
+
+    def __init__(self, program: Program, fixed: Mapping[Held, NamedSharding]):
+        self.of: dict[int, NamedSharding] = {}
+        self.calls: dict[Fragment, list[Call]] = {}
+        self.readers: dict[int, list[Instruction]] = {}
+        for i in program.instructions:
+            if isinstance(i, Call):
+                self.calls.setdefault(i.fragment, []).append(i)
+            if isinstance(i, Transfer) or len(self.calls[i.fragment]) == 1:
+                for s in set(i.inputs):
+                    self.readers.setdefault(s, []).append(i)
+        self.missing = {f: len(set(calls[0].inputs)) for f, calls in self.calls.items()}
+        self.ready = [calls[0] for f, calls in self.calls.items() if not self.missing[f]]
+        for s, held in enumerate(program.values):
+            if held in fixed:
+                self.learn(s, fixed[held])
+
+    def learn(self, slot: int, sharding: NamedSharding) -> None:
+        """Takes note of a sharding, and of those of copies on other meshes."""
+        if slot in self.of:
+            return
+        self.of[slot] = sharding
+        for i in self.readers.get(slot, ()):
+            if isinstance(i, Transfer):
+                same = _same_shape(i.source_mesh, i.target_mesh)
+                there = NamedSharding(i.target_mesh, PartitionSpec())
+                self.learn(i.outputs[0], transferred(sharding, i.target_mesh) if same else there)
+            else:
+                self.missing[i.fragment] -= 1
+                self.ready += [] if self.missing[i.fragment] else [i]
+
+    def made(self, f: Fragment, specs: Sequence[PartitionSpec]) -> None:
+        """Takes note of the shardings of a fragment's results, in all of its calls."""
+        for call in self.calls[f]:
+            for s, spec in zip(call.outputs, specs):
+                self.learn(s, NamedSharding(f.mesh, spec))
 
 
 def _same_shape(a: Mesh, b: Mesh) -> bool:
     return a.devices.shape == b.devices.shape
 
 
-def _replicated(program: Program, fixed: dict[Held, NamedSharding]) -> dict[Held, NamedSharding]:
+def _replicated(program: Program, fixed: Mapping[Held, NamedSharding]) -> dict[Held, NamedSharding]:
     """Values that go to a mesh of another shape, and all values of one-device meshes: one copy a device."""
     found: dict[Held, NamedSharding] = {}
     for held in program.values:
@@ -101,103 +177,3 @@ def _replicated(program: Program, fixed: dict[Held, NamedSharding]) -> dict[Held
         if not _same_shape(t.source_mesh, t.target_mesh) and held not in fixed:
             found[held] = NamedSharding(t.source_mesh, PartitionSpec())
     return {held: s for held, s in found.items() if held not in fixed}
-
-
-def _propagate(
-    program: Program,
-    made: dict[Fragment, tuple[NamedSharding, ...]],
-    shardings: dict[int, NamedSharding],
-) -> dict[Fragment, Call]:
-    """Fills in the shardings that are known, and returns the fragments that can be compiled now."""
-    ready: dict[Fragment, Call] = {}
-    for i in program.instructions:
-        if isinstance(i, Transfer):
-            source = shardings.get(i.inputs[0])
-            if source is None or i.outputs[0] in shardings:
-                continue
-            same = _same_shape(i.source_mesh, i.target_mesh)
-            shardings[i.outputs[0]] = (
-                transferred(source, i.target_mesh) if same else NamedSharding(i.target_mesh, PartitionSpec())
-            )
-        elif i.fragment in made:
-            for s, sharding in zip(i.outputs, made[i.fragment]):
-                shardings[s] = sharding
-        elif i.fragment not in ready and all(s in shardings for s in i.inputs):
-            ready[i.fragment] = i
-    return ready
-
-
-Pairs = list[tuple[int, int]]  # (number of an input, number of the result that takes over its buffer)
-
-
-def _orders(f: Fragment, pairs: Pairs) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Inputs and results with the pairs in front, in step: JAX pairs donated inputs with results in order."""
-    first, second = [i for i, _ in pairs], [o for _, o in pairs]
-    inputs = (*first, *(n for n in range(len(f.invars)) if n not in first))
-    return inputs, (*second, *(n for n in range(len(f.outvars)) if n not in second))
-
-
-def _lower(
-    f: Fragment, shardings: list[NamedSharding], fixed: dict[Held, NamedSharding], pairs: Pairs
-) -> jax.stages.Lowered:
-    results = [fixed.get((v, f.mesh)) for v in f.outvars]
-    if not shardings:  # nothing else tells XLA which devices to run on
-        results = [s or NamedSharding(f.mesh, PartitionSpec()) for s in results]
-    inputs, outputs = _orders(f, pairs)
-    compute = jex.jaxpr_as_fun(f.jaxpr)
-
-    def call(*args):
-        made = compute(*(args[inputs.index(n)] for n in range(len(args))))
-        return [made[n] for n in outputs]
-
-    call.__name__ = "".join(c if c.isalnum() else "_" for c in f.name)
-    jitted = jax.jit(
-        call,
-        in_shardings=tuple(shardings[n] for n in inputs),
-        out_shardings=[results[n] for n in outputs],
-        donate_argnums=tuple(range(len(pairs))),
-        keep_unused=True,
-    )
-    types = [(f.invars[n].aval, shardings[n]) for n in inputs]
-    return jitted.trace(
-        *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type) for a, s in types)
-    ).lower()
-
-
-def _donations(
-    program: Program, fixed: dict[Held, NamedSharding], donated: set[int]
-) -> dict[Fragment, Pairs]:
-    """For each fragment, the inputs whose buffers their next values take over.
-
-    An input qualifies if every call of the fragment is its last use, it is the program's to overwrite, and
-    its next value is of the same type and sharding.
-    """
-    received = {t.outputs[0] for t in program.transfers}
-    # Another process fetches an array when it comes to it: nothing may be written over it.
-    handed = {t.inputs[0] for t in program.transfers if are_apart(t.source_mesh, t.target_mesh)}
-    possible: dict[Fragment, set[int]] = {}
-    for call in program.calls:
-        mine = {
-            n
-            for n, s in enumerate(call.inputs)
-            if s in call.frees
-            and s not in received
-            and s not in handed
-            and (s not in program.inputs or s in donated)
-            and call.inputs.count(s) == 1
-        }
-        possible[call.fragment] = possible.get(call.fragment, mine) & mine
-
-    def kind(v: Var, mesh: Mesh) -> Any:
-        return v.aval.shape, v.aval.dtype, fixed.get((v, mesh))
-
-    chosen: dict[Fragment, Pairs] = {}
-    for f, numbers in possible.items():
-        made = {v: n for n, v in enumerate(f.outvars)}
-        nexts = {n: program.successors.get(f.invars[n]) for n in sorted(numbers)}
-        chosen[f] = [
-            (n, made[v])
-            for n, v in nexts.items()
-            if v in made and kind(f.invars[n], f.mesh) == kind(v, f.mesh) and (v, f.mesh) in fixed
-        ]
-    return chosen

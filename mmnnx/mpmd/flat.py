@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 
 from mmnnx import _compat
+from mmnnx.mpmd.garbage import uncollected
 from mmnnx.mpmd.lift import Observer, Record
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import surroundings
@@ -149,7 +150,8 @@ class FlatJit:
             token = splitting.set(not ignoring.get())
             try:
                 jitted = self.ignored if ignoring.get() else self.whole
-                traced = jitted.trace(*_restore(moving[0], held[0]), **moving[1], **dict(held[1]))
+                with uncollected():
+                    traced = jitted.trace(*_restore(moving[0], held[0]), **moving[1], **dict(held[1]))
             finally:
                 splitting.reset(token)
             self.traces[key] = (traced, self.observer.record)
@@ -202,7 +204,7 @@ class FlatTraced:
 
     def split(self) -> Split:
         """Cuts the function into fragments."""
-        with self.multimesh or contextlib.nullcontext():
+        with self.multimesh or contextlib.nullcontext(), uncollected():
             return split(self.traced, self.record, self.leaves, self.multimesh)
 
     def input_shardings(self) -> Any:

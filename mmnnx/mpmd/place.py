@@ -19,7 +19,7 @@ off: then it is done where it is needed first, and sent).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Literal
 
@@ -123,8 +123,10 @@ class _Region:
         follows: dict[Var, Var],
         roots: dict[Var, frozenset[Var]] | None = None,
         microbatches: int | None = None,
+        slices: Iterable[Var] = (),
     ):
         self.nodes = nodes
+        self.of_batch = set(slices)  # what is made of the batch alone, where that has a home
         self.task_of = task_of
         self.in_loop = microbatches is not None
         self.fuses = fusing.get() == "all" or (fusing.get() == "loops" and self.in_loop)
@@ -198,9 +200,11 @@ class _Region:
         """A gradient belongs where the parameter is that it will update: walks back from the updates."""
         follows = self.out.follows
         for node in reversed(self.nodes):
-            if self.classes[node] != _LATE:
+            if not isinstance(node, Equation) or self.classes[node] != _LATE:
                 continue
             for v in node.outvars:
+                if node.name == "reduce_sum" and v in follows:  # of a gradient that is kept in parts
+                    follows.setdefault(node.invars[0], follows[v])
                 alike = [a for a in node.invars if is_var(a) and a.aval.shape == v.aval.shape != ()]
                 state = [a for a in alike if a in inputs and inputs[a].kind is Kind.STATE]
                 target = state[0] if state else follows.get(v)
@@ -230,6 +234,11 @@ class _Region:
         if origin.kind is Kind.ACTIVATION:
             return False
         if origin.kind is Kind.STATE:
+            of_batch = {a in self.of_batch for a in e.invars if self._of(a).kind is Kind.STATE}
+            if len(of_batch) == 2:
+                return False  # the batch meets weights: the flow begins
+            if True in of_batch:
+                self.of_batch.update(e.outvars)
             self.roots.update(dict.fromkeys(e.outvars, self._roots(e)))
             self._set(e, Spot(origin.mesh), "none", Kind.STATE)
         else:
@@ -264,11 +273,12 @@ class _Region:
         ]
 
     def _state_homes(self, e: Equation) -> dict[Mesh, int]:
-        """Bytes of state that an equation reads, by home."""
+        """Bytes of state that an equation reads, by home; of the batch only if it reads no other."""
         homes: dict[Mesh, int] = {}
-        for a in e.invars:
-            if (origin := self._of(a)).kind is Kind.STATE:
-                homes[origin.mesh] = homes.get(origin.mesh, 0) + nbytes(a)
+        state = [a for a in e.invars if self._of(a).kind is Kind.STATE]
+        for a in [a for a in state if a not in self.of_batch] or state:
+            mesh = self._of(a).mesh
+            homes[mesh] = homes.get(mesh, 0) + nbytes(a)
         return homes
 
     def _place_forward(self, e: Equation) -> None:
@@ -437,7 +447,10 @@ class _Region:
         }
         while True:
             known = inputs | {s: self.where[s] for s in follows.values() if s not in inputs}
-            body = _Region(loop.body, known, self.task_of, follows, roots, loop.spec.length).run()
+            region = _Region(
+                loop.body, known, self.task_of, follows, roots, loop.spec.length, loop.slice_vars
+            )
+            body = region.run()
             moved = {
                 v: Origin(Kind.STATE, body.where[o].home)
                 for v, o in zip(loop.carry_in, loop.carry_out)
@@ -497,7 +510,7 @@ class _Region:
         for boundary in range(last):
             movable = [e for e in flow if e not in self.tied and at[e] <= boundary < limit.get(e, -1)]
             if movable:
-                for e in self._cut(movable, at, limit, wanted, boundary):
+                for e in self._cut(movable, at, new, limit, wanted, boundary):
                     new[e] = max(new[e], boundary + 1)
         for e in flow:
             if e in self.tied:
@@ -513,11 +526,12 @@ class _Region:
         self,
         movable: Sequence[Equation],
         at: dict[Node, int],
+        new: dict[Node, int],
         limit: dict[Node, int],
         wanted: dict[Node, int],
         boundary: int,
     ) -> list[Equation]:
-        """The movable equations that belong beyond the boundary."""
+        """The movable equations that belong beyond the boundary; `new` is where those before it left them."""
         number: dict[Node, int] = {e: i + 2 for i, e in enumerate(movable)}
         edges: list[tuple[int, int, int]] = [(0, 1, 0)]
         count = len(movable) + 2
@@ -540,7 +554,7 @@ class _Region:
                 # It is sent to the near side only if an equation that reads it stays there. Where that makes
                 # no difference it goes straight to the far side: branches do not wait for each other.
                 near = [number[u] for u in self.users.get(v, ()) if u in number and at[u] > at[maker]]
-                if len(near) == sum(at[maker] < at.get(u, -1) <= boundary for u in self.users.get(v, ())):
+                if len(near) == sum(at[maker] < new.get(u, -1) <= boundary for u in self.users.get(v, ())):
                     count += 1
                     edges += [*((u, count - 1, -1) for u in near), (count - 1, 1, nbytes(v) + 1)]
             if maker in number and wanted.get(maker, -1) > boundary:

@@ -109,6 +109,7 @@ class Program:
       loops: what its microbatch loops must run.
       successors: for values that may be overwritten when they are not needed any more: the value that takes
         their place, such as the next value of a sum or of donated state.
+      notes: what could not be done as it should, in words.
       run: runs it for arguments and measures; see `profile`.
     """
 
@@ -119,6 +120,7 @@ class Program:
     names: dict[Mesh, str]
     loops: tuple[LoopRuns, ...] = ()
     successors: dict[Var, Var] = dataclasses.field(default_factory=dict, repr=False)
+    notes: tuple[str, ...] = ()
     run: Callable[..., Profile] | None = dataclasses.field(default=None, repr=False)
 
     @property
@@ -373,7 +375,7 @@ class Program:
             else:
                 line += f": %{i.inputs[0]} -> %{i.outputs[0]}"
             lines.append(line + (f"; frees {self._slots(i.frees)}" if i.frees else ""))
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def _slots(self, slots: Sequence[int]) -> str:
         return ", ".join(f"%{s}" for s in slots) or "nothing"

@@ -42,7 +42,8 @@ class Shortcut:
     def __call__(self, arguments: Arguments) -> Any:
         results = self.run([arguments.values[n] for n in self.inputs])
         for result, n in self.updates:
-            arguments.variables[n].set_raw_value(results[result])
+            if results[result] is not arguments.values[n]:
+                arguments.variables[n].set_raw_value(results[result])
         return jax.tree.unflatten(self.out_tree, results[len(results) - self.out_tree.num_leaves :])
 
 
@@ -53,30 +54,28 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
       moving: positional and keyword arguments, without the static ones.
       held: the static ones.
     """
-    leaves, tree = jax.tree.flatten(moving, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    leaves, tree = jax.tree.flatten(moving, is_leaf=lambda x: _KINDS[type(x)] is _VARIABLE)
     seen: dict[int, int] = {}
     shared: list[int] = []
     types: list[Any] = []
     values: list[Any] = []
     variables: dict[int, nnx.Variable] = {}
     for leaf in leaves:
-        variable = leaf if isinstance(leaf, nnx.Variable) else None
-        first = seen.setdefault(id(leaf), len(values)) if variable is not None else len(values)
+        value, kind, metadata = leaf, _KINDS[type(leaf)], None
+        first = seen.setdefault(id(leaf), len(values)) if kind is _VARIABLE else len(values)
         shared.append(first)
         if first < len(values):
             continue  # a Variable met before
-        value = variable.get_raw_value() if variable is not None else leaf
-        if isinstance(value, jax.core.Tracer) or (variable is not None and not isinstance(value, jax.Array)):
-            return None
-        if isinstance(value, jax.Array):
-            metadata = () if variable is None else tuple(variable.get_metadata().items())
+        if kind is _VARIABLE:
+            variables[first] = leaf
+            value, metadata = leaf.get_raw_value(), tuple(leaf.get_metadata().items())
+            kind = _KINDS[type(value)]
+        if kind is _ARRAY:
             types.append((type(leaf), metadata, value.aval, value.sharding if value.committed else None))
+        elif kind is _NUMBER and metadata is None:
+            types.append(jax.typeof(value))
         else:
-            types.append(jax.typeof(value) if _is_number(value) else None)
-            if types[-1] is None:
-                return None
-        if variable is not None:
-            variables[len(values)] = variable
+            return None
         values.append(value)
     key = (tree, tuple(shared), tuple(types), held, surroundings())
     try:
@@ -84,6 +83,29 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
     except TypeError:  # a module with an attribute that cannot be hashed
         return None
     return Arguments(key, variables, values)
+
+
+_VARIABLE, _ARRAY, _NUMBER, _OTHER = "Variable", "array", "number", "other"
+
+
+class _Kinds(dict[type, str]):
+    """What instances of a class are here. (To ask `isinstance` of each costs more than all the rest.)"""
+
+    def __missing__(self, cls: type) -> str:
+        if issubclass(cls, nnx.Variable):
+            kind = _VARIABLE
+        elif issubclass(cls, jax.core.Tracer):
+            kind = _OTHER
+        elif issubclass(cls, jax.Array):
+            kind = _ARRAY
+        else:
+            number = issubclass(cls, (int, float, complex)) or hasattr(cls, "__array__")
+            kind = _NUMBER if number else _OTHER
+        self[cls] = kind
+        return kind
+
+
+_KINDS = _Kinds()
 
 
 def surroundings() -> Any:
@@ -116,7 +138,3 @@ def learn(
     if any(n not in arguments.variables for _, n in written):
         return None
     return Shortcut(run, inputs, tuple(written), out_tree)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, complex, bool)) or hasattr(value, "__array__")

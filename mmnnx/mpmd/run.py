@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from mmnnx import _compat
 from mmnnx.mpmd.compile import Compiled
+from mmnnx.mpmd.position import at, move
 from mmnnx.mpmd.processes import elsewhere, is_here
 from mmnnx.mpmd.profile import Step, is_measured, measure
 from mmnnx.mpmd.program import Call
 from mmnnx.mpmd.transfer import sender
 
 
-def runner(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
+def runner(compiled: Compiled, name: str) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
     """The function that runs a compiled program: from the arrays of its input slots to those of each result.
 
     It empties the list that it is given.
 
     Nothing in it waits for a device; everything that is decided per program is decided here, once.
+
+    Args:
+      compiled: the program.
+      name: of the function that it was made of, for messages.
     """
     program, shardings = compiled.program, compiled.shardings
 
@@ -32,16 +39,18 @@ def runner(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Arra
         return elsewhere(v.aval.shape, v.aval.dtype, shardings[s])
 
     steps: list[Step] = []
-    for i in program.instructions:
+    numbers: list[int] = []  # of the steps among the program's instructions
+    for number, i in enumerate(program.instructions):
         if not any(map(is_local, (*i.inputs, *i.outputs))):
             continue  # for other processes
+        numbers.append(number)
         if isinstance(i, Call):
             e = compiled.executables[i.fragment]
             inputs, outputs = tuple(i.inputs[n] for n in e.inputs), tuple(i.outputs[n] for n in e.outputs)
             steps.append((e.call, inputs, outputs, i.frees))
         else:
             (s,), (t,) = i.inputs, i.outputs
-            send = sender(shardings[s], shardings[t], program.values[s][0].aval.dtype)
+            send = sender(shardings[s], shardings[t], program.values[s][0].aval)
             if is_local(s):
                 steps.append((_listed(send), (s,), (t,) if is_local(t) else (), i.frees))
             else:
@@ -52,18 +61,47 @@ def runner(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Arra
     def results(slots: list[Any]) -> list[list[jax.Array]]:
         return [[away[s] if s in away else slots[s] for s in held] for held in program.outputs]
 
+    calls = itertools.count(1)
+
+    def words(call: int, step: int) -> str:
+        if step >= len(steps):
+            return f"the end of call {call} of {name}"
+        return f"instruction {numbers[step]} of call {call} of {name}: " + program.describe(
+            program.instructions[numbers[step]]
+        )
+
+    @functools.cache
+    def annotated() -> list[Step]:
+        """The steps, each under the name that a trace of jax.profiler shows."""
+        named: list[Step] = []
+        for number, (execute, inputs, outputs, frees) in zip(numbers, steps):
+            words = program.describe(program.instructions[number])
+            named.append((_annotated(words, execute), inputs, outputs, frees))
+        return named
+
     def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
         if is_measured():
             return results(measure(program, steps, arrays))
+        move(functools.partial(words, next(calls)))
         slots: list[Any] = [None] * size
         for s in reversed(given):
             slots[s] = arrays.pop()  # from here on the program alone decides how long they are kept
-        for execute, inputs, outputs, frees in steps:
+        named = annotated() if _compat.is_traced() else steps
+        for at[0], (execute, inputs, outputs, frees) in enumerate(named):  # where it is, others may ask
             for s, result in zip(outputs, execute(*[slots[s] for s in inputs])):
                 slots[s] = result
             for s in frees:
                 slots[s] = None
+        at[0] = len(steps)
         return results(slots)
+
+    return run
+
+
+def _annotated(name: str, execute: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arrays: jax.Array) -> Any:
+        with jax.profiler.TraceAnnotation(name):
+            return execute(*arrays)
 
     return run
 

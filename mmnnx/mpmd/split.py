@@ -20,13 +20,15 @@ from mmnnx.mpmd.compile import compile_program
 from mmnnx.mpmd.derive import constrains, derive_shardings
 from mmnnx.mpmd.ends import Ends, find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
+from mmnnx.mpmd.gather_once import gather_once
 from mmnnx.mpmd.lift import Record
 from mmnnx.mpmd.localise import localise
-from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred
+from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred, without
 from mmnnx.mpmd.order import Moves
 from mmnnx.mpmd.place import Placement, Position, TaskOf, place
 from mmnnx.mpmd.processes import agree, are_apart, is_here
 from mmnnx.mpmd.program import Program
+from mmnnx.mpmd.reduce_once import reduce_once
 from mmnnx.mpmd.run import runner
 from mmnnx.mpmd.trace import FREE, Equation, Flat, Loop, Node, Var, at_home, is_var, open_calls, scopes_in
 from mmnnx.sharding.mesh import MultiMesh
@@ -100,9 +102,13 @@ def split(
     derive = functools.partial(derive_shardings, program, pieces.flat.invars, ends.given, slices, whole)
     # JAX runs a function where its arguments are: what is there already needs nothing of us.
     there = groups == {frozenset(divided[0].devices.flat)} if placed else len(groups) <= 1
-    if len(divided) == 1 and there and not ruled and is_here(divided[0]):
+    # A constraint may be over a mesh that is larger than the one that all is on.
+    as_it_is = not ruled and is_here(divided[0]) and not (placed and constrains(traced.jaxpr))
+    if len(divided) == 1 and there and as_it_is:
         return Split(program, None, derive)
-    return Split(program, _preparer(program, pieces, ends, record, leaves, donates, multimesh), derive)
+    return Split(
+        program, _preparer(program, pieces, ends, record, leaves, donates, multimesh, traced.fun_name), derive
+    )
 
 
 def _placing(record: Record) -> Iterator[tuple[Task, Mesh]]:
@@ -142,12 +148,14 @@ def _with_tasks(placement: Placement, multimesh: MultiMesh | None) -> Placement:
 
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
-    """A function cut up: its equations, the plan, the values that hold each result, decided shardings."""
+    """A function cut up: its equations, the plan, the values that hold each result, decided shardings; and
+    the inputs whose gradients are reduced in every microbatch, with the reason."""
 
     flat: Flat
     plan: Plan
     results: list[list[Held]]
     fixed: dict[Held, NamedSharding]
+    reduced: dict[Var, str] = dataclasses.field(default_factory=dict)
 
 
 def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, meshes: Meshes) -> Iterator[_Pieces]:
@@ -174,15 +182,22 @@ def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, meshes: Meshes) -> Iterator
         where = {v: o for body in placement.bodies.values() for v, o in body.where.items()}
         nodes = split_sums(nodes, lambda loop, term: where[term].home)
         placement = place(nodes, origin, task_of, led)
+    given = dict(zip(flat.invars, ends.given))
+    for hoist in (reduce_once, gather_once):
+        hoisted = hoist(nodes, placement, given)
+        if hoisted != list(nodes):
+            nodes = hoisted
+            placement = place(nodes, origin, task_of, led)
     placement = _with_tasks(placement, meshes.multimesh)
     results = _results(flat, placement, ends, meshes.tasks(), meshes.multimesh)
-    given = dict(zip(flat.invars, ends.given))
+    sums = [item for node in nodes if isinstance(node, Loop) for item in node.undivided.items()]
+    reduced = {placement.follows[v]: why for v, why in sums if v in placement.follows}
     for choice in itertools.count():
         try:
             plan = cut(nodes, placement, [h for held in results for h in held], meshes.names(), choice)
         except IndexError:
             return
-        yield _Pieces(flat, plan, results, _carried(plan, placement, given, meshes.moving))
+        yield _Pieces(flat, plan, results, _carried(plan, placement, given, meshes.moving), reduced)
 
 
 def _program(pieces: _Pieces, ends: Ends, record: Record, donates: Sequence[bool], meshes: Meshes) -> Program:
@@ -197,7 +212,13 @@ def _program(pieces: _Pieces, ends: Ends, record: Record, donates: Sequence[bool
         for leaf, v in zip(record.results, flat.outvars)
         if leaf is not None and leaf.updates is not None and is_var(v) and donates[leaf.updates]
     }
-    return build(pieces.plan, inputs, pieces.results, meshes.names(), meshes.moving, successors)
+    program = build(pieces.plan, inputs, pieces.results, meshes.names(), meshes.moving, successors)
+    number = {v: n for n, v in enumerate(flat.invars)}
+    notes = tuple(
+        f"the sum that updates {record.inputs[number[v]]} is reduced over its mesh in every microbatch: {why}"
+        for v, why in pieces.reduced.items()
+    )
+    return dataclasses.replace(program, notes=notes) if notes else program
 
 
 def _fitting(choices: Iterable[tuple[_Pieces, Program]]) -> tuple[_Pieces, Program]:
@@ -233,6 +254,7 @@ def _preparer(
     leaves: Sequence[Any],
     donates: Sequence[bool],
     multimesh: MultiMesh | None,
+    name: str,
 ) -> Callable[[], Run]:
     """What compiles a program and ties it to the arguments and results of the function."""
     flat, fixed = pieces.flat, pieces.fixed
@@ -271,7 +293,8 @@ def _preparer(
     names = [str(leaf) if leaf is not None else f"argument {n}" for n, leaf in enumerate(record.inputs)]
 
     def prepare() -> Run:
-        execute = runner(compile_program(program, fixed, overwritten, agree(lambda: _in_full(program))))
+        number = agree(lambda: _in_full(program))
+        execute = runner(compile_program(program, fixed, overwritten, number), name)
 
         def run(leaves: Sequence[Any]) -> list[Any]:
             if gone and len(set(map(id, leaves))) < len(leaves):
@@ -359,12 +382,14 @@ def _carried(
 
         for i, meshes in enumerate(step.carried):
             state = placement.follows.get(loop.carries[i]) or loop.sources.get(loop.init[i])
+            groups = loop.parts.get(loop.carries[i], ())
             for mesh in itertools.chain.from_iterable(map(all_of, meshes)):
-                sharding = NamedSharding(mesh, PartitionSpec())
-                if state is not None and state.aval.shape == loop.init[i].aval.shape:
+                sharding = NamedSharding(mesh, PartitionSpec(*groups))
+                if state is not None and state.aval.shape == loop.init[i].aval.shape[len(groups) :]:
                     own = given.get(state)
                     if own is not None and own.mesh.devices.shape == mesh.devices.shape:
-                        sharding = transferred(own, mesh)
+                        spec = without(transferred(own, mesh).spec, set(itertools.chain(*groups)))
+                        sharding = NamedSharding(mesh, PartitionSpec(*groups, *spec))
                 for v in (loop.init[i], loop.carry_in[i], loop.carry_out[i], loop.carries[i]):
                     fixed[v, mesh] = sharding
         root = {v: loop.sources.get(row[0]) for row in loop.slices for v in row}

@@ -12,24 +12,49 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mmnnx import _compat
+from mmnnx.mpmd import transport
 from mmnnx.mpmd.meshes import mesh_of, transferred
-from mmnnx.mpmd.processes import elsewhere, is_here, peers
+from mmnnx.mpmd.processes import elsewhere, is_here
 
 
-def sender(source: NamedSharding, target: NamedSharding, dtype: Any) -> Callable[[jax.Array], jax.Array]:
+def sender(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[jax.Array], Any]:
     """The function that copies arrays of one sharding to another mesh.
 
-    Equal layouts are copied shard by shard; a replicated array goes to a mesh of another size from as many
-    of its copies as are needed. (`jax.device_put` with another layout would block until the array is ready.)
+    Equal layouts are copied shard by shard; to a mesh of another shape goes a replicated array, from as many
+    of its copies as are needed. One that is sharded is replicated first, by a program where it is.
+    (`jax.device_put` with another layout would block until the array is ready.)
     """
-    processes = {d.process_index for s in (source, target) for d in s.mesh.devices.flat}
-    if processes != {jax.process_index()}:
+    if source.mesh.devices.shape != target.mesh.devices.shape and not source.is_fully_replicated:
+        whole = NamedSharding(source.mesh, PartitionSpec())
+        send = sender(whole, target, aval)
+        return lambda array: send(_replicated(array, whole))
+    givers, takers = ({d.process_index for d in s.mesh.devices.flat} for s in (source, target))
+    if givers | takers != {jax.process_index()}:
+        alike = source.mesh.devices.shape == target.mesh.devices.shape
+        by_put = transport.goes_by_device_put(source, target)
+        if alike and len(givers) == len(takers) == 1 and not by_put and not _is_key(aval.dtype):
+            return _whole(min(givers), min(takers), aval, target)
         return lambda array: _between(array, source, target)
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if _is_key(aval.dtype):
         return lambda array: jax.device_put(array, target)  # typed PRNG keys
     if source.mesh.devices.shape == target.mesh.devices.shape:
         return lambda array: _compat.copy_to(array, target)
     return lambda array: spread(array, target)
+
+
+def _is_key(dtype: Any) -> bool:
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def _whole(giver: int, taker: int, aval: Any, target: NamedSharding) -> Callable[[jax.Array], Any]:
+    """What hands over arrays that are all in one process, and goes all to another, with the same shards.
+
+    The giver's returns nothing, the taker's does not look at what it is given.
+    """
+    if giver == jax.process_index():
+        return lambda array: transport.send(taker, [array])
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=target)]
+    return lambda _: transport.receive(giver, types)[0]
 
 
 def spread(array: jax.Array, target: NamedSharding) -> jax.Array:
@@ -49,9 +74,6 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
 
     In several processes what has a NamedSharding is one array of them all; of anything else (NumPy, numbers,
     arrays that JAX put on its default device) each process has the same value.
-
-    Raises:
-      ValueError: for an array of several processes that is sharded in another way than it is needed.
     """
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
@@ -60,7 +82,8 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
         if x.sharding.device_set != sharding.device_set:
             # The caller may use up its array before another process has fetched it: a copy is handed over.
             x = jnp.copy(x) if x.addressable_shards else x
-            x = _between(x, x.sharding, _alike(x, mesh_of(sharding)))
+            x, target = _alike(x, mesh_of(sharding))
+            x = _between(x, cast(NamedSharding, x.sharding), target)
         return jax.device_put(x, sharding) if here else elsewhere(x.shape, x.dtype, sharding)
     aval = jax.typeof(x)
     if not here:
@@ -72,17 +95,26 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
-def _alike(x: jax.Array, mesh: Mesh) -> NamedSharding:
-    """The sharding of a copy of `x` on another mesh, shard by shard."""
-    if x.is_fully_replicated:
-        return NamedSharding(mesh, PartitionSpec())
+def _alike(x: jax.Array, mesh: Mesh) -> tuple[jax.Array, NamedSharding]:
+    """An array and the sharding of a copy of it on another mesh, shard by shard.
+
+    One that is sharded over a mesh of another shape is replicated first, where it is.
+    """
     own = cast(NamedSharding, x.sharding)
-    if own.mesh.devices.shape != mesh.devices.shape:
-        raise ValueError(
-            f"an array of shape {x.shape} is sharded over a mesh of {dict(own.mesh.shape)} and needed on one "
-            f"of {dict(mesh.shape)} in other processes: replicate it, or say with in_shardings= where it is"
-        )
-    return transferred(own, mesh)
+    if not x.is_fully_replicated and own.mesh.devices.shape != mesh.devices.shape:
+        x = _replicated(x, NamedSharding(own.mesh, PartitionSpec()))
+    if x.is_fully_replicated:
+        return x, NamedSharding(mesh, PartitionSpec())
+    return x, transferred(own, mesh)
+
+
+def _replicated(x: jax.Array, whole: NamedSharding) -> jax.Array:
+    return _replicator(whole)(x) if x.addressable_shards else elsewhere(x.shape, x.dtype, whole)
+
+
+@functools.lru_cache(maxsize=256)
+def _replicator(whole: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=whole)
 
 
 def _between(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
@@ -90,6 +122,8 @@ def _between(array: jax.Array, source: NamedSharding, target: NamedSharding) -> 
 
     Each shard goes straight from a process that has it to the one that needs it.
     """
+    if transport.goes_by_device_put(source, target):
+        return transport.put(array, target)
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         words = _between(jax.random.key_data(array), source, target)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
@@ -106,10 +140,10 @@ def _between(array: jax.Array, source: NamedSharding, target: NamedSharding) -> 
         elif giver.process_index == here:
             parts[taker] = shards[giver] if giver == taker else jax.device_put(shards[giver], taker)
     for process, arrays in sends.items():
-        peers().send(process, arrays)
+        transport.send(process, arrays)
     for process, devices in needs.items():
         types = [jax.ShapeDtypeStruct(shape, array.dtype, sharding=SingleDeviceSharding(d)) for d in devices]
-        parts |= dict(zip(devices, peers().receive(process, types)))
+        parts |= dict(zip(devices, transport.receive(process, types)))
     local = [parts[d] for d in target.mesh.devices.flat if d in parts]
     return jax.make_array_from_single_device_arrays(array.shape, target, local, dtype=array.dtype)
 

@@ -2,45 +2,65 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import shlex
 from collections.abc import Callable, Sequence
 
 import tyro
 
+from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.config import TrainConfig
-from mmnnx.train.errors import Diverged, Interrupted, UserError
+from mmnnx.train.errors import Diverged, Interrupted, ToldElsewhere, UserError
 from mmnnx.train.folder import RunFolder
 from mmnnx.train.loop import train
+from mmnnx.train.supervise import DIVERGED, MISTAKE, follow_launcher, supervise
+from mmnnx.train.together import VARIABLES, is_first, join
 
 
 def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
     """Run ``mmnnx train`` with these options; `tell` is given what went wrong.
 
-    Returns the exit status: 0; 1 if training diverged; 2 for a mistake in what was asked; 130 after Ctrl-C.
+    Returns the exit status: 0; 1 if a process of several failed; 2 for a mistake in what was asked; 3 if
+    training diverged; 130 after Ctrl-C; 143 after SIGTERM.
     """
+    follow_launcher()
+    started = any(name in os.environ for name in VARIABLES)
     try:
         config = parse(options)
+        if config.processes > 1 and not started:
+            config.validate()
+            return supervise(options, config, tell)
+        join(config.cluster)
     except UserError as error:
         tell(str(error))
-        return 2
+        return MISTAKE
+    return _train(config, tell)
+
+
+def _train(config: TrainConfig, tell: Callable[[str], None]) -> int:
     folder = config.folder()
+    tell_once = tell if is_first() else lambda text: None  # what becomes of all processes alike
     try:
         train(config)
-    except UserError as error:
+    except ToldElsewhere:
+        return MISTAKE
+    except (UserError, CheckpointError) as error:
         tell(str(error))
-        return 2
+        return MISTAKE
     except Diverged as error:
         saved = (
             "there was no checkpoint yet"
             if error.saved is None
             else f"the checkpoint of step {error.saved} is kept"
         )
-        tell(f"{error}; stopped, {saved} in {folder}. A lower --learning-rate or --clip may help")
-        return 1
+        tell_once(f"{error}; stopped, {saved} in {folder}. A lower --learning-rate or --clip may help")
+        return DIVERGED
     except Interrupted as error:
-        tell(f"{error}; to go on: mmnnx train --resume --out {folder}")
-        return 130
+        tell_once(f"{error}; to go on: mmnnx train --resume --out {shlex.quote(str(folder))}")
+        return 128 + error.signal
     except KeyboardInterrupt:
-        tell("stopped at once; what was not in a checkpoint is lost")
+        tell_once("stopped at once; what was not in a checkpoint is lost")
         return 130
     return 0
 
@@ -54,6 +74,7 @@ def parse(options: Sequence[str]) -> TrainConfig:
     if not config.resume:
         return config
     _, saved = RunFolder.open(config.folder())
-    resumed = tyro.cli(TrainConfig, args=options, default=saved, prog="mmnnx train")
+    before = dataclasses.replace(saved, cluster=False)  # how this process was started, it was not told before
+    resumed = tyro.cli(TrainConfig, args=options, default=before, prog="mmnnx train")
     resumed.check_resumes(saved)
     return resumed

@@ -46,6 +46,10 @@ class TrainConfig:
     """Pipeline stages the layers are split over."""
     tensor: int = 2
     """Devices in a stage, over which its weights are split (tensor parallelism)."""
+    processes: int = 1
+    """Processes on this machine to run in, each with an equal share of the devices."""
+    cluster: bool = False
+    """Be one of the processes that Slurm, Open MPI or another launcher known to JAX has started."""
     microbatches: int = 8
     """Equal parts the batch is cut into, to go through the pipeline one behind the other."""
     schedule: Literal["1f1b", "gpipe", "eager-1f1b", "wavefront", "zero-bubble-h1", "zero-bubble-h2"] = "1f1b"
@@ -92,6 +96,7 @@ class TrainConfig:
             "sequence",
             "stages",
             "tensor",
+            "processes",
             "microbatches",
             "layers",
             "width",
@@ -128,6 +133,12 @@ class TrainConfig:
             raise UserError(f"--tensor {self.tensor} must divide the 256 byte values of the vocabulary")
         if self.stages > self.layers:
             raise UserError(f"--stages {self.stages} is more than there are blocks: --layers {self.layers}")
+        if self.cluster and self.processes > 1:
+            raise UserError(
+                f"--cluster joins processes that were started elsewhere, --processes {self.processes} starts "
+                "some here: give one of them"
+            )
+        share_of_devices(self.stages * self.tensor, self.processes)
 
     def to_json(self) -> str:
         """The config as text; paths absolute, so that a run can be resumed from anywhere."""
@@ -146,7 +157,7 @@ class TrainConfig:
     def check_resumes(self, saved: TrainConfig) -> None:
         """Raise UserError unless this config only changes how long, where or in what order is computed."""
         free = {"name", "out", "resume", "steps", "eval_every", "sample"}
-        free |= {"stages", "tensor", "microbatches", "schedule"}
+        free |= {"stages", "tensor", "processes", "cluster", "microbatches", "schedule"}
         for field in dataclasses.fields(self):
             before, now = _plain(getattr(saved, field.name)), _plain(getattr(self, field.name))
             if field.name not in free and before != now:
@@ -154,6 +165,22 @@ class TrainConfig:
                     f"the run was started with {_option(field.name)} {before}; --resume cannot change it "
                     f"to {now}. Start another run with --name"
                 )
+
+
+def share_of_devices(devices: int, processes: int) -> int:
+    """How many of ``devices`` each of ``processes`` has. Raises UserError if they cannot all have as many.
+
+    >>> share_of_devices(8, 4)
+    2
+    """
+    if devices % processes:
+        *some, last = [str(n) for n in range(1, devices + 1) if devices % n == 0]
+        would = f"{', '.join(some)} or {last}" if some else last
+        raise UserError(
+            f"{processes} processes cannot share {devices} devices (--stages times --tensor) equally; "
+            f"{would} would"
+        )
+    return devices // processes
 
 
 def _plain(value):

@@ -7,24 +7,43 @@ import contextlib
 import jax
 import numpy as np
 
+from mmnnx import _compat
+from mmnnx.train.config import share_of_devices
 from mmnnx.train.errors import UserError
 
 
 def choose_devices(count: int) -> np.ndarray:
-    """The first ``count`` accelerators or, where there are fewer, ``count`` virtual CPU devices.
+    """``count`` devices, as many of each process, in order of processes: the first accelerators that each
+    has or, where there are fewer, virtual CPU devices.
 
     Must come before anything makes JAX look for devices: it cannot make CPU devices later, and a UserError
-    says so. Where accelerators are passed over, the CPU becomes JAX's default device.
+    says so. Where accelerators are passed over, the CPU becomes JAX's default device; in several processes,
+    whose devices must be of one kind, that is a UserError too.
     """
+    _, processes = _compat.own_process()
+    share = share_of_devices(count, processes)
     with contextlib.suppress(RuntimeError):  # JAX has started; it may have what we need all the same
-        jax.config.update("jax_num_cpu_devices", count)
-    devices = jax.devices()
-    if len(devices) < count:
-        devices = jax.devices("cpu")
+        jax.config.update("jax_num_cpu_devices", share)
+    devices = _first(share, jax.devices())
+    if len(devices) < count and processes == 1:
+        devices = _first(share, jax.devices("cpu"))
         jax.config.update("jax_default_device", devices[0])
-    if len(devices) < count:
+    if len(devices) == count:
+        return np.array(devices)
+    if processes == 1:
         raise UserError(
             f"{count} devices are needed (--stages times --tensor) and JAX has started with {len(devices)}; "
             "run `mmnnx train` in a process of its own"
         )
-    return np.array(devices[:count])
+    raise UserError(
+        f"{count} devices are needed (--stages times --tensor), {share} in each of {processes} processes, "
+        f"and they have {len(devices)} ({devices[0].platform}); JAX_PLATFORMS=cpu makes virtual ones"
+    )
+
+
+def _first(share: int, devices: list[jax.Device]) -> list[jax.Device]:
+    """The first so many devices of each process."""
+    found: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        found.setdefault(device.process_index, []).append(device)
+    return [device for process in sorted(found) for device in found[process][:share]]

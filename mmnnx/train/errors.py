@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+
 
 class UserError(Exception):
     """Something the user asked for cannot be done; the message says what, and what to change."""
+
+
+class ToldElsewhere(UserError):
+    """A UserError that another process of the run tells the user."""
 
 
 class Diverged(Exception):
@@ -17,8 +23,9 @@ class Diverged(Exception):
 
 
 class Interrupted(Exception):
-    """The user stopped the run; it was saved after ``step`` steps."""
+    """The run was stopped by a signal, Ctrl-C if it is SIGINT; it was saved after ``step`` steps."""
 
-    def __init__(self, step: int):
+    def __init__(self, step: int, number: signal.Signals):
         super().__init__(f"stopped after step {step}")
         self.step = step
+        self.signal = number

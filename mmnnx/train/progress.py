@@ -9,14 +9,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 
 class Display:
-    """Shows the steps of a run from ``start`` to ``steps``; a context manager.
+    """Shows the steps of a run from ``start`` to ``steps``, or nothing if ``quiet``; a context manager.
 
     >>> with Display(steps=100) as display:
     ...     display.step(1, loss=5.5, tokens_per_second=1000.0)
     """
 
-    def __init__(self, steps: int, start: int = 0, console: Console | None = None):
-        self.console = console or Console(highlight=False)
+    def __init__(self, steps: int, start: int = 0, quiet: bool = False):
+        self.console = Console(highlight=False, quiet=quiet)
         self._steps, self._start = steps, start
         self._every = max(1, steps // 20)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+import mmnnx as mm
 from mmnnx.modules.generate import generate
 
 
@@ -15,7 +16,7 @@ def sample(
     """`prompt` and `count` bytes that the model continues it with, looking back over at most `window` bytes.
 
     When the window is full, its second half is the prompt of what comes next. An empty prompt stands for the
-    start of a line.
+    start of a line. Every process gets the same text.
     """
     text, key = bytearray(prompt or b"\n"), jax.random.key(seed)
     total = len(text) + count
@@ -23,6 +24,6 @@ def sample(
         key, rng = jax.random.split(key)
         recent = np.frombuffer(bytes(text[-max(1, window // 2) :]), np.uint8).astype(np.int32)
         room = max(1, window - len(recent))
-        tokens = generate(model, recent[None], room, temperature=temperature, rng=rng)
-        text += np.asarray(tokens[0]).astype(np.uint8).tobytes()
+        tokens = mm.fetch(generate(model, recent[None], room, temperature=temperature, rng=rng))
+        text += tokens[0].astype(np.uint8).tobytes()
     return bytes(text[:total])[0 if prompt else 1 :]

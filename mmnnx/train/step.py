@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,6 +101,12 @@ def make_train_step(config: TrainConfig) -> Jit:
     return mm.jit(train_step, donate_argnums=(0, 1))
 
 
-def make_eval_step() -> Jit:
-    """``eval_step(model, tokens) -> loss``, in nats a byte."""
-    return mm.jit(loss_fn)
+def make_validate(held_out: np.ndarray) -> Callable[[LM], float]:
+    """``validate(model)``: mean loss in bits a byte over batches ``held_out`` [count, batch, length + 1]."""
+    eval_step = mm.jit(loss_fn)
+
+    def validate(model: LM) -> float:
+        losses = [eval_step(model, batch) for batch in held_out]
+        return float(np.mean(mm.fetch(losses))) / math.log(2)
+
+    return validate

@@ -7,9 +7,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -322,3 +324,33 @@ def test_simulation(schedule):
     # 8 microbatches over 4 stages: 8 forwards and 8 backwards a stage, and bubbles of 3 of each.
     span = max(e.end for e in loop) - min(e.start for e in loop)
     assert span == 3 * (8 + STAGES - 1)
+
+
+@pytest.mark.parametrize("per_stage", [1, 2])
+def test_a_residual_chain_sends_one_array_each_way(per_stage):
+    """What a block adds to is added to where the block is: nothing skips a stage."""
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.RMSNorm(8, rngs=rngs)
+            self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(nnx.relu(self.up(self.norm(x))))
+
+    def loss_fn(blocks, batch):
+        x, y = batch
+        for block in blocks:
+            x = block(x)
+        return ((x - y) ** 2).mean()
+
+    mesh, tasks = pipeline(4, 1)
+    make = lambda: nnx.List(Block(rngs) for rngs in [nnx.Rngs(0)] for _ in range(4 * per_stage))
+    rules = {mm.path(n): (tasks[n // per_stage], P()) for n in range(4 * per_stage)}
+    with mesh:
+        blocks = mm.jit(make, out_shardings=mm.TaskSharding(rules))()
+        grad_fn = mm.microbatch(nnx.value_and_grad(loss_fn), 0, 2, argnum=1, schedule="1f1b")
+        program = mm.jit(lambda m, b: grad_fn(m, b)).program(blocks, (np.ones((6, 8), np.float32),) * 2)
+    crossings = Counter((t.source, t.target) for t in program.transfers)
+    there = {(f"stage{n}", f"stage{n + 1}"): 3 for n in range(3)}
+    assert crossings == there | {(b, a): n for (a, b), n in there.items()}

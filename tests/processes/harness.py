@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -19,10 +20,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(script: str, count: int, devices: int, *args: str) -> list[subprocess.Popen[str]]:
+def start(
+    script: str, count: int, devices: int, *args: str, without: Sequence[int] = ()
+) -> list[subprocess.Popen[str]]:
     """Starts `count` processes of `tests/processes/SCRIPT`, each with as many CPU devices.
 
-    Each gets the arguments COORDINATOR, COUNT, its number, and `args`.
+    Each gets the arguments COORDINATOR, COUNT, its number, and `args`. Those `without` which it goes are not
+    started.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_FLAGS", "JAX_"))} | {
         "JAX_PLATFORMS": "cpu",
@@ -42,6 +46,7 @@ def start(script: str, count: int, devices: int, *args: str) -> list[subprocess.
             stderr=subprocess.STDOUT,
         )
         for n in range(count)
+        if n not in without
     ]
 
 

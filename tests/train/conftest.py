@@ -1,17 +1,59 @@
-"""Tiny runs on a little text of their own."""
+"""Tiny runs on a little text of their own, which share what they compile."""
 
 from __future__ import annotations
 
+import os
 import random
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from mmnnx.train import TrainConfig, train
 from mmnnx.train.folder import RunFolder
 
 jax.devices()  # JAX starts with the devices of all tests before a run can ask for fewer
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory) -> Path:
+    """The folder in which JAX keeps what these tests compile, in this process and in those they start."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keep_compiled(compiled) -> Iterator[None]:
+    values = {
+        "jax_compilation_cache_dir": str(compiled),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in values}
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # or JAX would stay at what it once found there to be
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def environment(compiled) -> dict[str, str]:
+    """The environment of a process that is started as a user would, but that compiles as these tests do."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "MMNNX_"))}
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "XLA_FLAGS": " ".join(flags),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back is what was saved, where it lives now, and no more is kept than is wanted."""
+"""Checkpoints: what comes back is what was saved, and no more is kept than is wanted."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from mmnnx.train.checkpoint import Checkpoints
+from mmnnx.train.checkpoint import CheckpointError, Checkpoints, write
+from tests.train.states import assert_equal, values
 
 
-class Net(nnx.Module):
-    """Two layers in a list, as the blocks of a model are, with state that is no parameter."""
-
+class Small(nnx.Module):
     def __init__(self, seed: int):
         rngs = nnx.Rngs(seed)
         self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
@@ -24,91 +21,200 @@ class Net(nnx.Module):
 
 
 def build(seed: int) -> dict:
-    model = Net(seed)
+    model = Small(seed)
     return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)}
 
 
-def arrays(nodes: dict) -> list[np.ndarray]:
-    # A copy: NumPy may otherwise look into memory that a later step gives away.
-    return [np.array(leaf, copy=True) for node in nodes.values() for leaf in jax.tree.leaves(nnx.state(node))]
+@nnx.jit(donate_argnums=(0, 1))
+def step(model, optimizer):
+    grads = nnx.grad(lambda model: sum((layer.kernel[...] ** 2).sum() for layer in model.layers))(model)
+    optimizer.update(model, grads)
 
 
-def step(nodes: dict) -> None:
-    def update(model, optimizer):
-        grads = nnx.grad(lambda model: sum((layer.kernel[...] ** 2).sum() for layer in model.layers))(model)
-        optimizer.update(model, grads)
-
-    nnx.jit(update, donate_argnums=(0, 1))(nodes["model"], nodes["optimizer"])
-
-
-def spread(nodes: dict) -> None:
-    """Layer i to a two-device mesh of its own, its kernel split over it."""
-    for i, layer in enumerate(nodes["model"].layers):
-        mesh = Mesh(np.array(jax.devices()[2 * i : 2 * i + 2]), ("model",))
-        layer.kernel.set_value(jax.device_put(layer.kernel[...], NamedSharding(mesh, P(None, "model"))))
+def save(folder, nodes, number=1, **options):
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(number, nodes, **options)
 
 
 def test_round_trip(tmp_path):
     nodes = build(0)
-    step(nodes)
-    expected = arrays(nodes)
-    saved = Checkpoints(tmp_path)
-    saved.save(1, nodes, {"batches": {"next_index": 7}}, val_bits_per_byte=3.0)
-    saved.close()
-
+    step(*nodes.values())
+    expected = values(nodes)
+    extras = {"data": {"next_index": 7}, "config": {"width": 8, "names": ["a"]}, "metrics": {"loss": 3.0}}
+    folder = tmp_path / "new" / "a folder, #1 of 50%20?"
+    save(folder, nodes, **extras)
     other = build(1)
-    extra = Checkpoints(tmp_path).restore(1, other)
-    assert extra == {"batches": {"next_index": 7}}
-    for before, after in zip(expected, arrays(other), strict=True):
-        np.testing.assert_array_equal(before, after)
+    restored = Checkpoints(folder).restore(other)
+    assert (restored.step, restored.data, restored.config, restored.metrics) == (1, *extras.values())
+    assert not restored.left
+    assert_equal(expected, values(other))
+    step(*nodes.values())
+    step(*other.values())  # and it can go on
+    assert_equal(values(nodes), values(other))
 
 
-def test_the_state_may_change_while_it_is_written(tmp_path):
+def test_the_state_may_change_and_be_donated_while_it_is_written(tmp_path):
     nodes = build(0)
-    expected = arrays(nodes)
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, nodes, {}, val_bits_per_byte=3.0)
-    for _ in range(5):
-        step(nodes)
-    checkpoints.close()
+    expected = values(nodes)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, nodes)
+        for _ in range(5):
+            step(*nodes.values())
     other = build(1)
-    Checkpoints(tmp_path).restore(1, other)
-    for before, after in zip(expected, arrays(other), strict=True):
-        np.testing.assert_array_equal(before, after)
+    Checkpoints(tmp_path).restore(other)
+    assert_equal(expected, values(other))
 
 
-@pytest.mark.parametrize("saved_spread", [False, True])
-def test_arrays_come_back_to_where_they_live_now(tmp_path, saved_spread):
-    nodes, other = build(0), build(1)
-    spread(nodes if saved_spread else other)
-    expected = arrays(nodes)
-    homes = [leaf.sharding for leaf in jax.tree.leaves(nnx.state(other["model"]))]
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, nodes, {}, val_bits_per_byte=3.0)
-    checkpoints.close()
-    Checkpoints(tmp_path).restore(1, other)
-    assert [leaf.sharding for leaf in jax.tree.leaves(nnx.state(other["model"]))] == homes
-    for before, after in zip(expected, arrays(other), strict=True):
-        np.testing.assert_array_equal(before, after)
+def test_all_types_come_back_bit_by_bit(tmp_path):
+    """Every bit pattern of small types, NaNs included; empty arrays; numbers; a tree in one Variable."""
+
+    class Odd(nnx.Module):
+        def __init__(self, filled: bool):
+            bits = np.arange(256, dtype=np.uint8) if filled else np.zeros(256, np.uint8)
+            self.kinds = nnx.Dict()
+            for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint16", "float32"):
+                self.kinds[name] = nnx.Variable(jnp.asarray(bits.view(jnp.dtype(name))))
+            self.kinds["bool"] = nnx.Variable(jnp.asarray(bits > 3))
+            self.kinds["int4"] = nnx.Variable(jnp.arange(8, dtype=jnp.int4) * filled)
+            self.kinds["complex64"] = nnx.Variable(jnp.asarray([1j, 2.0]) * filled)
+            self.empty = nnx.Variable(jnp.zeros((0, 3)))
+            self.tree = nnx.Variable({"a": jnp.ones(2) * filled, "b": (3 * filled, 0.5 * filled, filled)})
+            self.numpy = nnx.Variable(np.arange(3.0) * filled)
+            self.plain = nnx.data(jnp.ones(3) * filled)  # in no Variable at all
+
+    node, other = Odd(True), Odd(False)
+    save(tmp_path, {"odd": node})
+    Checkpoints(tmp_path).restore({"odd": other})
+    assert_equal(values({"odd": node}), values({"odd": other}))
+    assert other.tree.get_raw_value()["b"] == (3, 0.5, True)
+    assert [type(x) for x in other.tree.get_raw_value()["b"]] == [int, float, bool]
+    assert type(other.numpy.get_raw_value()) is np.ndarray
 
 
-def test_latest_and_best_are_kept(tmp_path):
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_and_counters_go_on(tmp_path, impl):
+    def make(seed):
+        return nnx.Rngs(jax.random.key(seed, impl=impl), dropout=jax.random.split(jax.random.key(seed), 3)[2])
+
+    rngs, other = make(1), make(2)
+    rngs.dropout()
+    save(tmp_path, {"rngs": rngs})
+    Checkpoints(tmp_path).restore({"rngs": other})
+    for _ in range(2):
+        np.testing.assert_array_equal(jax.random.bits(rngs.dropout()), jax.random.bits(other.dropout()))
+        np.testing.assert_array_equal(jax.random.bits(rngs.params()), jax.random.bits(other.params()))
+    assert jax.random.key_impl(other.params()) == impl
+
+
+def test_metrics_and_stateless_optimizers(tmp_path):
+    model = Small(0)
+    metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+    metrics.update(loss=jnp.array([1.0, 3.0]))
+    nodes = {"metrics": metrics, "optimizer": nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)}
+    save(tmp_path, nodes)
+    other = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+    Checkpoints(tmp_path).restore({"metrics": other})
+    assert other.compute()["loss"] == 2.0
+
+
+def test_the_latest_and_the_best_are_kept(tmp_path):
+    nodes = build(0)
+    with Checkpoints(tmp_path, keep=2, best="loss") as checkpoints:
+        assert (checkpoints.latest, checkpoints.best, checkpoints.steps) == (None, None, [])
+        for number, loss in enumerate([5.0, 2.0, float("nan"), 3.0, 4.0], start=1):
+            checkpoints.save(number, nodes, metrics={"loss": np.float32(loss)})
+        checkpoints.save(6, nodes)
+    again = Checkpoints(tmp_path, keep=2, best="loss")
+    assert (again.steps, again.latest, again.best) == ([2, 5, 6], 6, 2)
+    with again:
+        again.save(7, nodes, metrics={"loss": 1.0})  # what came before the restart counts
+    assert (again.steps, again.best) == ([6, 7], 7)
+    with Checkpoints(tmp_path) as one:
+        one.save(8, nodes)
+    assert one.steps == [8] and one.best is None
+    assert [path.name for path in tmp_path.iterdir()] == ["8"]
+
+
+def test_going_back_keeps_what_came_later_under_another_name(tmp_path):
+    """Else the checkpoints of the run that was given up would be taken for the newest."""
+    nodes = build(0)
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for number in (10, 20, 30):
+            checkpoints.save(number, nodes)
+        checkpoints.wait()
+        assert checkpoints.restore(nodes, step=10).step == 10
+        checkpoints.save(20, nodes)
+    assert checkpoints.steps == [10, 20]
+    assert {path.name for path in tmp_path.iterdir()} == {"10", "20", "20.replaced", "30.replaced"}
+    (tmp_path / "30.replaced").rename(tmp_path / "30")
+    assert Checkpoints(tmp_path).restore(nodes).step == 30
+
+
+def test_what_cannot_be_saved(tmp_path):
+    checkpoints, model = Checkpoints(tmp_path / "none"), Small(0)
+    with pytest.raises(TypeError, match="data= is saved as JSON"):
+        checkpoints.save(1, {"model": model}, data={"state": b"bytes"})
+    with pytest.raises(TypeError, match="'model' must be an NNX object"):
+        checkpoints.save(1, {"model": nnx.state(model).to_pure_dict()})
+    with pytest.raises(ValueError, match="steps are counted from 0"):
+        checkpoints.save(-1, {"model": model})
+    with pytest.raises(ValueError, match="no state in rngs"):
+        checkpoints.save(1, {"rngs": nnx.Dict({})})
+    with pytest.raises(TypeError, match="model/bias is a ShapeDtypeStruct, which has no values"):
+        checkpoints.save(1, {"model": nnx.eval_shape(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))})
+    with pytest.raises(ValueError, match="odd/a/b and odd/a/b cannot be told apart on disk"):
+        checkpoints.save(1, {"odd": nnx.Dict({"a": nnx.Dict(b=nnx.Param(1.0)), "a/b": nnx.Param(2.0)})})
+    with pytest.raises(ValueError, match=r"odd/a\.b and odd/a/b cannot be told apart on disk"):
+        checkpoints.save(1, {"odd": nnx.Dict({"a": nnx.Dict(b=nnx.Param(1.0)), "a.b": nnx.Param(2.0)})})
+    with pytest.raises(ValueError, match="keep=0"):
+        Checkpoints(tmp_path, keep=0)
+    assert not (tmp_path / "none").exists()
+
+
+def test_keys_with_slashes_and_dots(tmp_path):
+    def make(factor):
+        return nnx.Dict({"a/b": nnx.Param(jnp.ones(3) * factor), "c.d": nnx.Dict({"e/0": nnx.Param(factor)})})
+
+    save(tmp_path, {"odd": make(2.0)})
+    other = make(0.0)
+    Checkpoints(tmp_path).restore({"odd": other})
+    assert_equal(values({"odd": make(2.0)}), values({"odd": other}))
+
+
+def test_what_a_killed_deletion_left_is_no_hindrance(tmp_path):
+    nodes = build(0)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, nodes)
+        (tmp_path / "1.deleted" / "state").mkdir(parents=True)
+        checkpoints.save(2, nodes)
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
+def test_where_there_is_none(tmp_path):
+    with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path / 'none'}"):
+        Checkpoints(tmp_path / "none").restore(build(0))
+    assert not (tmp_path / "none").exists()
+    save(tmp_path, build(0), 3)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4 .*there are those of 3"):
+        Checkpoints(tmp_path).restore(build(0), step=4)
+
+
+def test_an_error_while_writing_is_raised_later(tmp_path, monkeypatch):
+    """And the checkpoint before it is as it was."""
     nodes = build(0)
     checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.latest is None
-    for number, bits in enumerate([5.0, 2.0, 3.0, 4.0, 3.5], start=1):
-        checkpoints.save(number, nodes, {}, val_bits_per_byte=bits)
-    checkpoints.close()
-    assert Checkpoints(tmp_path).steps == [2, 5]
-    assert Checkpoints(tmp_path).latest == 5
+    checkpoints.save(1, nodes)
+    checkpoints.wait()
 
+    async def fill(folder, named):
+        raise OSError(28, "No space left on device")
 
-def test_types_are_kept(tmp_path):
-    node = nnx.Linear(4, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, {"model": node}, {}, val_bits_per_byte=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "_write", fill)
+        checkpoints.save(2, nodes)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoints.save(3, nodes)
+    assert checkpoints.steps == [1] and checkpoints.restore(build(1)).step == 1
+    checkpoints.save(4, nodes)  # there is room again
     checkpoints.close()
-    other = nnx.Linear(4, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
-    Checkpoints(tmp_path).restore(1, {"model": other})
-    assert other.kernel.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(other.kernel), np.asarray(node.kernel))
+    assert [path.name for path in tmp_path.iterdir()] == ["4"]

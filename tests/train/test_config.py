@@ -28,6 +28,13 @@ def test_defaults_are_valid():
         (dict(mlp=255), "--mlp 255 must be a multiple of --tensor 2"),
         (dict(width=36, heads=4), "leaves 9 features a head"),
         (dict(tensor=3, heads=6, width=96, kv_heads=3, mlp=255), "--tensor 3 must divide the 256"),
+        (dict(processes=0), "--processes must be above zero, not 0"),
+        (
+            dict(processes=3),
+            "3 processes cannot share 8 devices (--stages times --tensor) equally; 1, 2, 4 or 8",
+        ),
+        (dict(processes=2, stages=1, tensor=1), "2 processes cannot share 1 devices"),
+        (dict(processes=2, cluster=True), "--cluster joins processes that were started elsewhere"),
         (dict(stages=9), "--stages 9 is more than there are blocks: --layers 8"),
     ],
 )
@@ -56,7 +63,15 @@ def test_paths_are_kept_absolute(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [dict(steps=500), dict(stages=2, tensor=1), dict(schedule="gpipe"), dict(microbatches=4)]
+    "change",
+    [
+        dict(steps=500),
+        dict(stages=2, tensor=1),
+        dict(processes=4),
+        dict(cluster=True),
+        dict(schedule="gpipe"),
+        dict(microbatches=4),
+    ],
 )
 def test_a_resumed_run_may_change_where_and_how_long(change):
     dataclasses.replace(TrainConfig(), **change).check_resumes(TrainConfig())

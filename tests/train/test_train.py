@@ -51,9 +51,12 @@ def at_step(monkeypatch):
     return install
 
 
-def ctrl_c(loss):
-    os.kill(os.getpid(), signal.SIGINT)
-    return loss
+def ask(number):
+    def send(loss):
+        os.kill(os.getpid(), number)
+        return loss
+
+    return send
 
 
 def crash(loss):
@@ -96,12 +99,14 @@ def test_microbatches_do_not_change_the_losses(config, whole):
     assert losses(train(config(microbatches=1))) == pytest.approx(losses(whole), abs=1e-4)
 
 
-def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(
-    config, tmp_path, at_step, monkeypatch, whole
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(
+    number, config, tmp_path, at_step, monkeypatch, whole
 ):
-    at_step(4, ctrl_c)
-    with pytest.raises(Interrupted, match="stopped after step 4"):
+    at_step(4, ask(number))
+    with pytest.raises(Interrupted, match="stopped after step 4") as error:
         train(config())
+    assert error.value.signal == number
     monkeypatch.undo()
     stopped = RunFolder(tmp_path / "run")
     assert len(losses(stopped)) == 4
@@ -163,6 +168,17 @@ def test_weights_whose_loss_is_not_finite_are_not_saved(config, tmp_path, monkey
         train(config(eval_every=1))
     assert error.value.saved == 1
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps == [1]
+
+
+def test_what_a_killed_process_half_wrote_counts_for_nothing(config, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json.new").write_text('{"name": "l')
+    train(config(steps=1))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    (folder / "metrics.jsonl.new").write_text("")
+    assert [row["step"] for row in train(config(steps=2, resume=True)).rows()] == [0, 1, 1, 2, 2]
 
 
 def test_a_folder_with_something_in_it_is_refused_and_left_alone(config, tmp_path):

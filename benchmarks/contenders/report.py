@@ -1,0 +1,148 @@
+"""What was measured, as Markdown and as a picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.figure import Figure
+
+COLOURS = {
+    "by hand": "#4e79a7",
+    "one device": "#bab0ac",
+    "data parallel": "#f28e2b",
+    "tensor parallel": "#e15759",
+    "SPMD pipeline": "#76b7b2",
+}
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    """A table for each problem, one of what bounds mm.jit, and notes where another one is faster."""
+    stages, microbatches = summary["stages"], summary["microbatches"]
+    bound = microbatches * stages / (microbatches + stages - 1)
+    lines = [
+        "# Side by side",
+        "",
+        f"{summary['machine']}; {summary['versions']}",
+        "",
+        f"One training step (AdamW, {microbatches} microbatches) of {stages} one-device stages, or on the "
+        f"same {stages} devices, in one process; {summary['rounds']} rounds. Losses and gradients agree.",
+        "",
+        "- *time*: median of the rounds, until all that the step writes is ready;",
+        "- *x mm.jit*: the time over that of mm.jit, median of the ratios within a round (above 1: slower);",
+        "- *speed-up*: over one device, likewise. A 1F1B pipeline whose stages have a device each to "
+        f"themselves allows {bound:.2f};",
+        "- *cores*: how many were busy at a time. A CPU device is no core: XLA spreads larger operations of "
+        "one device over all of them;",
+        "- *CPU*: time of all cores together; *dispatch*: CPU time of the Python thread in the call;",
+        "- *first step*: tracing and compiling (*XLA programs*) too.",
+    ]
+    for name, problem in summary["problems"].items():
+        lines += ["", f"## {name}", "", *_table(problem["rows"])]
+    lines += ["", "## What bounds mm.jit", "", *_bounds(summary)]
+    notes = [note for name, problem in summary["problems"].items() for note in _notes(name, problem, summary)]
+    return "\n".join([*lines, *(["", *notes] if notes else [])])
+
+
+def _table(rows: dict[str, Any]) -> list[str]:
+    return [
+        "| | time | x mm.jit | speed-up | cores | CPU | dispatch | XLA programs | first step |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        *(
+            f"| {name} | {r['median_ms']:.1f} ms | {r['over_mm_jit']:.2f} | {r['speedup']:.2f} "
+            f"| {r['cores_busy']:.1f} | {r['cpu_ms']:.0f} ms | {r['host_cpu_ms']:.1f} ms "
+            f"| {r['xla_programs']} | {r['first_step_s']:.1f} s |"
+            for name, r in rows.items()
+        ),
+    ]
+
+
+def bounds(problem: dict[str, Any], cores: int) -> dict[str, float]:
+    """What a step of mm.jit cannot be faster than, in milliseconds, by what takes the time."""
+    row = problem["rows"]["mm.jit"]
+    return {
+        "dispatch": row["host_cpu_ms"],
+        "CPU time over cores": row["cpu_ms"] / cores,
+        "the pipeline": problem["program"]["simulated_ms"],
+    }
+
+
+def _bounds(summary: dict[str, Any]) -> list[str]:
+    lines = [
+        "A step is no shorter than the CPU time of the thread that dispatches it, than all its CPU time over "
+        f"the {summary['cores']} cores, or than its pipeline: fragments, each timed alone with all cores and "
+        "caches to itself, and played through in the order of the schedule.",
+        "",
+        "| | step | dispatch | CPU time over cores | the pipeline | longest over step | bubble "
+        "| fragments | instructions | transfers |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, problem in summary["problems"].items():
+        step, p = problem["rows"]["mm.jit"]["median_ms"], problem["program"]
+        found = bounds(problem, summary["cores"])
+        lines.append(
+            f"| {name} | {step:.1f} ms | "
+            + " | ".join(f"{ms:.1f} ms" for ms in found.values())
+            + f" | {max(found.values()) / step:.0%} | {p['bubble']:.0%} | {p['fragments']} "
+            f"| {p['instructions']} | {p['transfers']}, {p['transferred_kib']:.0f} KiB |"
+        )
+    return lines
+
+
+def _notes(name: str, problem: dict[str, Any], summary: dict[str, Any]) -> list[str]:
+    """Why another contender is faster, from the times."""
+    rows, p = problem["rows"], problem["program"]
+    mm = rows["mm.jit"]
+    fastest = min(rows, key=lambda contender: rows[contender]["over_mm_jit"])
+    if fastest == "mm.jit":
+        return []
+    other = rows[fastest]
+    found = bounds(problem, summary["cores"])
+    why = {
+        "dispatch": f"mm.jit dispatches {p['instructions']} instructions from Python, which takes "
+        f"{mm['host_cpu_ms']:.1f} ms of its {mm['median_ms']:.1f}; {fastest}, {other['host_cpu_ms']:.1f} ms",
+        "CPU time over cores": f"mm.jit keeps {mm['cores_busy']:.1f} of {summary['cores']} cores busy, and "
+        f"needs {mm['cpu_ms']:.0f} ms of CPU time; {fastest}, {other['cpu_ms']:.0f} ms",
+        "the pipeline": f"in mm.jit's order devices have nothing to do for {p['bubble']:.0%} of the time "
+        f"({p['schedule_bubble']:.0%} if all stages took equally long)",
+    }
+    return [
+        f"- {name}: {fastest} takes {other['over_mm_jit']:.2f} of its time: " + why[max(found, key=found.get)]
+    ]
+
+
+def draw(summary: dict[str, Any]) -> Figure:
+    """Times over those of mm.jit: for each model a panel, for each size a group of bars."""
+    models: dict[str, dict[str, Any]] = {}
+    for name, problem in summary["problems"].items():
+        model, size = name.split(", ")
+        models.setdefault(model, {})[size] = problem["rows"]
+    figure = Figure(figsize=(3.2 + 3.6 * len(models), 4.4), layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    width = 0.84 / len(COLOURS)
+    for panel, (model, sizes) in zip(panels, models.items()):
+        for n, (contender, colour) in enumerate(COLOURS.items()):
+            at = [group + (n - (len(COLOURS) - 1) / 2) * width for group in range(len(sizes))]
+            ratios = [rows[contender]["over_mm_jit"] for rows in sizes.values()]
+            # On a logarithmic axis bars start at mm.jit: upwards what is slower, downwards what is faster.
+            bars = panel.bar(at, [r - 1 for r in ratios], width, bottom=1, color=colour, label=contender)
+            panel.bar_label(bars, [f"{r:.2f}" for r in ratios], fontsize=6, rotation=90, padding=2)
+        panel.axhline(1, color="black", linewidth=1)
+        panel.set_yscale("log", base=2)
+        panel.set_xticks(
+            range(len(sizes)),
+            [f"{size}\nmm.jit {rows['mm.jit']['median_ms']:.0f} ms" for size, rows in sizes.items()],
+        )
+        panel.set_title(model)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(y=0.15)
+    panels[0].set_ylabel("time of a step over mm.jit's")
+    panels[0].yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False
+    )
+    figure.suptitle(
+        f"A training step on {summary['stages']} devices: above the line slower than mm.jit, below faster\n"
+        f"{summary['machine']}; {summary['versions']}",
+        fontsize=9,
+    )
+    return figure

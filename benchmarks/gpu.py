@@ -1,0 +1,211 @@
+"""What does it cost to cut a train step into programs that one device runs? A language model on one GPU:
+
+- **nnx.jit**: the step as one XLA program, gradients accumulated over the microbatches by `lax.scan`;
+- **mm.jit**: the same step, its model divided into four tasks whose meshes are all of that same device.
+
+Nothing runs side by side here, so the tasks can gain nothing: what is measured is what they lose. Each
+microbatch goes through all tasks, forward and backward, before the next one begins, which needs the least
+memory; in a round steps follow each other without a wait, as in training, so that dispatch can hide behind
+the device. Peak memory is measured first, in a process for each. Anything with a device will do: on a CPU, or
+with `--size tiny`, it is a test of the script alone.
+
+    python benchmarks/gpu.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from contenders import problem as problems
+from contenders.contender import Contender, compare
+from contenders.mm_jit import mm_jit
+from contenders.nnx_jit import nnx_jit
+from contenders.problem import Problem
+
+import mmnnx as mm
+from mmnnx.modules.lm import LMConfig
+
+NAMES = ("nnx.jit", "mm.jit")
+TASKS = 4
+STEPS = 3
+"""Steps whose losses are compared, and after which peak memory is read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Time a language model's training step on one device: in four tasks, and whole."""
+
+    size: Literal["tiny", "full"] | None = None
+    """Full: 0.9 billion parameters, 33,000 tokens a step. Default: that on a GPU, tiny on a CPU."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """What to compute in. Weights, gradients and optimizer state are float32."""
+    rounds: int = 10
+    """How often each takes its turn."""
+    steps: int = 5
+    """Steps of a turn."""
+    out: Path | None = None
+    """A file for the results as JSON."""
+    peak_of: Literal["nnx.jit", "mm.jit"] | None = None
+    """Print the peak memory of this one in bytes, and nothing else."""
+
+    def __post_init__(self):
+        for name in ("rounds", "steps"):
+            if getattr(self, name) < 1:
+                raise SystemExit(f"--{name} {getattr(self, name)} is less than 1")
+
+
+def make_problem(options: Options) -> Problem:
+    size = options.size or ("tiny" if jax.default_backend() == "cpu" else "full")
+    dtype = jnp.dtype(options.dtype)
+    if size == "tiny":
+        config = LMConfig(layers=4, width=32, mlp=64, dtype=dtype)
+        return problems.lm("tiny", TASKS, 4, rows=2, length=32, config=config)
+    config = LMConfig(vocab=32_000, layers=16, width=2048, heads=16, kv_heads=8, mlp=5632, dtype=dtype)
+    return problems.lm("full", TASKS, 8, rows=2, length=2048, config=config)
+
+
+def tasks() -> list[mm.Task]:
+    """Four tasks on the first device. Meshes of one shape there are one mesh to mmnnx; these differ in it."""
+    meshes = [mm.TaskMesh(devices=[0], axis_sizes=(1,) * n) for n in range(1, TASKS + 1)]
+    return [mm.Task(f"stage{n}", mesh=mesh) for n, mesh in enumerate(meshes)]
+
+
+def one_by_one(microbatches: int) -> list[list[mm.Action]]:
+    """The schedule in which a microbatch begins when the one before it is done."""
+    phases = ("forward", "backward")
+    return [[mm.Action(n, phase, m) for m in range(microbatches) for phase in phases] for n in range(TASKS)]
+
+
+def make(name: str, problem: Problem) -> Contender:
+    if name == "nnx.jit":
+        return nnx_jit(problem, name, jax.devices()[:1])
+    schedule = one_by_one(problem.microbatches)
+    return mm_jit(problem, tasks(), schedule="custom", custom_schedule=schedule)[0]
+
+
+def peak(name: str, problem: Problem) -> int | None:
+    """Bytes that the device held at most while a contender was made and took a few steps, if it says so."""
+    contender = make(name, problem)
+    for _ in range(STEPS):
+        jax.block_until_ready((contender.step(problem.batch), contender.state()))
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def peak_apart(name: str) -> int | None:
+    """The same in a process of its own, as the device cannot forget its peak."""
+    command = [sys.executable, *sys.argv, "--peak-of", name]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if run.returncode:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def check(contenders: list[Contender], problem: Problem) -> None:
+    """All agree on the first gradients and losses, as far as what they compute in allows."""
+    tolerance = 1e-4 if problem.make().config.dtype == jnp.float32 else 0.05
+    expected: Any = None
+    for contender in contenders:
+        losses = [float(contender.step(problem.batch))]
+        gradients = jax.device_get(contender.moment())
+        losses += [float(contender.step(problem.batch)) for _ in range(STEPS - 1)]
+        expected = expected or (losses, gradients)
+        np.testing.assert_allclose(losses, expected[0], rtol=tolerance, err_msg=f"losses of {contender.name}")
+        compare(contender.name, gradients, expected[1], tolerance)
+
+
+def turn(contender: Contender, problem: Problem, steps: int) -> tuple[float, float, float]:
+    """Seconds for each of `steps` steps in a row: in all, until the call returned, of the thread's CPU."""
+    jax.block_until_ready((contender.step(problem.batch), contender.state()))
+    host, start = time.thread_time(), time.perf_counter()
+    for _ in range(steps):
+        loss = contender.step(problem.batch)
+    returned, host = time.perf_counter(), time.thread_time() - host
+    jax.block_until_ready((loss, contender.state()))
+    return tuple(x / steps for x in (time.perf_counter() - start, returned - start, host))
+
+
+def summarize(
+    options: Options, problem: Problem, turns: dict[str, Any], peaks: dict[str, Any]
+) -> dict[str, Any]:
+    """Times of a step in milliseconds, medians over the rounds; bytes in MiB."""
+    model = jax.eval_shape(problem.make)
+    parameters = sum(x.size for x in jax.tree.leaves(model))
+    tokens = problem.batch.shape[0] * (problem.batch.shape[1] - 1)
+    rows = {}
+    for name, seconds in turns.items():
+        total, returned, host = (float(np.median(x)) for x in zip(*seconds))
+        rows[name] = {
+            "step_ms": 1e3 * total,
+            "returned_ms": 1e3 * returned,
+            "host_cpu_ms": 1e3 * host,
+            "tflops": 6 * parameters * tokens / total / 1e12,
+            "peak_mib": None if peaks[name] is None else peaks[name] / 2**20,
+        }
+    ratios = [mine[0] / whole[0] for mine, whole in zip(turns["mm.jit"], turns["nnx.jit"])]
+    return {
+        "device": f"{jax.devices()[0].device_kind} ({jax.default_backend()})",
+        "versions": f"Python {platform.python_version()}, jax {jax.__version__}, flax {flax.__version__}",
+        "size": problem.name,
+        "dtype": options.dtype,
+        "parameters": parameters,
+        "tokens": tokens,
+        "microbatches": problem.microbatches,
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "mm_jit_over_nnx_jit": float(np.median(ratios)),
+        "rows": rows,
+    }
+
+
+def render(summary: dict[str, Any]) -> str:
+    lines = [
+        f"{summary['device']}; {summary['versions']}",
+        f"{summary['size']}: {summary['parameters']:,} parameters, {summary['tokens']:,} tokens a step in "
+        f"{summary['microbatches']} microbatches, {summary['dtype']}; {summary['rounds']} rounds of "
+        f"{summary['steps']} steps",
+        "",
+        f"{'':8}{'step':>12}{'returned':>12}{'host CPU':>12}{'TFLOP/s':>10}{'peak memory':>16}",
+    ]
+    for name, row in summary["rows"].items():
+        memory = "not reported" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f} MiB"
+        lines.append(
+            f"{name:8}{row['step_ms']:>9.1f} ms{row['returned_ms']:>9.1f} ms{row['host_cpu_ms']:>9.1f} ms"
+            f"{row['tflops']:>10.2f}{memory:>16}"
+        )
+    return "\n".join([*lines, "", f"mm.jit / nnx.jit: {summary['mm_jit_over_nnx_jit']:.3f}"])
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    if options.peak_of:
+        print(json.dumps(peak(options.peak_of, make_problem(options))))
+        return
+    peaks = {name: peak_apart(name) for name in NAMES}
+    problem = make_problem(options)
+    contenders = [make(name, problem) for name in NAMES]
+    check(contenders, problem)
+    turns: dict[str, list[Any]] = {name: [] for name in NAMES}
+    for n in range(options.rounds):
+        for contender in contenders if n % 2 else contenders[::-1]:
+            turns[contender.name].append(turn(contender, problem, options.steps))
+    summary = summarize(options, problem, turns, peaks)
+    print(render(summary))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(summary, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

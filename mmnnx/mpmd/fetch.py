@@ -1,0 +1,89 @@
+"""`mm.fetch`: values on every process, wherever their arrays live."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from mmnnx.mpmd.words import hear, say, store
+
+_BLOCK = 8  # fetches of which the store keeps the values together
+_fetches = itertools.count()
+
+
+def fetch(tree: Any) -> Any:
+    """The values of arrays on every process that runs the program, wherever the arrays live.
+
+    It waits for them. Meant for losses and metrics: what is elsewhere comes through the coordinator.
+
+    Args:
+      tree: a pytree of arrays; in several processes each must call it, with the same.
+
+    Returns:
+      The same tree with NumPy arrays.
+
+    Example:
+      >>> loss = mm.fetch(train_step(model, optimizer, batch))
+    """
+    leaves = jax.tree.leaves(tree)
+    apart = [x for x in leaves if _is_apart(x)]
+    values = iter(_gather(apart) if apart else ())
+    return jax.tree.map(lambda x: next(values) if _is_apart(x) else _own(x), tree)
+
+
+def _is_apart(x: Any) -> bool:
+    """Whether an array is not whole in every process."""
+    if not isinstance(x, jax.Array) or jax.process_count() == 1:
+        return False
+    holders = {d.process_index for d in cast(Any, x.sharding.device_set)}
+    return not (x.is_fully_replicated and len(holders) == jax.process_count())
+
+
+def _own(x: Any) -> np.ndarray:
+    whole = not isinstance(x, jax.Array) or x.is_fully_addressable
+    return np.asarray(x if whole else x.addressable_data(0))
+
+
+def _gather(arrays: list[jax.Array]) -> list[np.ndarray]:
+    """The values of arrays of which each process has some part or none; all call it, in one order.
+
+    Each process says in one go what is for it to say. The store forgets a block of fetches when all processes
+    have read it, which none of them waits for.
+    """
+    here, count = jax.process_index(), jax.process_count()
+    block, number = divmod(next(_fetches), _BLOCK)
+    key = f"fetch/{block}/{number}"
+    parts = [list(_parts(x)) for x in arrays]
+    shards = [{s.device: s.data for s in x.addressable_shards} for x in arrays]
+    own = [np.asarray(s[d]) for s, ps in zip(shards, parts) for _, d in ps if d.process_index == here]
+    if own:
+        say(key, b"".join(part.tobytes() for part in own))
+    said = {d.process_index for ps in parts for _, d in ps} - {here}
+    heard = {p: memoryview(hear(p, key)) for p in sorted(said)}
+    mine, wholes = iter(own), []
+    for x, ps in zip(arrays, parts):
+        whole = np.empty(x.shape, x.dtype)
+        for index, device in ps:
+            if device.process_index == here:
+                whole[index] = next(mine)
+                continue
+            size, raw = whole[index].nbytes, heard[device.process_index]
+            whole[index] = np.frombuffer(raw[:size], x.dtype).reshape(whole[index].shape)
+            heard[device.process_index] = raw[size:]
+        wholes.append(whole)
+    if number == _BLOCK - 1 and store().key_value_increment(f"mmnnx/read/{block}", 1) == count:
+        for p in range(count):
+            store().key_value_delete(f"mmnnx/{p}/fetch/{block}/")
+        store().key_value_delete(f"mmnnx/read/{block}")
+    return wholes
+
+
+def _parts(x: jax.Array) -> Any:
+    """The distinct parts of an array: (index, the first device that has it)."""
+    found: dict[str, Any] = {}
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+        found.setdefault(str(index), (index, device))
+    return found.values()

@@ -1,0 +1,27 @@
+"""Python's garbage collector, held back while a function is traced and cut."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Holds back cyclic garbage collection.
+
+    To trace a model and to cut it makes a million objects that are kept, and hardly any garbage. The
+    collector counts what is made, and walks through all of it time and again: for a third of the time.
+
+    Example:
+      >>> with uncollected():
+      ...     traced = jitted.trace(model)
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

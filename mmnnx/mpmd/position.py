@@ -1,0 +1,61 @@
+"""Where in the run this process is, and what it waits for: for messages to those who wait for it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+at: list[Any] = [0, lambda _: "the start"]
+"""Where it is: the number of an instruction, and what puts it into words."""
+
+handed: collections.Counter[int] = collections.Counter()
+"""How many arrays it has handed to each other process."""
+
+waits: dict[int, Wait] = {}
+"""What its threads wait for, by numbers that mean nothing."""
+
+_numbers = itertools.count()
+
+
+def move(words: Callable[[int], str]) -> None:
+    """This process comes to another part of the run; `words` of an instruction's number say where it is."""
+    at[:] = 0, words
+
+
+def place() -> str:
+    """Where in the run this process is, in words."""
+    return at[1](at[0])
+
+
+@dataclasses.dataclass
+class Wait:
+    """Something that a thread waits for.
+
+    Attributes:
+      process: from which process.
+      what: it in words.
+      number: of the array that it is, counted as `handed` counts; inf for anything else.
+      beats: how long, in beats of the watch, and how much of that since the process ended.
+    """
+
+    process: int
+    what: Callable[[], str]
+    number: float
+    beats: int = 0
+    beats_since_end: int = 0
+
+
+@contextlib.contextmanager
+def waiting(process: int, what: Callable[[], str], number: float = math.inf) -> Iterator[None]:
+    """Whoever waits for another process does so in here: if it takes too long, the watch ends the run."""
+    key = next(_numbers)
+    waits[key] = Wait(process, what, number)
+    try:
+        yield
+    finally:
+        del waits[key]

@@ -1,0 +1,142 @@
+"""Arrays from one process to another: the one place that knows how.
+
+Where the client's own `jax.device_put` reaches other processes, arrays with equal shards go by that
+(`goes_by_device_put`, `put`). Else `send` and `receive` hand shards over through `jax.experimental.transfer`.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import ipaddress
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental import transfer
+from jax.extend.backend import get_backend
+from jax.sharding import NamedSharding
+
+from mmnnx import _compat
+from mmnnx.mpmd import position, watch
+from mmnnx.mpmd.meet import split_address
+from mmnnx.mpmd.words import hear, say
+
+_log = logging.getLogger("mmnnx")
+_asked: tuple[str, int] | None = None  # (address, port); port 0 stands for any
+_received: collections.Counter[int] = collections.Counter()
+
+
+def listen_at(address: str) -> None:
+    """Says where this process will hand arrays to others: "address" or "address:port".
+
+    Raises:
+      ValueError: if it is neither.
+    """
+    global _asked
+    try:  # an address without a port, which in the case of IPv6 has colons
+        _asked = str(ipaddress.ip_address(address.strip("[]"))), 0
+    except ValueError:
+        _asked = split_address(address)
+
+
+@functools.lru_cache(maxsize=4096)
+def goes_by_device_put(source: NamedSharding, target: NamedSharding) -> bool:
+    """Whether `jax.device_put` copies an array of one sharding to another that spans other processes.
+
+    It must be able to on this client, and the shards equal one by one.
+    """
+    return (
+        _processes(source) != _processes(target)
+        and source.mesh.devices.shape == target.mesh.devices.shape
+        and _compat.copies_between_processes()
+    )
+
+
+def put(array: jax.Array, target: NamedSharding) -> jax.Array:
+    """A copy with another sharding, which `goes_by_device_put`; every process of the two sides makes it."""
+    here = jax.process_index()
+    givers, takers = _processes(array.sharding), _processes(target)
+    out = jax.device_put(array, target)
+    if here == givers[0]:
+        position.handed.update(set(takers) - set(givers))
+    if here in takers and here not in givers:
+        _expect(givers[0], [out])
+    return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _processes(sharding: Any) -> list[int]:
+    return sorted({d.process_index for d in sharding.device_set})
+
+
+def send(process: int, arrays: Sequence[jax.Array]) -> None:
+    """Hands arrays on one device each to a process, which receives them in the same order."""
+    position.handed[process] += 1
+    _server().await_pull(position.handed[process] * jax.process_count() + process, list(arrays))
+
+
+def receive(process: int, types: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """The arrays that a process hands to this one, without waiting for them."""
+    number = (_received[process] + 1) * jax.process_count() + jax.process_index()
+    arrays = _connection(process).pull(number, list(types))
+    _expect(process, arrays)
+    return arrays
+
+
+def _expect(process: int, arrays: list[jax.Array]) -> None:
+    _received[process] += 1
+    _arrivals(process).put((_received[process], arrays, *position.at))
+
+
+@functools.cache
+def _server() -> Any:
+    """What hands arrays of this process to others, and listens for those that want them."""
+    if _asked is None:
+        raise RuntimeError("several processes need mm.initialize() before anything uses a device")
+    host, port = _asked
+    host = f"[{host}]" if ":" in host else host
+    # One socket takes requests, one more hands over the bytes.
+    where, bytes_at = f"{host}:{port}", f"{host}:{port + 1 if port else 0}"
+    server = transfer.start_transfer_server(get_backend(), where, [bytes_at])
+    say("address", server.address().encode())
+    _log.info("process %d hands arrays to others at %s", jax.process_index(), server.address())
+    return server
+
+
+@functools.cache
+def _connection(process: int) -> Any:
+    server = _server()  # says where it is, too: that process may wait for the address
+    return server.connect(hear(process, "address").decode())
+
+
+@functools.cache
+def _arrivals(process: int) -> queue.SimpleQueue[Any]:
+    """Where arrays that were received from a process wait until they have come.
+
+    A thread waits for one after the other, so that `mmnnx.mpmd.watch` knows what does not come; it keeps no
+    array for longer than that.
+    """
+    expected: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def wait() -> None:
+        while True:
+            number, arrays, instruction, words = expected.get()
+            kind = arrays[0].aval.str_short()
+
+            def what(kind: str = kind, instruction: int = instruction, words: Any = words) -> str:
+                return f"an array {kind} ({words(instruction)})"
+
+            with position.waiting(process, what, number):
+                try:
+                    jax.block_until_ready(arrays)
+                except Exception as error:
+                    if watch.current is not None and not any(a.is_deleted() for a in arrays):
+                        watch.current.lost(process, f"did not deliver {what()}: {error}")
+            del arrays
+
+    threading.Thread(target=wait, name=f"mmnnx-from-{process}", daemon=True).start()
+    return expected

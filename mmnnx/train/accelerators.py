@@ -1,0 +1,45 @@
+"""The accelerators of this machine, shared out among processes by one that must not hold them itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+
+from mmnnx.train.errors import UserError
+
+
+def share_accelerators(devices: int, processes: int) -> list[dict[str, str]]:
+    """For each process the variables that give it its share of ``devices``: of this machine's GPUs, or of
+    virtual CPU devices where there are not as many.
+
+    Raises UserError for accelerators that JAX cannot share out by a variable.
+
+    >>> share_accelerators(8, 4)[3]  # on a machine with eight GPUs
+    {'JAX_LOCAL_DEVICE_IDS': '6,7'}
+    """
+    platform, count = _accelerators()
+    if count < devices:
+        return [{"JAX_PLATFORMS": "cpu"}] * processes
+    if platform not in ("gpu", "cuda", "rocm"):
+        raise UserError(
+            f"--processes shares out GPUs or CPU devices, and this machine has {count} of {platform}: use "
+            "one process, or JAX_PLATFORMS=cpu"
+        )
+    share = devices // processes
+    numbers = [range(n * share, (n + 1) * share) for n in range(processes)]
+    return [{"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, own))} for own in numbers]
+
+
+def _accelerators() -> tuple[str, int]:
+    """Their kind and number, as JAX finds them in another process, which then lets go of them."""
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    installed = plugins or any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or not installed:
+        return "cpu", 0
+    ask = "import jax; devices = jax.devices(); print(devices[0].platform, len(devices))"
+    answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    platform, count = answer.stdout.split()[-2:] if answer.returncode == 0 else ("cpu", "0")
+    return platform, 0 if platform == "cpu" else int(count)

@@ -1,0 +1,264 @@
+"""Saves and restores the state of a run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from mmnnx.sharding.placement import TaskSharding
+from mmnnx.train.checkpoint.agree import all_or_none, tell_all
+from mmnnx.train.checkpoint.errors import CheckpointError, DamagedError, Differences, Path
+from mmnnx.train.checkpoint.folder import (
+    JSON,
+    STATE,
+    advice,
+    checksum,
+    read_json,
+    remove,
+    set_aside,
+    steps_in,
+    unfinished,
+)
+from mmnnx.train.checkpoint.nodes import arrays_of, set_arrays
+from mmnnx.train.checkpoint.placement import describe
+from mmnnx.train.checkpoint.rename import Rename
+from mmnnx.train.checkpoint.restore import restore_arrays, targets_of
+from mmnnx.train.checkpoint.write import copy_shards, make_writer
+
+UNKNOWN = math.inf
+"""The metric of a checkpoint whose metrics cannot be read."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What came with the state of a checkpoint.
+
+    Attributes:
+      step: the step it was saved at.
+      data, config, metrics: what was given to `save`, None where nothing was.
+      left: with `partial=True`, how checkpoint and nodes differ: what was neither read nor set.
+    """
+
+    step: int
+    data: Any
+    config: Any
+    metrics: dict[str, float] | None
+    left: Differences
+
+
+class Checkpoints:
+    """The checkpoints in a folder: the latest few, and the best.
+
+    In several processes all of them make one, call its methods in the same order, and see the same folder.
+
+    Args:
+      folder: where they are kept. It is made when the first is saved.
+      keep: how many of the latest are kept.
+      best: the name of a metric of which the lowest is best; that checkpoint is kept too.
+
+    Example:
+      >>> with Checkpoints("run/checkpoints", best="loss") as checkpoints:
+      ...     checkpoints.save(100, {"model": model, "optimizer": optimizer}, metrics={"loss": 2.5})
+      >>> Checkpoints("run/checkpoints").restore({"model": model}).step
+      100
+    """
+
+    def __init__(self, folder: str | FilePath, *, keep: int = 1, best: str | None = None):
+        if keep < 1:
+            raise ValueError(f"keep={keep}: at least one checkpoint is kept")
+        self.folder = FilePath(folder).absolute()
+        self._keep, self._best, self._saved = keep, best, False
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints there are, earliest first. One that is being written is none yet."""
+        return steps_in(self.folder)
+
+    @property
+    def latest(self) -> int | None:
+        """The latest step; None without checkpoints."""
+        return max(self.steps, default=None)
+
+    @property
+    def best(self) -> int | None:
+        """The step whose metric is the lowest; None if no checkpoint has it."""
+        known = {step: value for step in self.steps if math.isfinite(value := self._metric(step))}
+        return min(known, key=lambda step: (known[step], -step), default=None)
+
+    def save(
+        self,
+        step: int,
+        nodes: Mapping[str, Any],
+        *,
+        data: Any = None,
+        config: Any = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Saves the state of NNX objects.
+
+        Returns as soon as the state may change or be donated, and writes in the background; the checkpoint
+        is there once all of it is written. Waits for an earlier one that is still being written. Checkpoints
+        of this step and of later ones, of a run that was gone back in, are renamed, not deleted.
+
+        Args:
+          step: the number of steps taken.
+          nodes: NNX objects by name: modules, optimizers, `nnx.Rngs`, metrics.
+          data: the position in the data, as JSON.
+          config: anything else, as JSON.
+          metrics: numbers by name.
+
+        Raises:
+          TypeError, ValueError: for what cannot be saved; nothing is written then.
+          Exception: whatever went wrong in writing the checkpoint before this one.
+
+        Example:
+          >>> checkpoints.save(200, {"model": model, "rngs": rngs}, data=batches.get_state())
+        """
+        if step < 0:
+            raise ValueError(f"step={step}: steps are counted from 0")
+        arrays = arrays_of(nodes)
+        for path, x in arrays.items():
+            if isinstance(x, jax.ShapeDtypeStruct):
+                raise TypeError(f"{'/'.join(path)} is a ShapeDtypeStruct, which has no values")
+        numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
+        values = {"placement": describe(arrays), "data": data, "config": config, "metrics": numbers}
+        values = {name: _json(name, value) for name, value in values.items() if value is not None}
+        self.wait()  # so that the host never has two copies of the state
+        tree: dict[str, Any] = {}
+        for path, shards in copy_shards(arrays).items():
+            _put(tree, path, shards)
+        if jax.process_index() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            set_aside(self.folder, [s for s in self.steps if s >= step])
+            remove(self.folder, [])
+        items = {name: ocp.args.JsonSave(value) for name, value in values.items()}
+        self._orbax.save(
+            self.folder / str(step),
+            args=ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(tree)}, **items),
+            custom_metadata={"checksums": {name: checksum(value) for name, value in values.items()}},
+        )
+        self._saved = True
+
+    def restore(
+        self,
+        nodes: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        sharding: TaskSharding | None = None,
+        partial: bool = False,
+        rename: Rename | None = None,
+    ) -> Restored:
+        """Sets the state of NNX objects to what was saved, whatever devices and processes saved it.
+
+        Each array is read to where it is now, each device reading its own part. Objects of the checkpoint
+        that are not among `nodes` are not read. Layers in a list and layers stacked for a scan are taken for
+        each other.
+
+        Args:
+          nodes: NNX objects by the names they were saved under. Those that `nnx.eval_shape` made get arrays,
+            so that initial values need not be made, nor old and new ones fit into memory together.
+          step: which one. Default: the latest.
+          sharding: where the state of abstract nodes goes. Default: to the default device.
+          partial: take what fits by path, shape and dtype, and leave the rest of the nodes as it is.
+          rename: {"old/prefix": "new/prefix"}, or a function from the name in the checkpoint to that in the
+            nodes ("model/embed/embedding").
+
+        Returns:
+          What was saved besides; with `partial`, what was left too.
+
+        Raises:
+          CheckpointError: there is no such checkpoint, or it is damaged: nodes are as they were. The message
+            says which is the newest that is good.
+          StructureError: nodes have other state than the checkpoint, said before anything is read.
+          PlacementError: `sharding` does not place the state.
+
+        Example:
+          >>> model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+          >>> checkpoints.restore({"model": model}, sharding=placement)
+        """
+        wanted = targets_of(nodes, sharding)
+        self.wait()
+        step = self._choose(step)
+        folder = self.folder / str(step)
+        with all_or_none():
+            try:
+                extras = {name: read_json(folder, name) for name in JSON}
+                placement = extras.pop("placement")
+                arrays, left = restore_arrays(folder, placement, wanted, partial=partial, rename=rename)
+            except DamagedError as error:
+                raise DamagedError(f"{error}. {advice(self.folder, step)}") from error
+        set_arrays(nodes, arrays)
+        return Restored(step, left=left, **extras)
+
+    def wait(self) -> None:
+        """Waits until what was saved is written; raises what went wrong with it."""
+        if not self._saved:
+            return
+        self._orbax.wait_until_finished()
+        if jax.process_index() == 0:
+            remove(self.folder, self._old())
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        self.wait()
+        if self._saved:
+            self._orbax.close()
+            del self._orbax
+            self._saved = False
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @functools.cached_property
+    def _orbax(self) -> ocp.AsyncCheckpointer:
+        return make_writer()
+
+    def _choose(self, step: int | None) -> int:
+        steps = json.loads(tell_all(json.dumps(self.steps))[0])  # one answer, if files show up late
+        if not steps:
+            half = "".join(f"; {name} was not finished" for name in unfinished(self.folder))
+            raise CheckpointError(f"there is no checkpoint in {self.folder}{half}")
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"there is no checkpoint of step {step} in {self.folder}; there are those of "
+                f"{', '.join(map(str, steps))}"
+            )
+        return steps[-1] if step is None else step
+
+    def _old(self) -> list[int]:
+        """Steps that are kept no longer. One whose metrics cannot be read is kept: there is no telling."""
+        older = self.steps[: -self._keep]
+        kept = {self.best, *(step for step in older if self._metric(step) == UNKNOWN)}
+        return [step for step in older if step not in kept]
+
+    def _metric(self, step: int) -> float:
+        if self._best is None:
+            return math.nan
+        try:
+            return (read_json(self.folder / str(step), "metrics") or {}).get(self._best, math.nan)
+        except DamagedError:
+            return UNKNOWN
+
+
+def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def _json(name: str, value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}= is saved as JSON, and cannot be: {error}") from error

@@ -1,0 +1,115 @@
+"""The command ``mmnnx inspect``: what a checkpoint holds, without reading the arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mmnnx.inspect.units import bytes_text, ranges_text
+from mmnnx.train.checkpoint.contents import Contents, contents_of
+from mmnnx.train.checkpoint.errors import CheckpointError
+
+WIDE = 160
+"""Columns of output that goes to no terminal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectConfig:
+    """Show what a checkpoint holds: step, metrics, topology, and a table of state."""
+
+    path: tyro.conf.Positional[Path]
+    """A run, its folder of checkpoints, or one of them; also one that orbax alone wrote."""
+    json: bool = False
+    """Print JSON."""
+
+
+def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
+    """Run ``mmnnx inspect`` with these options; `tell` is given what went wrong.
+
+    Returns the exit status: 0, or 2 for what is no checkpoint. Raises SystemExit for options that make no
+    sense.
+    """
+    config = tyro.cli(
+        InspectConfig, args=options, prog="mmnnx inspect", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDE
+    try:
+        found = contents_of(config.path)
+    except CheckpointError as error:
+        tell(str(error))
+        return 2
+    if config.json:
+        print(json.dumps(dataclasses.asdict(found), indent=2, default=str))
+    else:
+        show(found, console)
+    return 0
+
+
+def show(found: Contents, console: Console) -> None:
+    """Print what a checkpoint holds."""
+    console.print(Text.assemble((str(found.path), "bold")), soft_wrap=True)
+    for line in _about(found):
+        console.print(line, markup=False, soft_wrap=True)
+    if found.homes:
+        console.print(_homes(found))
+    console.print(_state(found))
+
+
+def _about(found: Contents) -> list[str]:
+    lines = []
+    if found.step is not None:
+        others = [step for step in found.steps if step != found.step]
+        kept = f"; there are also {', '.join(map(str, others))}" if others else ""
+        lines.append(f"step {found.step}{kept}")
+    if found.saved is not None:
+        saved = datetime.datetime.fromtimestamp(found.saved).astimezone().isoformat(" ", "seconds")
+        lines.append(f"saved {saved}")
+    if found.versions:
+        by = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+        lines.append(f"by {by}, in {found.processes} process{'es' * (found.processes != 1)}")
+    if found.mesh:
+        lines.append("mesh " + ", ".join(f"{axis}={size}" for axis, size in found.mesh.items()))
+    for name, value in (("metrics", found.metrics), ("data", found.data), ("config", found.config)):
+        if value is not None:
+            lines.append(f"{name} {json.dumps(value)}")
+    return lines
+
+
+def _homes(found: Contents) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("task", "mesh", "devices"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("arrays", "bytes"):
+        table.add_column(heading, justify="right")
+    for number, home in enumerate(found.homes):
+        mine = [piece for piece in found.state if piece.home == number]
+        axes = ", ".join(f"{axis}={size}" for axis, size in home["axes"].items())
+        size = bytes_text(sum(piece.bytes for piece in mine))
+        table.add_row(Text(home["task"]), axes, ranges_text(home["devices"]), str(len(mine)), size)
+    return table
+
+
+def _state(found: Contents) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
+    total = bytes_text(sum(piece.bytes for piece in found.state))
+    table.add_column("state", f"{len(found.state)} arrays", overflow="fold")
+    table.add_column("type", overflow="fold")
+    table.add_column("bytes", total, justify="right")
+    table.add_column("task", overflow="fold")
+    table.add_column("spec", overflow="fold")
+    for piece in found.state:
+        task = "" if piece.home is None else found.homes[piece.home]["task"]
+        table.add_row(Text(piece.path), Text(piece.type), bytes_text(piece.bytes), Text(task), piece.spec)
+    return table

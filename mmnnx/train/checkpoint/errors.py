@@ -1,0 +1,43 @@
+"""What can be wrong with a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Path = tuple[str, ...]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be restored as it was asked for: the message says why, and what to do."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not what was written: the message names the file, and the newest that is good."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How the state in a checkpoint and the state to restore differ, by path.
+
+    Attributes:
+      missing: wanted, and not in the checkpoint: the type wanted.
+      extra: in the checkpoint under a name that is wanted, and not wanted: the type stored, or which rows of
+        it are left over.
+      shapes, dtypes: in both, and not alike: (wanted, stored).
+    """
+
+    missing: dict[Path, str]
+    extra: dict[Path, str]
+    shapes: dict[Path, tuple[str, str]]
+    dtypes: dict[Path, tuple[str, str]]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.shapes or self.dtypes)
+
+
+class StructureError(CheckpointError):
+    """The state to restore has another structure than the checkpoint; nothing was read, nothing changed."""
+
+    def __init__(self, message: str, differences: Differences):
+        super().__init__(message)
+        self.differences = differences

@@ -1,0 +1,64 @@
+"""The state of NNX objects as arrays by path, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mmnnx.train.checkpoint.errors import Path
+
+
+def arrays_of(nodes: Mapping[str, Any]) -> dict[Path, Any]:
+    """The arrays, abstract arrays and numbers in the state of NNX objects.
+
+    Returns:
+      Them by path, whose first key is the name of the object.
+
+    Raises:
+      TypeError: for what is no NNX object, and for state that is no array.
+      ValueError: for two paths that are written alike, or no state at all.
+
+    Example:
+      >>> list(arrays_of({"model": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}))
+      [('model', 'bias'), ('model', 'kernel')]
+    """
+    found: dict[Path, Any] = {}
+    files: dict[str, Path] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(_trees(nodes)):
+        keys = _keys(path)
+        if not isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | bool | int | float):
+            raise TypeError(f"{'/'.join(keys)} is {type(x).__name__}; checkpoints hold arrays and numbers")
+        if (name := ".".join(keys)) in files:  # what orbax calls it on disk
+            raise ValueError(f"{'/'.join(keys)} and {'/'.join(files[name])} cannot be told apart on disk")
+        files[name] = keys
+        found[keys] = x
+    if not found:
+        raise ValueError(f"there is no state in {', '.join(nodes) or 'nothing'}")
+    return found
+
+
+def set_arrays(nodes: Mapping[str, Any], arrays: Mapping[Path, Any]) -> None:
+    """Sets the state of NNX objects; what `arrays` leaves out stays as it is."""
+
+    def chosen(path: tuple[Any, ...], x: Any) -> Any:
+        return arrays.get(_keys(path), x)
+
+    trees = jax.tree_util.tree_map_with_path(chosen, _trees(nodes))
+    for name, node in nodes.items():
+        nnx.update(node, trees[name])
+
+
+def _keys(path: tuple[Any, ...]) -> Path:
+    """The keys of a path as text; one with a slash in it is two."""
+    return tuple(jax.tree_util.keystr(path, simple=True, separator="/").split("/"))
+
+
+def _trees(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    for name, node in nodes.items():
+        if not nnx.graph.is_graph_node(node) or isinstance(node, nnx.Variable):
+            raise TypeError(f"{name!r} must be an NNX object (a Module, Optimizer, Rngs, ...), not {node!r}")
+    return {name: nnx.to_pure_dict(nnx.state(node)) for name, node in nodes.items()}

@@ -1,0 +1,131 @@
+"""Where state lives: as it is written beside a checkpoint, and as a TaskSharding wants it restored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from mmnnx import _compat
+from mmnnx.inspect.homes import Homes
+from mmnnx.sharding.mesh import current_multimesh, program_devices
+from mmnnx.sharding.placement import PlacementError, TaskSharding
+from mmnnx.train.checkpoint.errors import Path
+from mmnnx.train.checkpoint.keys import stored_as
+from mmnnx.train.checkpoint.match import type_of
+
+
+def describe(arrays: Mapping[Path, Any]) -> dict[str, Any]:
+    """Types and places of arrays, as JSON.
+
+    Returns:
+      "versions" of what wrote it, the number of "processes", the "mesh" of all devices (None outside
+      `with MultiMesh(...)`), the "homes" or submeshes where state lives, and for each path in "state" its
+      "shape", "dtype", "bytes", "spec" and the number of its "home" (None for what has none). Devices are
+      numbered as `TaskMesh` does it.
+    """
+    homes, multimesh = Homes(), current_multimesh()
+    numbers = {device: n for n, device in enumerate(program_devices())}
+    places: list[dict[str, Any]] = []
+    state = {}
+    for path, x in arrays.items():
+        shape, dtype = type_of(x)
+        spec = home = None
+        if isinstance(x, jax.Array):
+            mesh = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
+            devices = x.sharding.device_set if mesh is None else mesh.devices.flat
+            (placed,) = homes.find([path], x, [x])
+            place = {
+                "task": placed.home.task if placed is not None else "",
+                "axes": dict(mesh.shape) if mesh is not None else {},
+                "devices": [numbers.get(d, d.id) for d in devices],
+            }
+            spec = list(x.sharding.spec) if isinstance(x.sharding, NamedSharding) else None
+            if place not in places:
+                places.append(place)
+            home = places.index(place)
+        words, kind = stored_as(x)
+        state["/".join(path)] = {
+            "shape": list(shape),
+            "dtype": dtype,
+            "bytes": prod(words) * kind.itemsize,
+            "spec": spec,
+            "home": home,
+        }
+    return {
+        "versions": {name: version(name) for name in ("mmnnx", "jax", "flax", "orbax-checkpoint")},
+        "processes": jax.process_count(),
+        "mesh": dict(multimesh.mesh.shape) if multimesh is not None else None,
+        "homes": places,
+        "state": state,
+    }
+
+
+def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path, Sharding]:
+    """Where a TaskSharding puts the state of NNX objects, as `mm.jit` would.
+
+    An optimizer's slots follow their parameters; numbers without a rule are copied to every mesh.
+
+    Raises:
+      PlacementError: for state that no rule places.
+    """
+    found: dict[Path, Sharding] = {}
+    parameters: dict[tuple[Path, tuple[int, ...]], Sharding] = {}
+    variables = [
+        (name, tuple(map(str, path)), variable)
+        for name, node in nodes.items()
+        for path, variable in nnx.to_flat_state(nnx.state(node))
+    ]
+    for name, path, variable in sorted(variables, key=lambda v: _compat.is_optimizer_slot(v[-1])):
+        value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+        for keys, x in jax.tree_util.tree_leaves_with_path(value):
+            shape = type_of(x)[0]
+            if _compat.is_optimizer_slot(variable):
+                own = _of_slot(sharding, path, shape, parameters)
+            else:
+                own = parameters[path, shape] = _of_parameter(sharding, path, variable, shape)
+            inner = jax.tree_util.keystr(keys, simple=True, separator="/")
+            found[tuple("/".join((name, *path, *([inner] if inner else []))).split("/"))] = own
+    return found
+
+
+def _of_parameter(sharding: TaskSharding, path: Path, variable: Any, shape: tuple[int, ...]) -> NamedSharding:
+    try:
+        return sharding.lookup(path, variable).sharding
+    except PlacementError:
+        if shape:
+            raise
+        return _everywhere(sharding)
+
+
+def _of_slot(
+    sharding: TaskSharding,
+    path: Path,
+    shape: tuple[int, ...],
+    parameters: Mapping[tuple[Path, tuple[int, ...]], Sharding],
+) -> Sharding:
+    """Where its parameter is; sharded alike if it is of its shape, else (factored moments) replicated."""
+    endings = [path[k:] for k in range(len(path))]
+    for ending in endings:
+        if (ending, shape) in parameters:
+            return parameters[ending, shape]
+    if shape:
+        for ending in endings:
+            for (parameter, _), own in parameters.items():
+                if parameter == ending and isinstance(own, NamedSharding):
+                    return NamedSharding(own.mesh, PartitionSpec())
+    return _everywhere(sharding)
+
+
+def _everywhere(sharding: TaskSharding) -> NamedSharding:
+    multimesh = current_multimesh()
+    if multimesh is not None:
+        return NamedSharding(multimesh.mesh, PartitionSpec())
+    devices = dict.fromkeys(device for task, _ in sharding.rules for device in task.to_mesh().devices.flat)
+    return NamedSharding(Mesh(np.array(list(devices)), ("device",)), PartitionSpec())

@@ -1,0 +1,186 @@
+"""Arrays out of a checkpoint: each device reads the part that it will hold."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path as FilePath
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from mmnnx.train.checkpoint.errors import DamagedError, Path
+from mmnnx.train.checkpoint.keys import is_key, key_impl, stored_as
+
+IN_FLIGHT = 32 * 2**20
+"""Bytes that are being read at one time, at most, by one process."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be read.
+
+    Attributes:
+      like: an array or number of the shape and dtype, concrete or abstract.
+      sharding: where it goes; None for a NumPy array or a number.
+    """
+
+    like: Any
+    sharding: Sharding | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of one array are stored.
+
+    Attributes:
+      pieces: (path, row, count): `count` rows of what is stored there, beginning at `row`; all of it if
+        `row` is None.
+      stacked: whether the rows of the pieces, one below the other, are the array; else it is the one row.
+    """
+
+    pieces: tuple[tuple[Path, int | None, int], ...]
+    stacked: bool = False
+
+
+def open_arrays(state: FilePath, paths: Iterable[Path]) -> dict[Path, Any]:
+    """Opens stored arrays in the folder `state`; reads their metadata alone.
+
+    Raises:
+      DamagedError: for one that cannot be read, or is not there.
+    """
+    context = ts.Context()
+    opening = {
+        path: ts.open(
+            {
+                "driver": "zarr3",
+                "kvstore": {
+                    "driver": "ocdbt",
+                    "base": {"driver": "file", "path": f"{state.absolute()}/"},
+                    "path": ".".join(path) + "/",
+                },
+                "fill_missing_data_reads": False,
+            },
+            open=True,
+            read=True,
+            context=context,
+        )
+        for path in paths
+    }
+    return {path: _result(state, path, store) for path, store in opening.items()}
+
+
+def read_arrays(
+    state: FilePath, stores: Mapping[Path, Any], wanted: Mapping[Path, tuple[Target, Source]]
+) -> dict[Path, Any]:
+    """Reads arrays, each to its place: no more than this process holds of them passes through the host.
+
+    Raises:
+      DamagedError: for what cannot be read, or has another checksum.
+    """
+    found: dict[Path, Any] = {}
+    reading: deque[tuple[Path, dict[Bounds, list[tuple[Path, ts.Future]]], int]] = deque()
+    flying = 0
+    for path, (target, source) in wanted.items():
+        bounds = set(_bounds(target).values())
+        reading.append((path, {b: _start(stores, source, b) for b in bounds}, _nbytes(target, bounds)))
+        flying += reading[-1][-1]
+        while flying > IN_FLIGHT and len(reading) > 1:
+            flying -= _finish(state, wanted, reading.popleft(), found)
+    while reading:
+        _finish(state, wanted, reading.popleft(), found)
+    return found
+
+
+Bounds = tuple[tuple[int, int], ...]
+"""A part of an array: where it starts and stops in each dimension."""
+
+
+def _bounds(target: Target) -> dict[Any, Bounds]:
+    """The part of a target that each device of this process holds."""
+    shape = np.shape(target.like)
+    if target.sharding is None:
+        return {None: tuple((0, size) for size in shape)}
+    regions = target.sharding.addressable_devices_indices_map(shape)
+    return {
+        device: tuple(s.indices(size)[:2] for s, size in zip(region or (), shape))
+        for device, region in regions.items()
+    }
+
+
+def _nbytes(target: Target, parts: Iterable[Bounds]) -> int:
+    shape, dtype = stored_as(target.like)
+    words = prod(shape[np.ndim(target.like) :])
+    return sum(prod(stop - start for start, stop in part) for part in parts) * words * dtype.itemsize
+
+
+def _start(stores: Mapping[Path, Any], source: Source, part: Bounds) -> list[tuple[Path, ts.Future]]:
+    """Starts reading the pieces that a part of an array consists of."""
+    inner = tuple(slice(*b) for b in part)
+    if not source.stacked:
+        ((path, row, _),) = source.pieces
+        return [(path, _read(stores[path], inner if row is None else (row, *inner)))]
+    (low, high), inner = part[0], inner[1:]
+    reads, above = [], 0
+    for path, row, count in source.pieces:
+        first, last = max(low, above), min(high, above + count)
+        if first < last:
+            store, row = (stores[path][ts.newaxis], 0) if row is None else (stores[path], row)
+            rows = slice(row + first - above, row + last - above)
+            reads.append((path, _read(store, (rows, *inner))))
+        above += count
+    return reads
+
+
+def _read(store: Any, region: tuple[Any, ...]) -> ts.Future:
+    return (store[region] if region else store).read()
+
+
+def _finish(
+    state: FilePath,
+    wanted: Mapping[Path, tuple[Target, Source]],
+    reading: tuple[Path, dict[Bounds, list[tuple[Path, ts.Future]]], int],
+    found: dict[Path, Any],
+) -> int:
+    """Waits for one array, and puts it where it goes; returns its bytes."""
+    path, parts, size = reading
+    hosts = {}
+    for part, reads in parts.items():
+        pieces = [_result(state, name, read) for name, read in reads]
+        hosts[part] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    found[path] = _place(wanted[path][0], hosts)
+    return size
+
+
+def _place(target: Target, hosts: Mapping[Bounds, np.ndarray]) -> Any:
+    """An array of the parts in host memory, as `target` says."""
+    like, sharding = target.like, target.sharding
+    if sharding is None:
+        (host,) = hosts.values()
+        return host if isinstance(like, np.ndarray | np.generic) else type(like)(host.item())
+    wrap: Any = lambda data: data
+    if is_key(like.dtype):
+        wrap = functools.partial(jax.random.wrap_key_data, impl=key_impl(like.dtype))
+    if isinstance(like, jax.Array) and not like.committed:
+        (host,) = hosts.values()
+        return wrap(jnp.asarray(host))
+    parts = [
+        wrap(jax.device_put(hosts[part], SingleDeviceSharding(device, memory_kind=sharding.memory_kind)))
+        for device, part in _bounds(target).items()
+    ]
+    return jax.make_array_from_single_device_arrays(like.shape, sharding, parts, dtype=like.dtype)
+
+
+def _result(state: FilePath, path: Path, future: ts.Future) -> Any:
+    try:
+        return future.result()
+    except Exception as error:  # tensorstore raises whatever its status maps to
+        reason = str(error).partition(" [tensorstore_spec=")[0]  # which is long, and says nothing else
+        raise DamagedError(f"{'/'.join(path)} in {state} cannot be read: {reason}") from error

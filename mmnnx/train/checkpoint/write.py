@@ -1,0 +1,189 @@
+"""Arrays into a checkpoint: each process writes the shards it owns, and orbax makes one checkpoint of them.
+
+Orbax's own handler of `jax.Array` refuses arrays that live in one process of several; a `TypeHandler` is its
+way to write what it does not know. The files are as it writes them, so it reads them back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from jax.sharding import NamedSharding
+
+from mmnnx.train.checkpoint.folder import JSON, STATE
+from mmnnx.train.checkpoint.keys import is_key, stored_as
+
+CHUNK = 4 * 2**20
+"""Bytes that an array is cut into at most: as much is read of it at least, whatever part of it is wanted."""
+
+Region = tuple[slice, ...]
+
+
+@dataclass
+class Shards:
+    """One array as this process writes it.
+
+    Attributes:
+      shape, dtype: of the whole array as it is stored.
+      chunk: the shape of the parts that it is stored in; each lies within one shard.
+      parts: the shards that this process owns, in host memory, and where in the array they are.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    parts: list[tuple[Region, np.ndarray]]
+
+
+def copy_shards(arrays: Mapping[Any, Any]) -> dict[Any, Shards]:
+    """Copies to the host what this process owns of arrays and numbers; then they may change or be donated."""
+    owned = {key: _owned(x) for key, x in arrays.items()}
+    for shards in owned.values():
+        for _, data in shards:
+            if isinstance(data, jax.Array):
+                data.copy_to_host_async()  # all of them on the way before the first is waited for
+    found = {}
+    for key, x in arrays.items():
+        shape, dtype = stored_as(x)
+        shard = shape
+        if isinstance(x, jax.Array):
+            shard = (*x.sharding.shard_shape(x.shape), *shape[x.ndim :])
+        parts = [(region, _host(data)) for region, data in owned[key]]
+        found[key] = Shards(shape, dtype, chunk_shape(shape, shard, dtype.itemsize), parts)
+    return found
+
+
+def _owned(x: Any) -> list[tuple[Region, Any]]:
+    """What this process writes of an array: of equal shards, the first there is.
+
+    In several processes, what has no NamedSharding is the same in each, and process 0 writes it.
+    """
+    alike = not isinstance(x, jax.Array) or (
+        x.is_fully_addressable and not isinstance(x.sharding, NamedSharding)
+    )
+    if alike and jax.process_index() > 0:
+        return []
+    if not isinstance(x, jax.Array):
+        return [((), x)]
+    regions = x.sharding.devices_indices_map(x.shape)
+    unwrap = jax.random.key_data if is_key(x.dtype) else lambda data: data
+    return [(regions[s.device], unwrap(s.data)) for s in x.addressable_shards if s.replica_id == 0]
+
+
+def _host(data: Any) -> np.ndarray:
+    if isinstance(data, jax.Array) and all(d.platform != "cpu" for d in data.devices()):
+        return np.asarray(data)
+    return np.array(data)  # NumPy would look into the very memory that a later step is given
+
+
+def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The shape of stored parts of at most CHUNK bytes, of which no two shards share one.
+
+    The largest dimension is halved until they are that small, so that whatever way the array is sharded when
+    it is read, little is read in vain. A dimension that is sharded is not halved where it is odd.
+
+    >>> chunk_shape((8192, 8192), (8192, 4096), 4)
+    (1024, 1024)
+    """
+    chunk = [max(1, size) for size in shard]
+    while prod(chunk) * itemsize > CHUNK:
+        halves = [d for d, size in enumerate(chunk) if size > 1 and (size % 2 == 0 or shard[d] == shape[d])]
+        if not halves:
+            break
+        d = max(halves, key=chunk.__getitem__)
+        chunk[d] = -(-chunk[d] // 2)
+    return tuple(chunk)
+
+
+class ShardsHandler(ocp.type_handlers.TypeHandler):
+    """Writes `Shards`. Read by orbax alone, they are NumPy arrays unless it is asked for others."""
+
+    def typestr(self) -> str:
+        return "np.ndarray"
+
+    async def serialize(
+        self, values: Sequence[Shards], infos: Sequence[Any], args: Any = None
+    ) -> Sequence[ocp.future.Future]:
+        # Orbax merges the folders of this name into one when all processes are done.
+        folder = infos[0].parent_dir / f"ocdbt.process_{jax.process_index()}"
+        named = [(info.name, value) for info, value in zip(infos, values) if value.parts]
+        return [ocp.future.CommitFutureAwaitingContractedSignals(_write(str(folder), named))]
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        raise NotImplementedError("orbax reads these as arrays, with handlers of its own")
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        raise NotImplementedError("orbax reads these as arrays, with handlers of its own")
+
+
+async def _write(folder: str, named: Sequence[tuple[str, Shards]]) -> None:
+    context = ts.Context()
+    stores = await asyncio.gather(
+        *(
+            ts.open(
+                {
+                    "driver": "zarr3",
+                    "kvstore": {
+                        "driver": "ocdbt",
+                        "base": {"driver": "file", "path": f"{folder}/"},
+                        "path": f"{name}/",
+                    },
+                    # Else a chunk of zeros is not stored, and one that is lost would read as zeros.
+                    "store_data_equal_to_fill_value": True,
+                    "metadata": {
+                        "shape": shards.shape,
+                        "data_type": shards.dtype.name,
+                        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shards.chunk}},
+                        # A checksum for each chunk. Weights hardly compress.
+                        "codecs": [
+                            {"name": "bytes", "configuration": {"endian": "little"}},
+                            {"name": "crc32c"},
+                        ],
+                    },
+                },
+                create=True,
+                open=True,
+                context=context,
+            )
+            for name, shards in named
+        )
+    )
+    writes = []
+    for store, (_, shards) in zip(stores, named):
+        for region, host in shards.parts:
+            target = store[region] if region else store
+            writes.append(target.write(host, can_reference_source_data_indefinitely=True))
+    await asyncio.gather(*writes)
+
+
+def make_writer() -> ocp.AsyncCheckpointer:
+    """Orbax's way to write a folder in the background and to rename it into place once it is whole.
+
+    It takes a `Composite` of STATE, a tree of `Shards`, and of JSON.
+    """
+    count = jax.process_count()
+    # With the processes named, they wait for each other through the coordinator, not on their devices.
+    processes = ocp.options.MultiprocessingOptions(active_processes=set(range(count)) if count > 1 else None)
+    handlers: dict[str, Any] = {
+        name: ocp.JsonCheckpointHandler(f"{name}.json", multiprocessing_options=processes) for name in JSON
+    }
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (Shards, ShardsHandler()),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # has nothing to do; without one orbax warns
+    )
+    handlers[STATE] = ocp.PyTreeCheckpointHandler(
+        use_zarr3=True, type_handler_registry=registry, multiprocessing_options=processes
+    )
+    return ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(**handlers),
+        async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+        multiprocessing_options=processes,
+    )

@@ -1,0 +1,228 @@
+"""Fragments are compiled at once where they can be, equal ones once, and not again at a second start."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
+
+import mmnnx as mm
+from mmnnx.mpmd import compile as compile_module
+from mmnnx.mpmd import garbage
+from mmnnx.mpmd.lower import lower
+from tests.mpmd.parity import assert_same, born, pipeline
+
+ROOT = Path(__file__).parent.parent.parent
+X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+
+
+class Chain(nnx.Module):
+    """Layers that are alike; `between` is applied to what layer n makes."""
+
+    def __init__(self, layers, between=lambda x, n: jnp.tanh(x)):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List(nnx.Linear(8, 8, rngs=rngs) for _ in range(layers))
+        self.between = between
+
+    def __call__(self, x):
+        for n, layer in enumerate(self.layers):
+            x = self.between(layer(x), n)
+        return x
+
+
+def train_step(microbatches):
+    def step(model, optimizer, x):
+        def loss_fn(model, x):
+            return jnp.mean(model(x) ** 2)
+
+        size = len(x) // microbatches
+        loss, grads = mm.microbatch(nnx.value_and_grad(loss_fn), dim=0, size=size, argnum=1)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    return step
+
+
+def make_optimizer(model):
+    return nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+
+def on_stages(stages, per_stage=()):
+    """A MultiMesh, and the placement of one layer on each of its stages."""
+    mesh, tasks = pipeline(stages, *per_stage)
+    return mesh, mm.TaskSharding({mm.path("layers", n): (task, None) for n, task in enumerate(tasks)})
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """Grows by the name of every program that is compiled for a fragment, without JAX's cache on disk."""
+    names = []
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()  # or JAX would go on with the folder it has
+
+    @dataclasses.dataclass
+    class Watched:
+        name: str
+        stage: jax.stages.Lowered
+
+        def compile(self):
+            names.append(self.name)
+            return self.stage.compile()
+
+    def watched(f, *args):
+        low = lower(f, *args)
+        return dataclasses.replace(low, stage=Watched(f.name, low.stage))
+
+    monkeypatch.setattr(compile_module, "lower", watched)
+    yield names
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device", "two devices"])
+def test_equal_stages_are_compiled_once(compiles, per_stage):
+    """Those in the middle of a pipeline have each a program of their own, and all of them one compilation;
+    what it computes on each is what one device computes."""
+    mesh, placement = on_stages(4, per_stage)
+    whole = Chain(4)
+    whole_optimizer = make_optimizer(whole)
+    with mesh:
+        model = born(lambda: Chain(4), placement)
+        optimizer = mm.jit(make_optimizer)(model)
+        compiles.clear()
+        step = mm.jit(train_step(2), donate_argnums=(0, 1))
+        count = 0
+        for n in range(3):
+            expected = nnx.jit(train_step(2))(whole, whole_optimizer, X + n)
+            old = [layer.kernel[...] for layer in model.layers]
+            assert_same(step(model, optimizer, X + n), expected)
+            assert all(x.is_deleted() for x in old)
+            count = count or len(compiles)
+        assert len(compiles) == count  # by the first step alone
+        assert_same(model, whole)
+        fragments = step.program(model, optimizer, X).fragments
+    middle = [f for f in fragments if f.task in ("stage1", "stage2")]
+    assert len(middle) >= 6
+    assert sum(name.startswith(("stage1", "stage2")) for name in compiles) <= len(middle) / 2
+
+
+def test_no_growth_with_stages_and_microbatches(compiles):
+    counts = []
+    for stages, microbatches in ((4, 2), (4, 4), (8, 2)):
+        mesh, placement = on_stages(stages)
+        with mesh:
+            model = born(lambda n=stages: Chain(n), placement)
+            optimizer = mm.jit(make_optimizer)(model)
+            compiles.clear()
+            mm.jit(train_step(microbatches))(model, optimizer, X)
+        counts.append(len(compiles))
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_stages_that_are_only_alike_are_not_one(compiles):
+    """The same operations with other constants are another program."""
+    make = lambda: Chain(4, lambda x, n: x * jnp.float32(n + 1))
+    mesh, placement = on_stages(4)
+    with mesh:
+        model = born(make, placement)
+        compiles.clear()
+        assert_same(mm.jit(lambda model, x: model(x))(model, X), make()(X))
+    assert len(compiles) == 4
+
+
+def test_callbacks_keep_their_own_programs(compiles):
+    """A callback belongs to one executable: every stage calls its own."""
+    called = []
+
+    def between(x, n):
+        def double(x):
+            called.append(n)
+            return 2 * x
+
+        return jax.pure_callback(double, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    mesh, placement = on_stages(4)
+    with mesh:
+        model = born(lambda: Chain(4, between), placement)
+        compiles.clear()
+        made = mm.jit(lambda model, x: model(x))(model, X)
+        assert_same(made, Chain(4, lambda x, n: 2 * x)(X))
+    assert sorted(called) == [0, 1, 2, 3]
+    assert len(compiles) == 4
+
+
+def test_on_one_device_each_nothing_waits(compiles):
+    """Where no sharding is open, every fragment can be compiled from the start."""
+    mesh, placement = on_stages(4)
+    with mesh:
+        model = born(lambda: Chain(4), placement)
+        program = mm.jit(train_step(2)).program(model, mm.jit(make_optimizer)(model), X)
+    fixed = compile_module._replicated(program, {})
+    ready = compile_module._Known(program, fixed).ready
+    assert {call.fragment for call in ready} == set(program.fragments)
+    assert len(ready) == len(program.fragments)
+
+
+def test_what_xla_refuses_is_raised(monkeypatch):
+    class Refused:
+        def compile(self):
+            raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(
+        compile_module, "lower", lambda *args: dataclasses.replace(lower(*args), stage=Refused())
+    )
+    mesh, placement = on_stages(2)
+    with mesh, pytest.raises(RuntimeError, match="out of registers"):
+        born(lambda: Chain(2), placement)
+
+
+def start(folder):
+    """A process that trains with JAX's compilation cache in a folder: its losses, cache hits and misses."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "4",
+        "XLA_FLAGS": "",
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": str(ROOT),
+    }
+    script = ROOT / "tests" / "mpmd" / "train_once.py"
+    ran = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_a_second_start_compiles_nothing(tmp_path):
+    """All of a pipeline comes out of JAX's persistent compilation cache, and computes the same."""
+    first, second = start(tmp_path), start(tmp_path)
+    assert first["hits"] == 0 and first["misses"] > 10
+    assert second["hits"] == first["misses"] and second["misses"] == 0
+    assert second["losses"] == first["losses"]
+
+
+def test_the_collector_is_back_after_a_trace():
+    assert garbage.gc.isenabled()
+    with pytest.raises(ZeroDivisionError), garbage.uncollected(), garbage.uncollected():
+        assert not garbage.gc.isenabled()
+        raise ZeroDivisionError
+    assert garbage.gc.isenabled()
+    garbage.gc.disable()
+    try:
+        with garbage.uncollected():
+            pass
+        assert not garbage.gc.isenabled()  # whoever switched it off wants it off
+    finally:
+        garbage.gc.enable()

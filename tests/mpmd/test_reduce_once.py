@@ -1,0 +1,305 @@
+"""Over a data axis gradients are reduced once and sharded weights gathered once, not in every microbatch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+from mmnnx.modules import LM, LMConfig, MoELM, MoELMConfig
+from mmnnx.sharding.pipeline import pipeline_sharding
+from tests.mpmd.parity import assert_parity, born, pipeline, train_step
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@pytest.fixture
+def hlo(monkeypatch):
+    """Name and optimized HLO of every fragment that is compiled."""
+    texts: list[tuple[str, str]] = []
+    compile = jax.stages.Lowered.compile
+
+    def watched(self, *args, **kwargs):
+        compiled = compile(self, *args, **kwargs)
+        text = compiled.as_text()
+        texts.append((re.match(r"HloModule jit_(\w+)", text)[1], text))
+        return compiled
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", watched)
+    return texts
+
+
+def collectives(hlo: list[tuple[str, str]], sizes: tuple[int, ...]) -> dict[str, Counter]:
+    """(kind, dimension of the mesh, or None for several) of the collectives in the loop and outside it."""
+    found = {"loop": Counter(), "outside": Counter()}
+    for name, text in hlo:
+        where = found["loop" if re.search("forward|backward", name) else "outside"]
+        for line in text.splitlines():
+            if kind := re.search(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", line):
+                where[kind[1], dimension(line, sizes)] += 1
+    return found
+
+
+def dimension(line: str, sizes: tuple[int, ...]) -> int | None:
+    """Along which dimension of a mesh of these sizes the devices of each group of a collective lie."""
+    if given := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,{}]+)\}\}", line):
+        groups = [[int(d) for d in group.split(",")] for group in given[1].split("},{")]
+    elif given := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        shape, dims, order = (tuple(map(int, (g or "").split(","))) if g else None for g in given.groups())
+        groups = np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
+    else:
+        order = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+        given = re.search(rf"replica_groups=mesh\[(.*?)\]{order} \{{(.*?)\}}", line)
+        names, dims = zip(*re.findall(r"'(\w+)'=(\d+)", given[1]))
+        dims = tuple(map(int, dims))
+        mine = [names.index(n) for n in re.findall(r"'(\w+)'", given[4])]
+        ids = np.arange(np.prod(dims))
+        if given[3]:
+            ids = ids.reshape(json.loads(f"[{given[2]}]")).transpose(json.loads(f"[{given[3]}]"))
+        ids = np.moveaxis(ids.reshape(dims), mine, range(-len(mine), 0))
+        groups = ids.reshape(-1, np.prod([dims[n] for n in mine])).tolist()
+    grid = np.arange(np.prod(sizes)).reshape(sizes)
+    for n in range(len(sizes)):
+        if {frozenset(g) for g in groups} == {
+            frozenset(r) for r in np.moveaxis(grid, n, -1).reshape(-1, sizes[n]).tolist()
+        }:
+            return n
+    return None
+
+
+class Net(nnx.Module):
+    """Of each kind of weight one: an embedding, biases, a norm's scale, products in several shapes."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(32, 16, rngs=rngs)
+        self.blocks = nnx.List(nnx.Linear(16, 16, rngs=rngs) for _ in range(2))
+        self.mix = nnx.Einsum("bsd,dhk->bshk", (16, 2, 8), (2, 8), rngs=rngs)
+        self.norm = nnx.RMSNorm(16, rngs=rngs)
+        self.head = nnx.Linear(16, 32, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        mixed = self.mix(x)
+        return self.head(self.norm(x + mixed.reshape(x.shape)))
+
+
+def net_loss(model, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+
+
+TOKENS = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
+
+
+def placed(tasks, spec):
+    first, second = tasks
+    return mm.TaskSharding(
+        {
+            mm.path({"embed", "blocks"}): (first, spec),
+            mm.path({"mix", "norm", "head"}, {"kernel", "scale"}): (second, spec),
+            mm.path({"mix", "norm", "head"}): (second, P()),
+        }
+    )
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")], ids=["data", "fsdp"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1"])
+def test_nothing_is_reduced_or_gathered_in_the_loop(hlo, spec, schedule):
+    mesh, tasks = pipeline(2, 4, axes=("data",))
+    program = assert_parity(
+        lambda: Net(nnx.Rngs(0)),
+        net_loss,
+        TOKENS,
+        placed(tasks, spec),
+        mesh=mesh,
+        microbatch=4,
+        steps=2,
+        schedule=schedule,
+        arg_shardings=P("data"),
+    )
+    found = collectives(hlo, (4,))
+    assert not found["loop"]
+    assert found["outside"]["all-reduce", 0] >= 2  # one for each stage
+    assert (found["outside"]["all-gather", 0] > 0) == (spec == P("data"))
+    assert not program.notes
+
+
+def test_without_it_each_microbatch_reduces(hlo, monkeypatch):
+    """What the test above counts is there to be counted."""
+    monkeypatch.setattr("mmnnx.mpmd.split.reduce_once", lambda nodes, placement, given: list(nodes))
+    mesh, tasks = pipeline(2, 4, axes=("data",))
+    with mesh:
+        model = born(lambda: Net(nnx.Rngs(0)), placed(tasks, P("data")))
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param))(model)
+        step = train_step(mm.jit, net_loss, microbatch=4, loop={"arg_shardings": P("data")})
+        step(model, optimizer, TOKENS)
+    found = collectives(hlo, (4,))["loop"]
+    assert found["all-reduce", 0] >= 3 and found["all-gather", 0] >= 4
+
+
+def test_a_batch_that_arrives_sharded_needs_no_arg_shardings(hlo):
+    mesh, tasks = pipeline(2, 4, axes=("data",))
+    batch = jax.device_put(TOKENS, jax.NamedSharding(mesh.slice(stage=0), P("data")))
+    with mesh:
+        model = born(lambda: Net(nnx.Rngs(0)), placed(tasks, P()))
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param))(model)
+        train_step(mm.jit, net_loss, microbatch=4)(model, optimizer, batch)
+    assert not collectives(hlo, (4,))["loop"]
+
+
+LOGICAL = {"batch": "data", "heads": "model", "kv_heads": "model", "mlp": "model", "vocab": "model"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scan": 2}, {"remat": True}, {"scan": 2, "remat": True}, {"tied": True}],
+    ids=lambda options: "-".join(options) or "plain",
+)
+@pytest.mark.parametrize("fsdp", [False, True], ids=["data", "fsdp"])
+def test_a_language_model_over_data_and_tensor(hlo, options, fsdp):
+    """Only what tensor parallelism needs is left in the loop: no array is reduced over the data axis."""
+    mesh, tasks = pipeline(2, 2, 2, axes=("data", "model"))
+    rules = LOGICAL | ({"embed": "data"} if fsdp else {})
+    tasks = [mm.Task(t.name, mesh_slice=t.mesh_slice, logical_axes=rules) for t in tasks]
+    config = LMConfig(vocab=32, layers=2, width=16, heads=2, kv_heads=2, mlp=32, **options)
+    make = lambda: LM(config, rngs=nnx.Rngs(0))
+    program = assert_parity(
+        make,
+        lambda model, tokens: model.loss(tokens),
+        TOKENS,
+        pipeline_sharding(nnx.eval_shape(make), tasks),
+        mesh=mesh,
+        microbatch=4,
+        steps=1,
+        rtol=5e-5,
+        arg_shardings=P("data"),
+    )
+    assert not program.notes
+    found = collectives(hlo, (2, 2))
+    assert {n for _, n in found["loop"]} == {1}  # the axis of tensor parallelism
+    assert 0 in {n for _, n in found["outside"]}
+
+
+def test_a_mixture_of_experts_over_data_and_experts():
+    mesh, tasks = pipeline(2, 2, 2, axes=("data", "expert"))
+    rules = {"batch": "data", "expert": "expert"}
+    tasks = [mm.Task(t.name, mesh_slice=t.mesh_slice, logical_axes=rules) for t in tasks]
+    config = MoELMConfig(vocab=32, layers=2, width=16, heads=2, kv_heads=2, mlp=32, experts=4, top_k=2)
+    make = lambda: MoELM(config, rngs=nnx.Rngs(0))
+    program = assert_parity(
+        make,
+        lambda model, tokens: model.loss(tokens),
+        TOKENS,
+        pipeline_sharding(nnx.eval_shape(make), tasks),
+        mesh=mesh,
+        microbatch=4,
+        steps=1,
+        rtol=5e-5,
+        whole_batch=False,
+        arg_shardings=P("data"),
+    )
+    assert not program.notes
+    assert {(2, 4, 16, 32), (2, 4, 32, 16)} <= {tuple(v.aval.shape) for v, _ in program.values}
+
+
+class Experts(nnx.Module):
+    """Every example goes to every expert; each device computes with its own experts."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 8, rngs=rngs)
+        self.up = nnx.Param(jax.random.normal(rngs.params(), (4, 8, 16)))
+        self.down = nnx.Param(jax.random.normal(rngs.params(), (4, 16, 8)))
+
+    def __call__(self, x):
+        x = self.first(x)
+        h = jnp.einsum("bd,edf->ebf", x, self.up[...])
+        h = jax.lax.with_sharding_constraint(jnp.tanh(h), P("data"))
+        return x + jnp.einsum("ebf,efd->bd", h, self.down[...])
+
+
+def test_weights_that_are_used_in_parts_stay_in_parts():
+    """Experts over the data axis are neither gathered nor are their gradients kept in parts."""
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+    placement = mm.TaskSharding({mm.path("first"): (tasks[0], P()), mm.path(...): (tasks[1], P("data"))})
+    x = np.random.default_rng(0).standard_normal((8, 8), np.float32)
+    make = lambda: Experts(nnx.Rngs(0))
+    with mesh:
+        model = born(make, placement)
+        grad_fn = nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean())
+        loop = mm.microbatch(grad_fn, 0, 4, argnum=1, arg_shardings=P("data"), schedule="1f1b")
+        program = mm.jit(loop).program(model, x)
+    shapes = {tuple(v.aval.shape) for v, _ in program.values}
+    assert {(4, 8, 16), (2, 8, 8)} <= shapes  # the first layer's gradient is kept in two parts
+    assert (2, 4, 8, 16) not in shapes and (2, 4, 16, 8) not in shapes
+    names = [e.primitive.name for f in program.fragments for e in f.jaxpr.eqns if f.phase == "none"]
+    assert "sharding_constraint" not in names
+
+
+def test_what_cannot_be_taken_after_the_loop_is_told():
+    """A gradient that goes through an operation which is not linear, or not known to be, is reduced there."""
+
+    @jax.custom_vjp
+    def clipped(w):
+        return w
+
+    clipped.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -1e-3, 1e-3),))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.tanh(self.first(x)) @ clipped(self.second.kernel[...])
+
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+    program = assert_parity(
+        lambda: Model(nnx.Rngs(0)),
+        lambda model, x: (model(x) ** 2).mean(),
+        np.random.default_rng(0).standard_normal((8, 8), np.float32),
+        mm.TaskSharding({mm.path("first"): (tasks[0], P()), mm.path("second"): (tasks[1], P())}),
+        mesh=mesh,
+        microbatch=4,
+        whole_batch=False,
+        arg_shardings=P("data"),
+    )
+    (note,) = program.notes
+    assert "second.kernel" in note and "in every microbatch" in note
+    assert note in str(program)
+
+
+@pytest.mark.parametrize("start", [0.0, 3.0])
+def test_state_that_is_only_added_to_starts_where_it_is(start):
+    """A running total in a Variable goes on from its value; so does one that starts at nought."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+            self.total = nnx.BatchStat(jnp.full((8,), start))
+
+        def __call__(self, x):
+            y = self.second(jnp.tanh(self.first(x)))
+            self.total[...] += jax.lax.stop_gradient(y).sum(0)
+            return y
+
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+    program = assert_parity(
+        lambda: Model(nnx.Rngs(0)),
+        lambda model, x: (model(x) ** 2).mean(),
+        np.random.default_rng(0).standard_normal((8, 8), np.float32),
+        mm.TaskSharding({mm.path("first"): (tasks[0], P()), mm.path({"second", "total"}): (tasks[1], P())}),
+        mesh=mesh,
+        microbatch=4,
+        whole_batch=False,
+        arg_shardings=P("data"),
+    )
+    assert (2, 8) in {tuple(v.aval.shape) for v, _ in program.values}

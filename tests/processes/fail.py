@@ -1,0 +1,56 @@
+"""Runs a pipeline of one stage in each process, until what was asked for goes wrong in one of them."""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import jax.numpy as jnp
+
+import mmnnx as mm
+from mmnnx.mpmd import position, transport
+
+COORDINATOR, HOW = sys.argv[1], sys.argv[4]
+COUNT, NUMBER, VICTIM, SEED = (int(sys.argv[n]) for n in (2, 3, 5, 6))
+
+
+def cut(process, arrays, send=transport.send, seen=[]):  # noqa: B006  # counts the calls
+    """Hands over nothing, once."""
+    seen.append(process)
+    if len(seen) == 10:
+        position.handed[process] += 1
+    else:
+        send(process, arrays)
+
+
+mm.initialize(COORDINATOR, COUNT, NUMBER, failure_timeout=4, timeout=5 if HOW == "cut" else 60)
+mesh = mm.MultiMesh(axis_sizes=(COUNT,), axis_names=("stage",))
+stages = [mm.task(lambda x: jnp.tanh(x) + 1, f"stage{n}", mesh_slice={"stage": n}) for n in range(COUNT)]
+
+
+@mm.jit(mesh=mesh)
+def step(x):
+    for stage in stages:
+        x = stage(x)
+    return x
+
+
+mine = NUMBER == VICTIM
+if mine and HOW == "cut":
+    transport.send = cut
+for n in range(10**9):
+    mm.fetch(step(jnp.ones(1000)))
+    if n == 0:
+        print(f"started {time.time()}", flush=True)
+        if mine and HOW in ("SIGKILL", "SIGSTOP"):
+            delay = random.Random(SEED).uniform(0, 0.5)
+            threading.Timer(delay, os.kill, (os.getpid(), getattr(signal, HOW))).start()
+    if n == 20:
+        if mine and HOW == "raise":
+            raise ValueError("the dog ate the batch")
+        if mine and HOW == "exit":
+            sys.exit(3)
+        if (mine and HOW == "early") or HOW == "well":
+            break

@@ -1,0 +1,123 @@
+"""When a process fails, every other one says which, how and where, and ends; none is left."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import threading
+import time
+
+import pytest
+
+from tests.processes.harness import finish, start
+
+
+class Run:
+    """The processes of `fail.py`, and when each of them ended."""
+
+    def __init__(self, count, how, victim, seed=0, missing=()):
+        began = time.time()
+        self.processes = start("fail.py", count, 1, how, str(victim), str(seed), without=missing)
+        self.ends: dict[int, float] = {}
+        watchers = [threading.Thread(target=self._watch, args=item) for item in enumerate(self.processes)]
+        for watcher in watchers:
+            watcher.start()
+        if how == "SIGSTOP":  # it can end no more by itself
+            threading.Thread(target=self._kill_the_last, args=(victim,), daemon=True).start()
+        self.results = finish(self.processes, timeout=90)
+        for watcher in watchers:
+            watcher.join()
+        started = [float(t) for _, text in self.results for t in re.findall(r"started (\d\S+)", text)]
+        self.took = max(end for n, end in self.ends.items() if (n, how) != (victim, "SIGSTOP")) - max(
+            started, default=began
+        )
+
+    def _watch(self, number: int, process: subprocess.Popen[str]) -> None:
+        process.wait()
+        self.ends[number] = time.time()
+
+    def _kill_the_last(self, victim: int) -> None:
+        while len(self.ends) < len(self.processes) - 1:
+            time.sleep(0.05)
+        self.processes[victim].kill()
+
+    def survivors(self, victim: int) -> list[tuple[int, str]]:
+        """(exit status, the message) of each process but one."""
+        return [
+            (status, "".join(line for line in text.splitlines() if line.startswith("mmnnx: ")))
+            for n, (status, text) in enumerate(self.results)
+            if n != victim
+        ]
+
+
+@pytest.mark.parametrize("victim, seed", [(0, 0), (2, 1), (3, 2)])
+def test_a_process_that_is_killed_brings_the_others_down(victim, seed):
+    """At once, wherever in a step it was; process 0, where JAX's coordinator is, as any other."""
+    run = Run(4, "SIGKILL", victim, seed)
+    assert run.results[victim][0] == -9
+    assert run.took < 10
+    for status, message in run.survivors(victim):
+        assert status == 1
+        assert re.search(rf"process {victim} \(\S+, pid {run.processes[victim].pid}\) died", message)
+        assert re.search(r"last heard of at (the|instruction \d+ of) \w+", message)
+        assert message.count("mmnnx:") == 1
+
+
+def test_a_process_that_is_stopped_is_missed():
+    """After the failure_timeout of 4 s and no sooner, and little later."""
+    run = Run(3, "SIGSTOP", 1)
+    assert 3.5 < run.took < 20
+    for status, message in run.survivors(1):
+        assert status == 1
+        assert f"pid {run.processes[1].pid}) has not been heard of for 4 s" in message
+
+
+def test_a_coordinator_that_is_stopped_is_missed():
+    run = Run(2, "SIGSTOP", 0)
+    assert 3.5 < run.took < 20
+    assert run.survivors(0)[0][0] == 1
+    assert "process 0 (" in run.survivors(0)[0][1] and "for 4 s" in run.survivors(0)[0][1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_raises_says_what(victim):
+    """It shows its traceback, the others the error in a line."""
+    run = Run(2, "raise", victim)
+    assert run.took < 10
+    assert run.results[victim][0] == 1
+    assert "Traceback" in run.results[victim][1]
+    (status, message), text = run.survivors(victim)[0], run.results[1 - victim][1]
+    assert status == 1
+    assert f"process {victim} (" in message
+    assert "raised ValueError: the dog ate the batch. It was at the end of call 21 of" in message
+    assert "Traceback" not in text
+
+
+def test_a_transfer_that_is_cut_names_its_ends():
+    """The two processes, the instruction and the array; not those that wait for the result of all."""
+    run = Run(3, "cut", 0)
+    assert 4.5 < run.took < 20
+    for status, message in run.survivors(-1):
+        assert status == 1
+        assert re.search(
+            r"process 0 \(.*\) has not sent an array float32\[1000\] \(instruction 1 of call 10 of .*: "
+            r"send float32\[1000\] stage0 -> stage1, .*\), for which process 1 \(.*\) has waited 5 s",
+            message,
+        )
+
+
+@pytest.mark.parametrize("how, victim", [("early", 0), ("exit", 1)])
+def test_a_process_that_ends_before_the_others_is_told_from_one_that_died(how, victim):
+    """It has no error to show, and nobody waits for it until the timeout of 60 s."""
+    run = Run(2, how, victim)
+    assert run.took < 20
+    for status, message in run.survivors(-1):
+        assert status == 1
+        assert re.search(
+            rf"process {victim} \(.*\) has ended, and process {1 - victim} .* waits for", message
+        )
+
+
+def test_processes_that_finish_together_say_nothing():
+    run = Run(2, "well", 0)
+    assert [(status, message) for status, message in run.survivors(-1)] == [(0, ""), (0, "")]

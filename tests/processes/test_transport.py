@@ -1,0 +1,82 @@
+"""By which way arrays go to other processes, and where they are handed over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mmnnx import _compat
+from mmnnx.mpmd import transfer, transport
+
+
+def sharding(*processes, shape=None):
+    """Something like a sharding over devices of these processes, one each."""
+    devices = np.array([SimpleNamespace(process_index=p) for p in processes]).reshape(shape or -1)
+    return SimpleNamespace(device_set=list(devices.flat), mesh=SimpleNamespace(devices=devices))
+
+
+def way(source, target):
+    return transport.goes_by_device_put.__wrapped__(source, target)
+
+
+@pytest.fixture(autouse=True)
+def processes(monkeypatch):
+    monkeypatch.setattr(transport, "_processes", lambda s: sorted({d.process_index for d in s.device_set}))
+
+
+def test_device_put_where_the_client_can_and_shards_are_equal(monkeypatch):
+    monkeypatch.setattr(_compat, "copies_between_processes", lambda: True)
+    assert way(sharding(0, 0), sharding(1, 1))
+    assert way(sharding(0, 1), sharding(1, 2))
+    assert not way(sharding(0, 0), sharding(1))  # another number of shards
+    assert not way(sharding(0, 1, 0, 1, shape=(2, 2)), sharding(2, 2, 3, 3))
+    assert not way(sharding(0, 1), sharding(1, 0))  # JAX takes it for a move inside its processes
+
+
+def test_sockets_where_it_can_not(monkeypatch):
+    monkeypatch.setattr(_compat, "copies_between_processes", lambda: False)
+    assert not way(sharding(0, 0), sharding(1, 1))
+    monkeypatch.undo()
+    assert not _compat.copies_between_processes(), "the CPU client has no such thing"
+
+
+def test_a_copy_asks_for_the_way(monkeypatch):
+    """`transfer` hands an array to `put` or to `send` and `receive`, as `goes_by_device_put` says."""
+    devices = jax.devices()
+    source, target = (NamedSharding(Mesh(np.array(d), ("x",)), P("x")) for d in (devices[:2], devices[2:4]))
+    x = jax.device_put(np.arange(4.0), source)
+    asked = []
+    monkeypatch.setattr(transport, "put", lambda array, to: asked.append((array, to)) or "copied")
+    monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: True)
+    assert transfer._between(x, source, target) == "copied"
+    assert asked[0][0] is x and asked[0][1] is target
+    monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: False)
+    assert transfer._between(x, source, target).sharding == target
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "asked, host, port",
+    [
+        ("10.0.0.1", "10.0.0.1", 0),
+        ("10.0.0.1:7000", "10.0.0.1", 7000),
+        ("::1", "::1", 0),
+        ("[::1]", "::1", 0),
+        ("[::1]:7000", "::1", 7000),
+        ("node7:7000", "node7", 7000),
+    ],
+)
+def test_the_address_that_was_asked_for(monkeypatch, asked, host, port):
+    monkeypatch.setattr(transport, "_asked", None)
+    transport.listen_at(asked)
+    assert transport._asked == (host, port)
+
+
+def test_a_bad_address_is_an_error_at_once():
+    with pytest.raises(ValueError, match="'10.0.0.1:many' is not an address"):
+        transport.listen_at("10.0.0.1:many")
