@@ -1,5 +1,5 @@
 """How do programs grow? Traces, places, cuts and verifies pipelines of more and more layers, stages and
-microbatches, and simulates them; runs nothing.
+microbatches; compiles and runs nothing.
 
 python benchmarks/growth.py --schedule zero-bubble-h1
 python benchmarks/growth.py --model lm --sizes 24 4 16 48 4 16 96 4 16 96 16 64
@@ -21,16 +21,17 @@ from contenders.problem import OPTIMIZER, Problem, lm, mlp
 from flax import nnx
 
 import mmnnx as mm
+from mmnnx import _compat
 from mmnnx.modules.lm import LMConfig
 from mmnnx.mpmd import split
-from mmnnx.mpmd.garbage import uncollected
 
-PASSES = ("trace", "open_calls", "place", "cut", "build", "verify", "simulate")
+PASSES = ("open", "place", "cut", "build", "verify")
+COLUMNS = ("trace", *PASSES, "rest")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Trace, place, cut, verify and simulate pipelines of more and more layers, stages and microbatches."""
+    """Trace, place, cut and verify pipelines of more and more layers, stages and microbatches."""
 
     model: Literal["mlp", "lm"] = "mlp"
     """Blocks of two layers, or the language model of `make train`."""
@@ -52,43 +53,87 @@ def problem(model: str, layers: int, stages: int, microbatches: int) -> Problem:
 
 
 @contextlib.contextmanager
-def timed_passes() -> Iterator[Counter[str]]:
-    """CPU seconds of this thread in each pass of a split."""
-    seconds: Counter[str] = Counter()
+def timed_passes(seconds: Counter[str]) -> Iterator[None]:
+    """Adds up the CPU seconds that this thread spends in each pass."""
+    owners = {"open": (split, "open_calls"), "place": (split, "place"), "cut": (split, "cut")}
+    owners |= {"build": (split, "build"), "verify": (mm.Program, "verify")}
+    originals = {name: getattr(*owner) for name, owner in owners.items()}
 
-    def timed(name: str, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(name: str) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             start = time.thread_time()
             try:
-                return fun(*args, **kwargs)
+                return originals[name](*args, **kwargs)
             finally:
                 seconds[name] += time.thread_time() - start
 
         return run
 
-    originals = {name: getattr(split, name) for name in ("open_calls", "place", "cut", "build")}
-    for name, fun in originals.items():
-        setattr(split, name, timed(name, fun))
+    for name, owner in owners.items():
+        setattr(*owner, timed(name))
     try:
-        yield seconds
+        yield
     finally:
-        for name, fun in originals.items():
-            setattr(split, name, fun)
+        for name, owner in owners.items():
+            setattr(*owner, originals[name])
+
+
+def placed(what: Problem, mesh: mm.MultiMesh) -> tuple[Any, Any]:
+    """The model and its optimizer on the stages of a mesh. Made op by op, without a program."""
+    model = what.make()
+    with mesh:
+        placement = mm.pipeline_sharding(model, what.stages)
+        for path, variable in nnx.iter_graph(model):
+            if isinstance(variable, nnx.Param):
+                match = placement.lookup(path, variable)
+                variable.set_value(jax.device_put(variable.get_value(), match.sharding))
+    return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
 
 
 def measure(model: str, layers: int, stages: int, microbatches: int, schedule: str | None) -> str:
     """One line of the table."""
     what = problem(model, layers, stages, microbatches)
     mesh = mm.MultiMesh(axis_sizes=(stages,), axis_names=("stage",), devices=jax.devices()[:stages])
-    shapes = nnx.eval_shape(what.make)
-    with mesh:
-        placement = mm.pipeline_sharding(shapes, stages)
+    state = placed(what, mesh)
 
-        @mm.jit
-        def step(batch):
-            made = what.make()  # no time for weights: they are placed where a train step has its arguments
-            model = nnx.merge(nnx.graphdef(made), mm.with_placement(nnx.state(made), placement))
-            return model, batch
+    @mm.jit(mesh=mesh)
+    def step(model, optimizer, batch):
+        grad_fn = nnx.value_and_grad(what.loss)
+        loss, grads = mm.microbatch(grad_fn, dim=0, size=1, argnum=1, schedule=schedule)(model, batch)
+        optimizer.update(model, grads)
+        return loss
 
-    del step, OPTIMIZER, uncollected
-    return ""
+    start = time.thread_time()
+    traced = step.trace(*state, what.batch)
+    seconds = Counter(trace=time.thread_time() - start)
+    with timed_passes(seconds):
+        start = time.thread_time()
+        program = _compat.inner_traced(traced).split().program
+    seconds["rest"] = time.thread_time() - start - sum(seconds[name] for name in PASSES)
+    size = len(program.instructions)
+    equations = sum(len(f.jaxpr.eqns) for f in program.fragments)
+    total = sum(seconds.values()) - seconds["trace"]
+    return (
+        f"{layers:6}{stages:7}{microbatches:13}{program.loops[0].schedule:>24}{equations:10,}{size:13,}"
+        + "".join(f"{seconds[name]:9.2f}" for name in COLUMNS)
+        + f"{1e6 * total / (size + equations):9.0f}{program.simulate().bubble:9.1%}"
+    )
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(stages for _, stages, _ in options.sizes))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    print(f"{options.model}; {cores} cores, jax {jax.__version__}; CPU seconds of the thread that traces")
+    print(
+        f"{'blocks':>6}{'stages':>7}{'microbatches':>13}{'schedule':>24}{'equations':>10}{'instructions':>13}"
+        + "".join(f"{name:>9}" for name in COLUMNS)
+        + f"{'us each':>9}{'bubble':>9}"
+    )
+    for layers, stages, microbatches in options.sizes:
+        print(measure(options.model, layers, stages, microbatches, options.schedule), flush=True)
+
+
+if __name__ == "__main__":
+    main()

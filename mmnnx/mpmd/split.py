@@ -26,7 +26,7 @@ from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred, without
 from mmnnx.mpmd.order import Moves
 from mmnnx.mpmd.place import Placement, Position, TaskOf, place
-from mmnnx.mpmd.processes import agree, are_apart, is_here
+from mmnnx.mpmd.processes import agree, are_apart
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.reduce_once import reduce_once
 from mmnnx.mpmd.run import runner
@@ -102,8 +102,9 @@ def split(
     derive = functools.partial(derive_shardings, program, pieces.flat.invars, ends.given, slices, whole)
     # JAX runs a function where its arguments are: what is there already needs nothing of us.
     there = groups == {frozenset(divided[0].devices.flat)} if placed else len(groups) <= 1
-    # A constraint may be over a mesh that is larger than the one that all is on.
-    as_it_is = not ruled and is_here(divided[0]) and not (placed and constrains(traced.jaxpr))
+    # Every process decides alike; and a constraint may be over a mesh larger than the one that all is on.
+    everyone = len({d.process_index for d in divided[0].devices.flat}) == jax.process_count()
+    as_it_is = not ruled and everyone and not (placed and constrains(traced.jaxpr))
     if len(divided) == 1 and there and as_it_is:
         return Split(program, None, derive)
     return Split(

@@ -49,16 +49,16 @@ def train(config: TrainConfig) -> RunFolder:
         folder = RunFolder(config.folder())
         if first and not config.resume:
             RunFolder.create(config)
-
-    with mesh, Checkpoints(folder.checkpoints, best="val_bits_per_byte") as checkpoints:
-        start = checkpoints.latest or 0
+        start = folder.saved or 0
         if start >= config.steps:
             raise UserError(f"the run in {folder.path} has taken {start} steps; to go on give more --steps")
+
+    with mesh, Checkpoints(folder.checkpoints, best="val_bits_per_byte") as checkpoints:
         model, optimizer = create(config, placement)
         nodes = {"model": model, "optimizer": optimizer}
         if start:
             with as_one(UserError, CheckpointError):
-                data = checkpoints.restore(nodes).data
+                data = checkpoints.restore(nodes, start).data
                 if data["text"] != corpus.checksum:
                     raise UserError(
                         f"the text of the run in {folder.path} has changed since; start another with --name"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import sys
+import threading
 import time
 from types import FrameType
 from typing import Any
@@ -23,8 +25,11 @@ class Stop:
     """Whether a run was asked to stop, by Ctrl-C or SIGTERM, in this process or in any other of it.
 
     Inside, the first signal is only noted; a second one does what it would do without (Ctrl-C raises
-    KeyboardInterrupt, SIGTERM ends the process). Every process must make it, and ask it in every step. The
-    answer costs a look at a flag, and twice a second one at the key-value store of `jax.distributed`.
+    KeyboardInterrupt, SIGTERM ends the process). Every process must make it, and ask it in every step.
+
+    Once a process is asked, a thread in each says how far it is: the step after that of the furthest one is
+    the last. No process takes another step before that is known, and none has to for it to be: one that
+    waits for another in the middle of a step is spoken for by its thread.
 
     Attributes:
       signal: what asked, in whichever process; None until this process knows of it.
@@ -43,59 +48,80 @@ class Stop:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._key = f"mmnnx/stop/{next(_numbers)}"
-        self._last: int | None = None  # the step to stop after, once the processes have agreed on it
-        self._looked = 0.0
+        self._passed = -1  # the last step after which this process went on
+        self._last = sys.maxsize  # the step to stop after, once the processes have agreed on it
+        self._lock = threading.Lock()
+        self._asked = False  # from here on this process goes no further than the others
+        self._agreed, self._woken, self._over = threading.Event(), threading.Event(), False
+        self._thread = threading.Thread(target=self._speak, name="mmnnx-stop", daemon=True)
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Stop:
         self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        if jax.distributed.is_initialized():
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._restore()
-        if jax.distributed.is_initialized() and self._last is None:
-            self._say("last", sys.maxsize)  # whoever is asked from now on runs to the end, as this one has
+        self._over = True
+        self._woken.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def __call__(self, step: int) -> bool:
         """Whether to stop after this step.
 
-        Once a process is asked, every process waits here until all have said how far they are; the furthest
-        one's step is the last.
-
         Args:
-          step: its number, which grows from call to call and is the same for the same step everywhere.
+          step: its number, from 0 or more, which grows from call to call and is the same for the same step
+            everywhere.
         """
-        several = jax.distributed.is_initialized()
-        if self._last is None and self._is_asked(several):
-            self._last = self._agree(step) if several else step
-        return self._last is not None and step >= self._last
+        if not jax.distributed.is_initialized():
+            return self.signal is not None
+        with self._lock:
+            if not self._asked:
+                self._passed = step
+                return False
+        self._agreed.wait()  # where a second signal gets through
+        return step >= self._last
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         self._restore()
+        self._woken.set()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
 
-    def _is_asked(self, several: bool) -> bool:
-        if self.signal is None and several and time.monotonic() >= self._looked + _LOOK:
-            self._looked = time.monotonic()
-            for _, number in _compat.key_value_store().key_value_dir_get(f"{self._key}/signal/"):
-                self.signal = signal.Signals(int(number))
-        return self.signal is not None
+    # What follows runs in the thread.
 
-    def _agree(self, step: int) -> int:
-        assert self.signal is not None
-        self._say("signal", self.signal)
-        self._say("last", step)
-        while True:
-            said = _compat.key_value_store().key_value_dir_get(f"{self._key}/last/")
-            if len(said) == _compat.own_process()[1]:
-                return max(int(last) for _, last in said)
-            time.sleep(_POLL)  # where a second signal gets through
+    def _speak(self) -> None:
+        """Says how far this process is once one is asked, or at its end that it needs no waiting for."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # without a coordinator all processes end
+            while not (self._is_asked() or self._over):
+                self._woken.wait(_LOOK)
+            if self.signal is None:
+                return self._say("passed", sys.maxsize)
+            with self._lock:
+                self._asked, passed = True, self._passed
+            self._say("signal", self.signal)
+            self._say("passed", passed)
+            while len(said := self._said("passed")) < _compat.own_process()[1] and not self._over:
+                time.sleep(_POLL)
+            self._last = max(said) + 1
+        self._agreed.set()
+
+    def _is_asked(self) -> bool:
+        if self.signal is None:
+            self.signal = next(map(signal.Signals, self._said("signal")), None)
+        return self.signal is not None
 
     def _say(self, what: str, number: int) -> None:
         key = f"{self._key}/{what}/{_compat.own_process()[0]}"
         _compat.key_value_store().key_value_set(key, str(int(number)))
+
+    def _said(self, what: str) -> list[int]:
+        found = _compat.key_value_store().key_value_dir_get(f"{self._key}/{what}/")
+        return [int(number) for _, number in found]

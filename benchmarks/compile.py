@@ -1,0 +1,175 @@
+"""How long does the first step take? The same train step traced and compiled whole under `nnx.jit`, on one
+device, and by `mm.jit` as a pipeline; each time in a process of its own, in turn.
+
+python benchmarks/compile.py --model lm --layers 8 --tensor 2
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from typing import Any, Literal
+
+import jax
+import tyro
+from contenders.problem import OPTIMIZER, Problem, lm, mlp
+from flax import nnx
+
+import mmnnx as mm
+from mmnnx.modules.lm import LMConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Time the first step of training, traced and compiled whole and as a pipeline."""
+
+    model: Literal["mlp", "lm"] = "lm"
+    """Residual blocks of two layers, or the language model of `make train`."""
+    layers: int = 8
+    """Its blocks."""
+    stages: int = 4
+    """Pipeline stages."""
+    tensor: int = 1
+    """Devices in a stage, over which its weights are split."""
+    microbatches: tuple[int, ...] = (16,)
+    """Slices of the batch in one step."""
+    rounds: int = 3
+    """Processes of each kind."""
+    cache: bool = False
+    """Start each pipeline a second time, with JAX's persistent compilation cache."""
+    run: Literal["nnx.jit", "mm.jit"] | None = None
+    """Take one first step in this process, and print its times as JSON."""
+
+
+def problem(options: Options) -> Problem:
+    (microbatches,) = options.microbatches
+    if options.model == "mlp":
+        return mlp("mlp", options.stages, microbatches, rows=32, layers=options.layers, width=128)
+    config = LMConfig(vocab=256, layers=options.layers, width=96, heads=4, kv_heads=2, mlp=256)
+    return lm("lm", options.stages, microbatches, rows=2, length=128, config=config)
+
+
+def first_step(options: Options) -> dict[str, float]:
+    """Seconds of a first step: to trace it, to cut it up, to compile it, and in all."""
+    what = problem(options)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.stages * options.tensor)
+    counts: Counter[str] = Counter()
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: counts.update([event.rsplit("/", 1)[-1]])
+    )
+    jax.monitoring.register_event_listener(lambda event, **_: counts.update([event.rsplit("/", 1)[-1]]))
+
+    def train_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+        grad_fn = nnx.value_and_grad(what.loss)
+        loss, grads = mm.microbatch(grad_fn, dim=0, size=what.rows, argnum=1, reduce="mean", schedule="1f1b")(
+            model, batch
+        )
+        optimizer.update(model, grads)
+        return loss
+
+    def make_optimizer(model: Any) -> nnx.Optimizer:
+        return nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+
+    mesh = mm.MultiMesh(axis_sizes=(options.stages, options.tensor), axis_names=("stage", "model"))
+    if options.run == "nnx.jit":
+        model = nnx.jit(what.make)()
+        state = model, nnx.jit(make_optimizer)(model)
+        step = nnx.jit(train_step, donate_argnums=(0, 1))
+    else:
+        rules = mm.logical_rules("tensor")
+        with mesh:
+            placement = mm.pipeline_sharding(nnx.eval_shape(what.make), options.stages, rules=rules)
+            model = mm.jit(what.make, out_shardings=placement)()
+            state = model, mm.jit(make_optimizer)(model)
+        step = mm.jit(train_step, donate_argnums=(0, 1), mesh=mesh)
+    jax.block_until_ready(nnx.state(state))
+    counts.clear()
+    marks = [(time.perf_counter(), time.process_time())]
+
+    def mark() -> None:
+        marks.append((time.perf_counter(), time.process_time()))
+
+    traced = step.trace(*state, what.batch)
+    mark()
+    lowered = traced.lower()
+    mark()
+    lowered.compile()
+    mark()
+    (start, cpu), *_, (end, cpu_end) = marks
+    names = ("trace", "lower", "compile")
+    walls = {name: b[0] - a[0] for name, a, b in zip(names, marks, marks[1:])}
+    used = {f"{name} CPU": b[1] - a[1] for name, a, b in zip(names, marks, marks[1:])}
+    programs = {"programs": counts["backend_compile_duration"], "hits": counts["cache_hits"]}
+    return {"total": end - start, "CPU": cpu_end - cpu, **walls, **used, **programs}
+
+
+def started(options: Options, run: str, microbatches: int, folder: str | None = None) -> dict[str, float]:
+    """A first step in a process of its own."""
+    command = [sys.executable, __file__, "--run", run]
+    for name in ("model", "layers", "stages", "tensor"):
+        command += [f"--{name}", str(getattr(options, name))]
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": folder or "",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    ran = subprocess.run(
+        [*command, "--microbatches", str(microbatches)],
+        env=os.environ | (cache if folder else {}),
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    return json.loads(ran.stdout)
+
+
+def row(name: str, microbatches: int, runs: list[dict[str, float]], ratio: str) -> str:
+    best = {key: min(run[key] for run in runs) for key in runs[0]}
+    return (
+        f"{name:16}{microbatches:13}{best['total']:9.2f}{best['CPU']:9.2f}"
+        + "".join(f"{best[key]:9.2f}" for key in ("trace", "lower", "compile"))
+        + "".join(f"{best[f'{key} CPU']:9.2f}" for key in ("trace", "lower", "compile"))
+        + f"{best['programs']:10.0f}{best['hits']:6.0f}{ratio:>9}"
+    )
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    if options.run is not None:
+        print(json.dumps(first_step(options)))
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    print(
+        f"{options.model} of {options.layers} blocks; {options.stages} stages of {options.tensor} devices; "
+        f"{cores} cores, jax {jax.__version__}; least seconds of {options.rounds}, wall and CPU\n"
+        f"{'':16}{'microbatches':>13}{'total':>9}{'CPU':>9}"
+        + "".join(f"{name:>9}" for name in ("trace", "lower", "compile"))
+        + "".join(f"{name:>9}" for name in ("CPU", "CPU", "CPU"))
+        + f"{'programs':>10}{'hits':>6}{'ratio':>9}"
+    )
+    for microbatches in options.microbatches:
+        runs: dict[str, list[dict[str, float]]] = {"nnx.jit": [], "mm.jit": []}
+        for _ in range(options.rounds):
+            for run, found in runs.items():
+                found.append(started(options, run, microbatches))
+        ratios = [ours["total"] / whole["total"] for whole, ours in zip(*runs.values())]
+        for (name, found), ratio in zip(runs.items(), ("", f"{statistics.median(ratios):.2f}")):
+            print(row(name, microbatches, found, ratio), flush=True)
+        if options.cache:
+            for name in ("nnx.jit", "mm.jit"):
+                with tempfile.TemporaryDirectory() as folder:
+                    started(options, name, microbatches, folder)
+                    again = [started(options, name, microbatches, folder)]
+                print(row(f"{name}, again", microbatches, again, ""), flush=True)
+    print("ratio: of the totals, median over the rounds")
+
+
+if __name__ == "__main__":
+    main()
