@@ -62,10 +62,12 @@ def first_step(options: Options) -> dict[str, float]:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.stages * options.tensor)
     counts: Counter[str] = Counter()
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: counts.update([event.rsplit("/", 1)[-1]])
-    )
-    jax.monitoring.register_event_listener(lambda event, **_: counts.update([event.rsplit("/", 1)[-1]]))
+
+    def count(event: str, *_: float, **__: Any) -> None:
+        counts[event.rsplit("/", 1)[-1]] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    jax.monitoring.register_event_listener(count)
 
     def train_step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
         grad_fn = nnx.value_and_grad(what.loss)

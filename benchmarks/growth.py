@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -53,7 +52,7 @@ def problem(model: str, layers: int, stages: int, microbatches: int) -> Problem:
 
 
 @contextlib.contextmanager
-def timed_passes(seconds: Counter[str]) -> Iterator[None]:
+def timed_passes(seconds: dict[str, float]) -> Iterator[None]:
     """Adds up the CPU seconds that this thread spends in each pass."""
     owners = {"open": (split, "open_calls"), "place": (split, "place"), "cut": (split, "cut")}
     owners |= {"build": (split, "build"), "verify": (mm.Program, "verify")}
@@ -105,7 +104,7 @@ def measure(model: str, layers: int, stages: int, microbatches: int, schedule: s
 
     start = time.thread_time()
     traced = step.trace(*state, what.batch)
-    seconds = Counter(trace=time.thread_time() - start)
+    seconds = dict.fromkeys(COLUMNS, 0.0) | {"trace": time.thread_time() - start}
     with timed_passes(seconds):
         start = time.thread_time()
         program = _compat.inner_traced(traced).split().program
