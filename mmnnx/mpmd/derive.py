@@ -94,10 +94,13 @@ def _propagated(program: Program, mesh: Mesh, known: Mapping[Var, NamedSharding]
     }
 
 
-def constrains(jaxpr: Any) -> bool:
-    """Whether something in a jaxpr says how values are sharded."""
-    equations = _compat.open_jaxpr(jaxpr)[2]
-    return any(
-        e.primitive.name in ("sharding_constraint", "shard_map") or any(map(constrains, _compat.subjaxprs(e)))
-        for e in equations
-    )
+def constrains(jaxpr: Any, beyond: Mesh | None = None) -> bool:
+    """Whether something in a jaxpr says how values are sharded; if `beyond` is given, over other devices."""
+
+    def does(e: Any) -> bool:
+        if e.primitive.name not in ("sharding_constraint", "shard_map"):
+            return any(constrains(inner, beyond) for inner in _compat.subjaxprs(e))
+        over = e.params["mesh"] if "mesh" in e.params else getattr(e.params["sharding"], "mesh", None)
+        return beyond is None or (isinstance(over, Mesh) and over.devices.tolist() != beyond.devices.tolist())
+
+    return any(map(does, _compat.open_jaxpr(jaxpr)[2]))

@@ -102,9 +102,9 @@ def split(
     derive = functools.partial(derive_shardings, program, pieces.flat.invars, ends.given, slices, whole)
     # JAX runs a function where its arguments are: what is there already needs nothing of us.
     there = groups == {frozenset(divided[0].devices.flat)} if placed else len(groups) <= 1
-    # Every process decides alike; and a constraint may be over a mesh larger than the one that all is on.
+    # Every process decides alike. A constraint may be over a mesh that is larger than the one that all is on.
     everyone = len({d.process_index for d in divided[0].devices.flat}) == jax.process_count()
-    as_it_is = not ruled and everyone and not (placed and constrains(traced.jaxpr))
+    as_it_is = not ruled and everyone and not (placed and constrains(traced.jaxpr, divided[0]))
     if len(divided) == 1 and there and as_it_is:
         return Split(program, None, derive)
     return Split(
