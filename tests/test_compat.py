@@ -471,3 +471,14 @@ def test_is_traced(tmp_path):
     with jax.profiler.trace(tmp_path):
         assert _compat.is_traced()
     assert not _compat.is_traced()
+
+
+def test_load_for():
+    """A program compiled for two devices runs on two others, and its results are there."""
+    first, second = (Mesh(np.array(jax.devices()[n : n + 2]), ("x",)) for n in (0, 4))
+    x = np.arange(8.0, dtype=np.float32)
+    here, there = (jax.device_put(x, NamedSharding(mesh, P("x"))) for mesh in (first, second))
+    compiled = jax.jit(lambda x: jnp.cumsum(x) * 2).lower(here).compile()
+    out = _compat.load_for(compiled, second)(there)
+    np.testing.assert_array_equal(out, compiled(here))
+    assert out.sharding.device_set == set(second.devices.flat)

@@ -113,7 +113,9 @@ class _Once:
             del self.waiting[f]
             compiled = future.result()
             if mesh != f.mesh:
-                compiled = _compat.load_for(compiled, f.mesh)
+                results = jax.tree.leaves(compiled.output_shardings)
+                named = all(isinstance(s, NamedSharding) for s in results)  # or nothing says how to move it
+                compiled = _compat.load_for(compiled, f.mesh) if named else low.stage.compile()
             yield f, Executable(compiled, low.inputs, low.outputs)
 
 
