@@ -161,11 +161,11 @@ def test_a_large_one(name):
 @pytest.mark.parametrize("name", ["1f1b", "zero-bubble-h2", "interleaved-zero-bubble", "zbv"])
 def test_a_very_large_one(name):
     """64 stages and 512 microbatches: built, checked and played within seconds, 1 or 2 on an idle core."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     stages = stages_for(name, 64 if name in ANYWHERE else 32)
     assert stages.num_stages == 64
     assert_as_published(name, stages, 512)
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
 
 
 def test_all_schedules_are_here():
