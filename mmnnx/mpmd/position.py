@@ -10,14 +10,16 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 at: list[Any] = [0, lambda _: "the start"]
 """Where it is: the number of an instruction, and what puts it into words."""
 
 handed: collections.Counter[int] = collections.Counter()
 """How many arrays it has handed to each other process."""
 
-waits: dict[int, Wait] = {}
-"""What its threads wait for, by numbers that mean nothing."""
+waits: dict[Any, Wait] = {}
+"""What it waits for, by keys that mean nothing. The watch alone says that an array has come: `Wait.is_over`."""
 
 _numbers = itertools.count()
 
@@ -34,20 +36,27 @@ def place() -> str:
 
 @dataclasses.dataclass
 class Wait:
-    """Something that a thread waits for.
+    """Something that this process waits for.
 
     Attributes:
       process: from which process.
       what: it in words.
       number: of the array that it is, counted as `handed` counts; inf for anything else.
+      array: that array, until it has come. Nobody waits for it in a thread, which would cost a change of
+        threads for each: the watch looks at it with each beat.
       beats: how long, in beats of the watch, and how much of that since the process ended.
     """
 
     process: int
     what: Callable[[], str]
     number: float
+    array: jax.Array | None = None
     beats: int = 0
     beats_since_end: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.array is None and self.number < math.inf
 
 
 @contextlib.contextmanager

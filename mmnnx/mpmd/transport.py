@@ -10,8 +10,6 @@ import collections
 import functools
 import ipaddress
 import logging
-import queue
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +19,7 @@ from jax.extend.backend import get_backend
 from jax.sharding import NamedSharding
 
 from mmnnx import _compat
-from mmnnx.mpmd import position, watch
+from mmnnx.mpmd import position
 from mmnnx.mpmd.meet import split_address
 from mmnnx.mpmd.words import hear, say
 
@@ -88,8 +86,14 @@ def receive(process: int, types: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Arr
 
 
 def _expect(process: int, arrays: list[jax.Array]) -> None:
+    """Lets the watch know what was asked for last: as long as it does not come, something does not."""
     _received[process] += 1
-    _arrivals(process).put((_received[process], arrays, *position.at))
+    array, (instruction, words) = arrays[-1], position.at
+
+    def what() -> str:
+        return f"an array {array.aval.str_short()} ({words(instruction)})"
+
+    position.waits["array", process] = position.Wait(process, what, _received[process], array)
 
 
 @functools.cache
@@ -111,32 +115,3 @@ def _server() -> Any:
 def _connection(process: int) -> Any:
     server = _server()  # says where it is, too: that process may wait for the address
     return server.connect(hear(process, "address").decode())
-
-
-@functools.cache
-def _arrivals(process: int) -> queue.SimpleQueue[Any]:
-    """Where arrays that were received from a process wait until they have come.
-
-    A thread waits for one after the other, so that `mmnnx.mpmd.watch` knows what does not come; it keeps no
-    array for longer than that.
-    """
-    expected: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def wait() -> None:
-        while True:
-            number, arrays, instruction, words = expected.get()
-            kind = arrays[0].aval.str_short()
-
-            def what(kind: str = kind, instruction: int = instruction, words: Any = words) -> str:
-                return f"an array {kind} ({words(instruction)})"
-
-            with position.waiting(process, what, number):
-                try:
-                    jax.block_until_ready(arrays)
-                except Exception as error:
-                    if watch.current is not None and not any(a.is_deleted() for a in arrays):
-                        watch.current.lost(process, f"did not deliver {what()}: {error}")
-            del arrays
-
-    threading.Thread(target=wait, name=f"mmnnx-from-{process}", daemon=True).start()
-    return expected

@@ -100,10 +100,6 @@ class Watch:
             self._status = 130
             self._end()
 
-    def lost(self, process: int, what: str) -> None:
-        """An array from a process has not come, as JAX says in these words."""
-        self._loop.call_soon_threadsafe(self._report, process, what)
-
     def except_hook(self, before: Callable[..., Any]) -> Callable[..., None]:
         """A `sys.excepthook` that does what `before` does and then ends all processes.
 
@@ -161,13 +157,27 @@ class Watch:
                         f"its host or the network is down. It was last heard of at {member.place}"
                     )
             for wait in list(waits.values()):
-                self._check(wait)
+                self._look(wait)
+                if not wait.is_over:
+                    self._check(wait)
 
     def _waits(self) -> tuple[int, str, bool] | None:
         """What this process waits for: (process, words, whether it is an array), arrays before words."""
-        old = [wait for wait in list(waits.values()) if wait.beats]
+        old = [wait for wait in list(waits.values()) if wait.beats and not wait.is_over]
         first = max(old, key=lambda w: (w.number < math.inf, w.beats), default=None)
         return (first.process, first.what(), first.number < math.inf) if first else None
+
+    def _look(self, wait: Wait) -> None:
+        """Notes whether an array has come, or that it never will."""
+        array = wait.array
+        if array is None or not (array.is_deleted() or array.is_ready()):
+            return
+        try:
+            array.block_until_ready()  # it is through; what went wrong is raised
+        except Exception as error:
+            if not array.is_deleted():
+                self._report(wait.process, f"did not deliver {wait.what()}: {error}")
+        wait.array = None
 
     def _check(self, wait: Wait) -> None:
         wait.beats += 1
