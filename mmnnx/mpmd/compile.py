@@ -40,11 +40,11 @@ class Executable:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
-    """A program with an executable for each fragment of this process, and a sharding for each slot."""
+    """A program with an executable for each fragment of this process, and a sharding for each slot in use."""
 
     program: Program
     executables: dict[Fragment, Executable]
-    shardings: tuple[NamedSharding, ...]
+    shardings: dict[int, NamedSharding]
 
 
 def compile_program(
@@ -87,7 +87,7 @@ def compile_program(
                 f = min(foreign, key=number.__getitem__)
                 foreign.remove(f)
                 known.made(f, hear_specs(program_number, number[f], f.mesh, len(f.outvars)))
-    return Compiled(program, executables, tuple(known.of[s] for s in range(len(program.values))))
+    return Compiled(program, executables, known.of)
 
 
 class _Once:

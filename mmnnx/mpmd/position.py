@@ -19,7 +19,7 @@ handed: collections.Counter[int] = collections.Counter()
 """How many arrays it has handed to each other process."""
 
 waits: dict[Any, Wait] = {}
-"""What it waits for, by keys that mean nothing. The watch alone says that an array has come: `Wait.is_over`."""
+"""What it waits for, by keys that mean nothing. That an array has come, the watch alone says."""
 
 _numbers = itertools.count()
 

@@ -23,13 +23,15 @@ from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
 from mmnnx.mpmd.gather_once import gather_once
 from mmnnx.mpmd.lift import Record
 from mmnnx.mpmd.localise import localise
+from mmnnx.mpmd.merge import merge
 from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred, without
 from mmnnx.mpmd.order import Moves
 from mmnnx.mpmd.place import Placement, Position, TaskOf, place
 from mmnnx.mpmd.processes import agree, are_apart
+from mmnnx.mpmd.profile import is_measured
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.reduce_once import reduce_once
-from mmnnx.mpmd.run import runner
+from mmnnx.mpmd.run import measurer, runner
 from mmnnx.mpmd.trace import FREE, Equation, Flat, Loop, Node, Var, at_home, is_var, open_calls, scopes_in
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task, find_task, place_task, placed_tasks
@@ -295,7 +297,15 @@ def _preparer(
 
     def prepare() -> Run:
         number = agree(lambda: _in_full(program))
-        execute = runner(compile_program(program, fixed, overwritten, number), name)
+        merged, numbers = merge(program)
+        compiled = compile_program(merged, fixed, overwritten, number)
+        execute = runner(compiled, name, numbers)
+
+        @functools.cache
+        def apart() -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
+            """What runs the program as it prints, and measures it."""
+            as_printed = len(numbers) == len(program.instructions)
+            return measurer(compiled if as_printed else compile_program(program, fixed, overwritten))
 
         def run(leaves: Sequence[Any]) -> list[Any]:
             if gone and len(set(map(id, leaves))) < len(leaves):
@@ -307,7 +317,8 @@ def _preparer(
                         "use the value that call returned, or do not donate it"
                     )
             values = [*leaves, *constants]
-            made = execute([values[n] if bind is None else bind(values[n]) for n, bind in bindings])
+            arrays = [values[n] if bind is None else bind(values[n]) for n, bind in bindings]
+            made = apart()(arrays) if is_measured() else execute(arrays)
             out = [give(values, held) for give, held in zip(deliveries, made)]
             for n in gone:
                 if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
