@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import errors, nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -463,6 +463,21 @@ def test_starting_several_processes():
     given = ("h:1", 2, 1, [0])
     assert _compat.detect_cluster(*given, None, 1) == given
     assert _compat.copies_between_processes() is False  # on CPU
+
+
+def test_set_values():
+    """What the first is refused, all are: a trace changes no Variable from outside."""
+    variables = [nnx.Param(jnp.zeros(())), nnx.Param(jnp.ones(()))]
+    _compat.set_values([(v, v.get_raw_value() + 2) for v in variables])
+    assert [float(v[...]) for v in variables] == [2, 3]
+
+    @jax.jit
+    def inside(x):
+        _compat.set_values([(v, x) for v in variables])
+
+    with pytest.raises(errors.TraceContextError):
+        inside(jnp.zeros(()))
+    assert [float(v[...]) for v in variables] == [2, 3]
 
 
 def test_is_traced(tmp_path):

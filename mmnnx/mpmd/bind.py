@@ -39,12 +39,13 @@ def binder(x: Any, target: NamedSharding) -> Callable[[Any], jax.Array] | None:
     if own is not None and own.is_equivalent_to(target, x.ndim):
         return None
     replicated = own is not None and own.is_fully_replicated and target.is_fully_replicated
-    if own is not None and replicated and own.device_set > target.device_set:
-        return lambda x: spread(x, target)
-    if own is None and not is_here(mesh_of(target)):
+    is_there = own is not None and replicated and own.device_set > target.device_set
+    if (own is None or is_there) and not is_here(mesh_of(target)):
         aval = jax.typeof(x)
         away = elsewhere(aval.shape, aval.dtype, target)
         return lambda x: away
+    if is_there:
+        return lambda x: spread(x, target)
     return lambda x: put(x, target)
 
 

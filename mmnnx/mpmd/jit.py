@@ -17,7 +17,7 @@ from mmnnx.mpmd.lift import Observer
 from mmnnx.mpmd.place import fusing, recomputing
 from mmnnx.mpmd.profile import measuring
 from mmnnx.mpmd.program import Program
-from mmnnx.mpmd.repeat import Shortcut, learn, take_apart
+from mmnnx.mpmd.repeat import Shortcuts, learn, take_apart
 from mmnnx.mpmd.timeline import Profile
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task, ignoring
@@ -164,7 +164,7 @@ class Jit:
         self._flat = FlatJit(_compat.pure_function(self._lifted), observer, names, mesh, options)
         _compat.replace_pure_function(self._lifted, self._flat)
         self._in_graph_mode = _compat.in_graph_mode(self._lifted)
-        self._shortcuts: dict[Any, Shortcut] = {}
+        self._shortcuts = Shortcuts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._in_graph_mode or ignoring.get() or _compat.in_cached_partial():
@@ -174,7 +174,7 @@ class Jit:
                 self._flat.take_call()  # or it would keep the arguments alive
         with self._flat.context():
             arguments = take_apart(*self._flat.static.divide(args, kwargs))
-            if arguments is not None and (shortcut := self._shortcuts.get(arguments.key)) is not None:
+            if arguments is not None and (shortcut := self._shortcuts.find(arguments)) is not None:
                 return shortcut(arguments)
             out = self._lifted(*args, **kwargs)
             call = self._flat.take_call()
@@ -182,7 +182,7 @@ class Jit:
                 updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
                 shortcut = learn(arguments, call.leaves, updates, call.run, call.record.out_tree)
                 if shortcut is not None:
-                    self._shortcuts[arguments.key] = shortcut
+                    self._shortcuts.add(arguments, shortcut)
             return out
 
     def __get__(self, obj: Any, objtype: type | None = None) -> Any:

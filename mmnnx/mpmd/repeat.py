@@ -23,7 +23,11 @@ from mmnnx.sharding.task import ignoring, registrations
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call, taken apart: equal keys run the same program on `values`."""
+    """The arguments of one call, taken apart: equal keys run the same program on `values`.
+
+    To compare keys is cheap, for most of what is in them are the same objects from call to call; to hash them
+    is not.
+    """
 
     key: Any
     variables: dict[int, nnx.Variable]  # by number of the value: the Variable that holds it, if one does
@@ -41,9 +45,8 @@ class Shortcut:
 
     def __call__(self, arguments: Arguments) -> Any:
         results = self.run([arguments.values[n] for n in self.inputs])
-        for result, n in self.updates:
-            if results[result] is not arguments.values[n]:
-                arguments.variables[n].set_raw_value(results[result])
+        written = [(n, results[r]) for r, n in self.updates if results[r] is not arguments.values[n]]
+        _compat.set_values([(arguments.variables[n], value) for n, value in written])
         return jax.tree.unflatten(self.out_tree, results[len(results) - self.out_tree.num_leaves :])
 
 
@@ -77,12 +80,7 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
         else:
             return None
         values.append(value)
-    key = (tree, tuple(shared), tuple(types), held, surroundings())
-    try:
-        hash(key)
-    except TypeError:  # a module with an attribute that cannot be hashed
-        return None
-    return Arguments(key, variables, values)
+    return Arguments((held, surroundings(), shared, types, tree), variables, values)
 
 
 _VARIABLE, _ARRAY, _NUMBER, _OTHER = "Variable", "array", "number", "other"
@@ -112,6 +110,29 @@ def surroundings() -> Any:
     """What a trace depends on beside its arguments: the mesh, registered tasks, contexts, configuration."""
     contexts = ignoring.get(), recomputing.get(), fusing.get(), autosharding.get()
     return current_multimesh(), registrations(), contexts, _compat.trace_context()
+
+
+class Shortcuts:
+    """What is known of a function's calls."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[Any, Shortcut]] = []  # with the key of each
+
+    def find(self, arguments: Arguments) -> Shortcut | None:
+        """How to repeat the call that had arguments like these."""
+        try:
+            return next((shortcut for key, shortcut in self.known if key == arguments.key), None)
+        except ValueError:  # a module with an attribute that is not just equal or not
+            return None
+
+    def add(self, arguments: Arguments, shortcut: Shortcut) -> None:
+        """Notes how to repeat a call."""
+        held, surroundings, *_, tree = arguments.key
+        try:
+            hash((held, surroundings, tree))
+        except TypeError:  # what cannot be hashed may be changed, and still be equal to itself
+            return
+        self.known.insert(0, (arguments.key, shortcut))
 
 
 def learn(
