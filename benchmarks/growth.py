@@ -54,7 +54,11 @@ def problem(model: str, layers: int, stages: int, microbatches: int) -> Problem:
 @contextlib.contextmanager
 def timed_passes(seconds: dict[str, float]) -> Iterator[None]:
     """Adds up the CPU seconds that this thread spends in each pass."""
-    owners = {"open": (split, "open_calls"), "place": (split, "place"), "cut": (split, "cut")}
+    owners: dict[str, tuple[Any, str]] = {
+        "open": (split, "open_calls"),
+        "place": (split, "place"),
+        "cut": (split, "cut"),
+    }
     owners |= {"build": (split, "build"), "verify": (mm.Program, "verify")}
     originals = {name: getattr(*owner) for name, owner in owners.items()}
 

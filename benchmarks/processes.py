@@ -56,7 +56,7 @@ class Options:
     """Residual blocks of the MLP; a multiple of the processes."""
     width: int = 128
     """Features of its residual stream; a block's hidden layer has four times as many."""
-    rows: int = 64
+    rows: int = 128
     """Rows of one microbatch."""
     spmd: bool = False
     """Time the SPMD programs as well."""

@@ -134,7 +134,8 @@ class Profile:
     """How long a program took, in seconds.
 
     Attributes:
-      seconds: one step, as it runs: from the first dispatch until all results are there.
+      seconds: one step, its fragments as the program lists them: from the first dispatch until all results
+        are there. (Otherwise those that always follow each other on a mesh run as one.)
       costs: the median time of each fragment, of transfers, and of starting an instruction, each alone.
       timeline: the program played through with these costs.
       peak_bytes: for each mesh, the most bytes of arrays that the program held while it ran one instruction

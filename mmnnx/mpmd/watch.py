@@ -169,7 +169,7 @@ class Watch:
 
     def _look(self, wait: Wait) -> None:
         """Notes whether an array has come, or that it never will."""
-        array = wait.array
+        array: Any = wait.array  # the stubs of jax.Array do not know is_ready
         if array is None or not (array.is_deleted() or array.is_ready()):
             return
         try:

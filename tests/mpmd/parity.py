@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx.mpmd.merge import merge
 
 EPSILON = float(np.finfo(np.float32).eps)
 
@@ -254,6 +255,7 @@ def assert_parity(
     whole_batch: bool = True,
     rtol: float = 1e-5,
     expected: OneDevice | None = None,
+    init: Callable[[], nnx.Module] | None = None,
     **loop: Any,
 ) -> mm.Program:
     """Train for `steps` steps with `nnx.jit` on one device and with `mm.jit` as placed, and compare
@@ -262,8 +264,8 @@ def assert_parity(
     `mesh` is made current around the split run. `placement` says where the model's state is born; without one
     the tasks are named inside the model. `whole_batch` says that the mean over microbatches of the loss and
     of its gradients are those of the whole batch, and has that compared too. `expected` is what one device
-    does, where tests share it. `loop` are more keywords of `mm.microbatch`. State must keep its home from
-    step to step.
+    does and `init` makes the split model, where tests share them. `loop` are more keywords of
+    `mm.microbatch`. State must keep its home from step to step.
 
     Returns the program that was run.
     """
@@ -272,7 +274,7 @@ def assert_parity(
         make_model, loss_fn, batch, optimizer=optimizer, steps=steps, whole_batch=whole_batch, **options
     )
     with mesh or contextlib.nullcontext():
-        model = born(make_model, placement)
+        model = init() if init is not None else born(make_model, placement)
         assert_same(model, expected.birth, rtol, "states at birth")
         state = mm.jit(lambda model: nnx.Optimizer(model, optimizer or ADAMW, wrt=wrt))(model)
         step_fn = train_step(mm.jit, loss_fn, schedule=schedule, loop=loop, **options)
@@ -290,4 +292,6 @@ def assert_parity(
                 now = homes(model)
                 moved = {path: (at_birth[path], now[path]) for path in now if now[path] != at_birth[path]}
                 assert not moved, f"step {step}: state moved from its home: {moved}"
-        return step_fn.program(model, state, batch)
+        program = step_fn.program(model, state, batch)
+        merge(program)[0].verify()  # what runs
+        return program

@@ -119,10 +119,9 @@ def on_meshes(meshes: Sequence[int], *per_stage: int) -> tuple[mm.MultiMesh, lis
 
 def check(case: Case, name: str, meshes: Sequence[int], num_microbatches: int, *per_stage: int, **options):
     """Trains alike; runs the table of the schedule, and no product more than gpipe does."""
-    mesh, tasks = on_meshes(meshes, *per_stage)
-    placement = placed(case, tasks, per_stage)
+    mesh, make_model, placement, init = split(case, meshes, per_stage)
     program = assert_parity(
-        in_their_tasks(case, tasks),
+        make_model,
         case.loss,
         case.batch(2 * num_microbatches),
         placement,
@@ -130,12 +129,21 @@ def check(case: Case, name: str, meshes: Sequence[int], num_microbatches: int, *
         microbatch=2,
         schedule=name,
         expected=expected(case, num_microbatches),
+        init=init,
         **options,
     )
     stages = Stages.chain(meshes)
     assert_followed(program, get_schedule(name).table(stages, num_microbatches, **options), case.lacks)
     once = sum(count_products(c.fragment.jaxpr.jaxpr) for c in program.calls)
     assert once == num_microbatches * products_of_a_microbatch(case)
+
+
+@functools.cache
+def split(case: Case, meshes: Sequence[int], per_stage: Sequence[int]) -> tuple[Any, ...]:
+    """The mesh, what makes the model, where it goes, and the function that makes it there, compiled once."""
+    mesh, tasks = on_meshes(meshes, *per_stage)
+    make_model, placement = in_their_tasks(case, tasks), placed(case, tasks, per_stage)
+    return mesh, make_model, placement, mm.jit(make_model, out_shardings=placement)
 
 
 def in_their_tasks(case: Case, tasks: Sequence[mm.Task]) -> Callable[[], nnx.Module]:
@@ -330,10 +338,10 @@ def test_encoders_side_by_side_do_not_wait_for_each_other():
 # Refusals, before anything runs
 
 
-def refusal(name: str, make_model: Callable, placement: mm.TaskSharding, mesh: mm.MultiMesh, **loop) -> str:
+def refusal(name: str, mesh: mm.MultiMesh, init: Callable[[], nnx.Module], **loop) -> str:
     """What is said of a schedule that is not for a model, when its program is made."""
     with mesh:
-        model = born(make_model, placement)
+        model = init()
         grad_fn = nnx.value_and_grad(models.squared_error)
         step = mm.jit(mm.microbatch(grad_fn, dim=0, size=2, argnum=1, schedule=name, **loop))
         with pytest.raises(ValueError) as error:
@@ -341,10 +349,15 @@ def refusal(name: str, make_model: Callable, placement: mm.TaskSharding, mesh: m
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", LOOPING + VEES)
-def test_a_graph_is_refused_by_schedules_of_chains(name):
+@pytest.fixture(scope="module")
+def two_encoders() -> tuple[mm.MultiMesh, Callable[[], nnx.Module]]:
     mesh, tasks = pipeline(3)
-    said = refusal(name, make(ScopedTwoEncoders, tasks[2]), place(tasks, *TWO_ENCODERS), mesh)
+    return mesh, mm.jit(make(ScopedTwoEncoders, tasks[2]), out_shardings=place(tasks, *TWO_ENCODERS))
+
+
+@pytest.mark.parametrize("name", LOOPING + VEES)
+def test_a_graph_is_refused_by_schedules_of_chains(name, two_encoders):
+    said = refusal(name, *two_encoders)
     assert f"schedule '{name}' is for a chain of stages; here they read 0: no other; 1: no other" in said
 
 
@@ -357,9 +370,8 @@ def test_a_graph_is_refused_by_schedules_of_chains(name):
     ],
 )
 def test_stages_that_lie_otherwise_are_refused(name, meshes):
-    mesh, tasks = on_meshes(meshes)
-    case = mlp(4)
-    said = refusal(name, in_their_tasks(case, tasks), placed(case, tasks), mesh)
+    mesh, _, _, init = split(mlp(4), meshes, ())
+    said = refusal(name, mesh, init)
     assert f"schedule '{name}' needs" in said
     assert f"here they are on meshes {', '.join(map(str, meshes))}" in said
 
@@ -368,12 +380,11 @@ def test_stages_that_lie_otherwise_are_refused(name, meshes):
 def test_a_v_whose_middle_is_one_stage_is_refused(name):
     """Two neighbours on one mesh are one stage, unless tasks tell them apart: that is said."""
     mesh, tasks = on_meshes((0, 1, 1, 0))
-    said = refusal(name, make(models.MLP, width=8), placed(mlp(4), tasks), mesh)
+    said = refusal(name, mesh, lambda: born(make(models.MLP, width=8), placed(mlp(4), tasks)))
     assert "here they are on meshes 0, 1, 0. (Two stages in a row on one mesh are told apart" in said
 
 
 def test_too_few_microbatches_are_refused():
-    mesh, tasks = on_meshes((0, 1, 2, 2, 1, 0))
-    case = mlp(6)
-    said = refusal("dualpipe-v", in_their_tasks(case, tasks), placed(case, tasks), mesh)
+    mesh, _, _, init = split(mlp(6), (0, 1, 2, 2, 1, 0), ())
+    said = refusal("dualpipe-v", mesh, init)
     assert "needs two microbatches for each mesh, at least 6 here; there are 4" in said

@@ -160,7 +160,6 @@ def test_gpipe(name):
         mesh=mesh,
         microbatch=2,
         schedule="gpipe",
-        steps=2,
         **case.options,
     )
 

@@ -1,0 +1,108 @@
+"""What always follows each other on a mesh runs as one program: which calls, and which not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from flax import nnx
+
+import mmnnx as mm
+from mmnnx.mpmd.merge import merge
+from mmnnx.mpmd.program import Call
+from tests import models
+from tests.models import make
+from tests.mpmd.parity import assert_parity, pipeline, place
+
+
+def program_of(schedule: str, stages: int = 3, **loop) -> mm.Program:
+    """The program of a train step of a chain, a layer a stage, which is right as it runs."""
+    mesh, tasks = pipeline(stages)
+    return assert_parity(
+        make(models.MLP, layers=stages),
+        models.squared_error,
+        models.vectors(),
+        place(tasks, *[[("layers", n)] for n in range(stages)]),
+        mesh=mesh,
+        microbatch=2,
+        schedule=schedule,
+        steps=1,
+        **loop,
+    )
+
+
+def calls(program: mm.Program) -> Counter[str]:
+    return Counter(c.name for c in program.calls if c.microbatch is not None)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
+def test_the_last_stage_runs_forward_and_backward_at_once(schedule):
+    program = program_of(schedule)
+    merged, numbers = merge(program)
+    merged.verify()
+    count = calls(program)["stage0 forward"]
+    assert count > 2 and calls(merged) == {
+        "stage0 forward": count,
+        "stage0 backward": count,
+        "stage1 forward": count,
+        "stage1 backward": count,
+        "stage2 forward and stage2 backward": count,
+    }
+    assert [program.describe(program.instructions[n]) for n in numbers if n not in seconds(program)] == [
+        program.describe(i).replace(" and stage2 backward", "") for i in merged.instructions
+    ]
+
+
+def seconds(program: mm.Program) -> set[int]:
+    return {
+        n for n, i in enumerate(program.instructions) if isinstance(i, Call) and i.name == "stage2 backward"
+    }
+
+
+def test_nothing_is_kept_between_them():
+    """What the backward alone reads of the forward is no result of the one program, and in no slot."""
+    program = program_of("1f1b")
+    last = [s for s in program.residuals if program.names[program.values[s][1]] == "stage2"]
+    made = {s for c in program.calls for s in c.outputs}
+    merged, _ = merge(program)
+    used = {s for i in merged.instructions for s in (*i.inputs, *i.outputs, *i.frees)}
+    assert (made & set(last)) and not (made & set(last) & used)
+    inside = {v for c in merged.calls for e in c.fragment.jaxpr.eqns for v in e.outvars}
+    assert all(program.values[s][0] in inside for s in made & set(last))
+
+
+def test_work_of_both_is_done_once():
+    """Equations that are copied into both are there once, and no variable is made twice."""
+    merged, _ = merge(program_of("1f1b"))
+    for fragment in merged.fragments:
+        made = [v for e in fragment.jaxpr.eqns for v in e.outvars]
+        assert len(made) == len(set(made)) and not set(made) & set(fragment.invars)
+
+
+def test_under_gpipe_all_forwards_come_first():
+    program = program_of("gpipe")
+    merged, numbers = merge(program)
+    assert merged.instructions == program.instructions and numbers == list(range(len(numbers)))
+
+
+def test_two_parts_of_a_backward_and_their_forward():
+    """With zero bubble the last stage's forward and input half are one where each weight half comes later."""
+    program = program_of("zero-bubble-h1")
+    merged, _ = merge(program)
+    merged.verify()
+    names = calls(merged)
+    assert sum(calls(program).values()) - sum(names.values()) == calls(program)["stage2 forward"]
+    assert "stage2 forward and stage2 backward-input" in names
+
+
+def test_a_profile_is_of_the_program_as_it_prints():
+    mesh, tasks = pipeline(2)
+    with mesh:
+        placement = place(tasks, [("layers", 0)], [("layers", 1)])
+        model = mm.jit(make(models.MLP, layers=2), out_shardings=placement)()
+        step = mm.jit(
+            mm.microbatch(nnx.value_and_grad(models.squared_error), dim=0, size=2, argnum=1, schedule="1f1b")
+        )
+        program = step.program(model, models.vectors())
+        costs = program.profile(model, models.vectors()).costs
+    assert {"stage1 forward", "stage1 backward"} <= set(costs.calls)
