@@ -214,7 +214,8 @@ def test_copy_to(spec):
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
     given = jax.device_put(x, NamedSharding(one, spec))
     target = NamedSharding(other, spec)
-    copy = _compat.copy_to(given, target)
+    copy, again = _compat.copy_to([given, given], [target, target])
+    np.testing.assert_array_equal(again, x)
     assert copy.sharding == target and copy.committed
     assert (copy.shape, copy.dtype, copy.weak_type) == ((2, 4), jnp.float32, False)
     for mine, theirs in zip(given.addressable_shards, copy.addressable_shards, strict=True):

@@ -163,15 +163,19 @@ class _Builder:
         mesh: Mesh | None = None,
         stage: int | None = None,
     ) -> None:
-        """Writes a call, and right after it the transfers of what it made."""
+        """Writes a call, and right after it the transfers of what it made, mesh by mesh."""
         mesh = mesh or self._real(f.mesh, m)
         outputs = tuple(self._new(v, mesh, m) for v in f.outvars)
         self.instructions.append(Call(self._on(f, mesh), m, inputs, outputs, (), stage))
+        sends: dict[Mesh, dict[Var, int]] = {}
         for v, s in zip(f.outvars, outputs):
             for reader in readers.get(v, ()):
                 to = self._real(reader, m)
                 if to != mesh and (v, to, m) not in self.slots:
-                    self._send(v, s, mesh, to, m)
+                    sends.setdefault(to, {})[v] = s
+        for to, values in sends.items():
+            for v, s in values.items():
+                self._send(v, s, mesh, to, m)
 
     def _loop(self, plan: LoopPlan) -> None:
         loop, body, last = plan.loop, plan.body, plan.loop.spec.length - 1

@@ -14,7 +14,7 @@ from mmnnx.mpmd.compile import Compiled
 from mmnnx.mpmd.position import at, move
 from mmnnx.mpmd.processes import elsewhere, is_here
 from mmnnx.mpmd.profile import Step, measure
-from mmnnx.mpmd.program import Call, Program
+from mmnnx.mpmd.program import Call, Instruction, Program, Transfer
 from mmnnx.mpmd.transfer import sender
 
 
@@ -33,7 +33,8 @@ def runner(
       numbers: of its instructions in the program as it prints.
     """
     program = compiled.program
-    mine, steps = _steps(compiled)
+    groups = [own for own in _together(program.instructions) if _concerns(program, own)]
+    steps = [_step(compiled, own) for own in groups]
     given, size = tuple(program.inputs), len(program.values)
     there = (s for held in program.outputs for s in held if not _is_local(program, s))
     away = {s: _absent(compiled, s) for s in there}
@@ -46,18 +47,15 @@ def runner(
     def words(call: int, step: int) -> str:
         if step >= len(steps):
             return f"the end of call {call} of {name}"
-        return f"instruction {numbers[mine[step]]} of call {call} of {name}: " + program.describe(
-            program.instructions[mine[step]]
-        )
+        return f"instruction {numbers[groups[step][0]]} of call {call} of {name}: {described(step)}"
+
+    def described(step: int) -> str:
+        return " and ".join(program.describe(program.instructions[n]) for n in groups[step])
 
     @functools.cache
     def annotated() -> list[Step]:
         """The steps, each under the name that a trace of jax.profiler shows."""
-        named: list[Step] = []
-        for number, (execute, inputs, outputs, frees) in zip(mine, steps):
-            words = program.describe(program.instructions[number])
-            named.append((_annotated(words, execute), inputs, outputs, frees))
-        return named
+        return [(_annotated(described(n), step[0]), *step[1:]) for n, step in enumerate(steps)]
 
     def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
         move(functools.partial(words, next(calls)))
@@ -78,7 +76,8 @@ def runner(
 
 def measurer(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
     """As `runner`, of a program in one process that is measured while it runs."""
-    program, (_, steps) = compiled.program, _steps(compiled)
+    program = compiled.program
+    steps = [_step(compiled, [n]) for n in range(len(program.instructions))]
 
     def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
         slots = measure(program, steps, arrays)
@@ -87,27 +86,39 @@ def measurer(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Ar
     return run
 
 
-def _steps(compiled: Compiled) -> tuple[list[int], list[Step]]:
-    """What this process does, with the numbers of the instructions."""
+def _together(instructions: Sequence[Instruction]) -> list[list[int]]:
+    """The numbers of instructions; transfers between the same two meshes that follow each other, together."""
+
+    def way(numbered: tuple[int, Instruction]) -> Any:
+        number, i = numbered
+        return (i.source_mesh, i.target_mesh) if isinstance(i, Transfer) else number
+
+    return [[n for n, _ in group] for _, group in itertools.groupby(enumerate(instructions), key=way)]
+
+
+def _concerns(program: Program, numbers: Sequence[int]) -> bool:
+    """Whether this process has a part in instructions that are one step."""
+    i = program.instructions[numbers[0]]
+    return any(_is_local(program, s) for s in (*i.inputs, *i.outputs))
+
+
+def _step(compiled: Compiled, numbers: Sequence[int]) -> Step:
+    """What this process does for a call, or for transfers between the same two meshes."""
     program, shardings = compiled.program, compiled.shardings
-    steps: list[Step] = []
-    numbers: list[int] = []
-    for number, i in enumerate(program.instructions):
-        if not any(_is_local(program, s) for s in (*i.inputs, *i.outputs)):
-            continue  # for other processes
-        numbers.append(number)
-        if isinstance(i, Call):
-            e = compiled.executables[i.fragment]
-            inputs, outputs = tuple(i.inputs[n] for n in e.inputs), tuple(i.outputs[n] for n in e.outputs)
-            steps.append((e.call, inputs, outputs, i.frees))
-        else:
-            (s,), (t,) = i.inputs, i.outputs
-            send = _listed(sender(shardings[s], shardings[t], program.values[s][0].aval))
-            if _is_local(program, s):
-                steps.append((send, (s,), (t,) if _is_local(program, t) else (), i.frees))
-            else:
-                steps.append((functools.partial(send, _absent(compiled, s)), (), (t,), i.frees))
-    return numbers, steps
+    own = [program.instructions[n] for n in numbers]
+    i = own[0]
+    if isinstance(i, Call):
+        e = compiled.executables[i.fragment]
+        inputs, outputs = tuple(i.inputs[n] for n in e.inputs), tuple(i.outputs[n] for n in e.outputs)
+        return e.call, inputs, outputs, i.frees
+    given, made, frees = (
+        tuple(itertools.chain.from_iterable(x))
+        for x in ([i.inputs for i in own], [i.outputs for i in own], [i.frees for i in own])
+    )
+    send = sender([(shardings[s], shardings[t], program.values[s][0].aval) for s, t in zip(given, made)])
+    if _is_local(program, given[0]):
+        return send, given, made if _is_local(program, made[0]) else (), frees
+    return functools.partial(send, *(_absent(compiled, s) for s in given)), (), made, frees
 
 
 def _is_local(program: Program, slot: int) -> bool:
@@ -126,7 +137,3 @@ def _annotated(name: str, execute: Callable[..., Any]) -> Callable[..., Any]:
             return execute(*arrays)
 
     return run
-
-
-def _listed(send: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], list[jax.Array]]:
-    return lambda array: [send(array)]

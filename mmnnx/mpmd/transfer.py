@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -16,45 +16,74 @@ from mmnnx.mpmd import transport
 from mmnnx.mpmd.meshes import mesh_of, transferred
 from mmnnx.mpmd.processes import elsewhere, is_here
 
+Way = tuple[NamedSharding, NamedSharding, Any]  # (sharding, that of the copy on another mesh, type)
 
-def sender(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[jax.Array], Any]:
-    """The function that copies arrays of one sharding to another mesh.
+
+def sender(ways: Sequence[Way]) -> Callable[..., Sequence[Any]]:
+    """The function that copies arrays of one mesh to another, in one go where it can.
 
     Equal layouts are copied shard by shard; to a mesh of another shape goes a replicated array, from as many
     of its copies as are needed. One that is sharded is replicated first, by a program where it is.
     (`jax.device_put` with another layout would block until the array is ready.)
+
+    It takes and returns as many arrays as there are `ways`. Between processes what the giver's returns means
+    nothing, and the taker's does not look at what it is given.
     """
-    if source.mesh.devices.shape != target.mesh.devices.shape and not source.is_fully_replicated:
+    together = [n for n, way in enumerate(ways) if _goes_with_others(*way)]
+    if len(together) == len(ways):
+        return _batch(ways)
+    batch = _batch([ways[n] for n in together]) if together else lambda: ()
+    alone = {n: _one(*way) for n, way in enumerate(ways) if n not in together}
+
+    def send(*arrays: jax.Array) -> Sequence[Any]:
+        made = dict(zip(together, batch(*(arrays[n] for n in together))))
+        return [alone[n](array) if n in alone else made.get(n) for n, array in enumerate(arrays)]
+
+    return send
+
+
+def _goes_with_others(source: NamedSharding, target: NamedSharding, aval: Any) -> bool:
+    """Whether arrays of a mesh are copied by one call that takes several."""
+    if source.mesh.devices.shape != target.mesh.devices.shape or _is_key(aval.dtype):
+        return False
+    givers, takers = _processes(source), _processes(target)
+    if givers | takers == {jax.process_index()}:
+        return True
+    return len(givers) == len(takers) == 1 and not transport.goes_by_device_put(source, target)
+
+
+def _batch(ways: Sequence[Way]) -> Callable[..., Sequence[Any]]:
+    """What copies arrays that go with others."""
+    targets = [target for _, target, _ in ways]
+    (giver,), (taker,) = (_processes(s) for s in ways[0][:2])
+    if giver == taker:
+        return lambda *arrays: _compat.copy_to(arrays, targets)
+    if giver == jax.process_index():
+        return lambda *arrays: transport.send(taker, arrays)
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=t) for _, t, aval in ways]
+    return lambda *_: transport.receive(giver, types)
+
+
+def _one(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[jax.Array], Any]:
+    """What copies arrays one by one."""
+    alike = source.mesh.devices.shape == target.mesh.devices.shape
+    if not alike and not source.is_fully_replicated:
         whole = NamedSharding(source.mesh, PartitionSpec())
-        send = sender(whole, target, aval)
+        send = _one(whole, target, aval)
         return lambda array: send(_replicated(array, whole))
-    givers, takers = ({d.process_index for d in s.mesh.devices.flat} for s in (source, target))
-    if givers | takers != {jax.process_index()}:
-        alike = source.mesh.devices.shape == target.mesh.devices.shape
-        by_put = transport.goes_by_device_put(source, target)
-        if alike and len(givers) == len(takers) == 1 and not by_put and not _is_key(aval.dtype):
-            return _whole(min(givers), min(takers), aval, target)
+    if _processes(source) | _processes(target) != {jax.process_index()}:
         return lambda array: _between(array, source, target)
     if _is_key(aval.dtype):
         return lambda array: jax.device_put(array, target)  # typed PRNG keys
-    if source.mesh.devices.shape == target.mesh.devices.shape:
-        return lambda array: _compat.copy_to(array, target)
     return lambda array: spread(array, target)
+
+
+def _processes(sharding: NamedSharding) -> set[int]:
+    return {d.process_index for d in sharding.mesh.devices.flat}
 
 
 def _is_key(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
-
-
-def _whole(giver: int, taker: int, aval: Any, target: NamedSharding) -> Callable[[jax.Array], Any]:
-    """What hands over arrays that are all in one process, and goes all to another, with the same shards.
-
-    The giver's returns nothing, the taker's does not look at what it is given.
-    """
-    if giver == jax.process_index():
-        return lambda array: transport.send(taker, [array])
-    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=target)]
-    return lambda _: transport.receive(giver, types)[0]
 
 
 def spread(array: jax.Array, target: NamedSharding) -> jax.Array:

@@ -15,18 +15,23 @@ COORDINATOR, COUNT, NUMBER, OUT, *CONFIGS = sys.argv[1:]
 
 
 class Model(nnx.Module):
-    """Embedding, four blocks with dropout, a batch norm, and the embedding again as the output layer."""
+    """Embedding, four blocks with dropout, a batch norm, and the embedding again as the output layer.
+
+    A gate is made of the embedding and read by every block: it crosses beside what the blocks make.
+    """
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(32, 16, rngs=rngs)
         self.blocks = nnx.List(nnx.Linear(16, 16, rngs=rngs) for _ in range(4))
+        self.gate = nnx.Linear(16, 1, rngs=rngs)
         self.norm = nnx.BatchNorm(16, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)
+        gate = jnp.tanh(self.gate(x))
         for block in self.blocks:
-            x = x + self.dropout(jnp.tanh(block(x)))
+            x = x + gate * self.dropout(jnp.tanh(block(x)))
         return self.embed.attend(self.norm(x))
 
 
@@ -40,6 +45,7 @@ def placed(stages, per_stage):
     tasks = [mm.Task(f"stage{i}", mesh_slice={"stage": i}) for i in range(stages)]
     used = [tasks[i * stages // 4] for i in range(4)]
     rules = {mm.path("embed"): (used[0], P(None, "model")), mm.path("norm"): (used[-1], P("model"))}
+    rules[mm.path("gate")] = (used[0], P())
     for i, task in enumerate(used):
         rules[mm.path("blocks", i, "kernel")] = (task, P(None, "model"))
         rules[mm.path("blocks", i)] = (task, P("model"))

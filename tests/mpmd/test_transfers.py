@@ -1,0 +1,128 @@
+"""What crosses between meshes: together where it can, and without anybody waiting for it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+from mmnnx import _compat
+from tests.mpmd.parity import assert_parity, born, pipeline, place
+
+WIDTH = 8
+X = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
+
+
+class Encoded(nnx.Module):
+    """Its first stage makes three values for the second, one of them large."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.heads = nnx.List(nnx.Linear(WIDTH, n, rngs=rngs) for n in (WIDTH, 1, 1))
+        self.layer = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        h, gate, scale = (jnp.tanh(head(x)) for head in self.heads)
+        return self.layer(h) * gate + jnp.sin(self.layer(h)) * scale
+
+
+def loss_fn(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+PLACES = (["heads"], ["layer"])
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Grows by the number of arrays in each call that copies some."""
+    counts = []
+    copy = _compat.copy_to
+
+    def counted(arrays, shardings):
+        counts.append(len(arrays))
+        return copy(arrays, shardings)
+
+    monkeypatch.setattr(_compat, "copy_to", counted)
+    return counts
+
+
+@pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device a stage", "two"])
+def test_arrays_that_cross_together_travel_together(copies, per_stage):
+    """One call for each of the ways between the stages and each microbatch, whatever crosses there."""
+    mesh, tasks = pipeline(2, *per_stage)
+    program = assert_parity(
+        Encoded, loss_fn, X, place(tasks, *PLACES), mesh=mesh, microbatch=2, steps=1, schedule="1f1b"
+    )
+    ways = {(t.source, t.target, t.microbatch) for t in program.transfers}
+    assert len(ways) == 8 and len(program.transfers) == 3 * len(ways)
+    assert len(copies) == len(ways) and sum(copies) == len(program.transfers)
+
+
+def test_keys_travel_as_well(copies):
+    """A typed PRNG key cannot be copied shard by shard: it goes by itself, and the others together."""
+    mesh, tasks = pipeline(2)
+
+    class Noisy(nnx.Module):
+        def __init__(self):
+            self.inner = Encoded()
+            self.key = nnx.Variable(jax.random.key(0))
+
+    def step(model, x):
+        key = jax.random.fold_in(model.key[...], 1)
+        noise = jax.random.uniform(key, (WIDTH,)) * model.inner.layer.bias[...]
+        return model.inner(x) + noise, key
+
+    with mesh:
+        placement = place(tasks, [("inner", "heads"), "key"], [("inner", "layer")])
+        split = mm.jit(step)(born(Noisy, placement), X)
+    whole = nnx.jit(step)(nnx.jit(Noisy)(), X)
+    np.testing.assert_allclose(split[0], whole[0], rtol=1e-6)
+    assert jnp.array_equal(jax.random.key_data(split[1]), jax.random.key_data(whole[1]))
+    assert copies and max(copies) >= 2
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [((1,), (1,)), ((2,), (2,)), ((2,), (4,))],
+    ids=["one device a stage", "two", "meshes of two sizes"],
+)
+def test_a_call_returns_before_the_work_is_done(sizes):
+    """Nothing in a step waits for a device, also where layouts differ on the two sides."""
+    start, tasks = 0, []
+    for n, (size,) in enumerate(sizes):
+        devices = np.array(jax.devices()[start : start + size])
+        tasks.append(mm.Task(f"stage{n}", mesh=jax.sharding.Mesh(devices, ("model",))))
+        start += size
+    width = 512
+
+    class Deep(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.layers = nnx.List(nnx.Linear(width, width, rngs=rngs) for _ in range(2))
+
+        def __call__(self, x):
+            for layer in self.layers:
+                for _ in range(30):
+                    x = jnp.tanh(layer(x))
+            return x
+
+    def step(model, x):
+        grad_fn = nnx.value_and_grad(loss_fn)
+        return mm.microbatch(grad_fn, dim=0, size=256, argnum=1, schedule="1f1b")(model, x)
+
+    x = np.ones((1024, width), np.float32)
+    rules = {mm.path("layers", 0, "kernel"): (tasks[0], P(None, "model"))}
+    rules |= {mm.path("layers", n): (task, P("model")) for n, task in enumerate(tasks)}
+    placement = mm.TaskSharding(rules)
+    model = mm.jit(Deep, out_shardings=placement)()
+    jitted = mm.jit(step)
+    jax.block_until_ready(jitted(model, x))
+    loss, grads = jitted(model, x)
+    pending = [leaf for leaf in jax.tree.leaves((loss, grads)) if not leaf.is_ready()]
+    assert pending, "the call waited for the devices"
+    jax.block_until_ready(grads)
