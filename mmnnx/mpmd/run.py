@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,13 +35,14 @@ def runner(
     """
     program = compiled.program
     groups = [own for own in _together(program.instructions) if _concerns(program, own)]
-    steps = [_step(compiled, own) for own in groups]
-    given, size = tuple(program.inputs), len(program.values)
+    place = {s: n for n, s in enumerate(program.inputs)}  # of slots, in a list that all arrays are kept in
+    steps = [_quick(_step(compiled, own), place) for own in groups]
+    given, size = len(program.inputs), len(place)
     there = (s for held in program.outputs for s in held if not _is_local(program, s))
     away = {s: _absent(compiled, s) for s in there}
 
     def results(slots: list[Any]) -> list[list[jax.Array]]:
-        return [[away[s] if s in away else slots[s] for s in held] for held in program.outputs]
+        return [[away[s] if s in away else slots[place[s]] for s in held] for held in program.outputs]
 
     calls = itertools.count(1)
 
@@ -53,25 +55,42 @@ def runner(
         return " and ".join(program.describe(program.instructions[n]) for n in groups[step])
 
     @functools.cache
-    def annotated() -> list[Step]:
+    def annotated() -> list[_Quick]:
         """The steps, each under the name that a trace of jax.profiler shows."""
         return [(_annotated(described(n), step[0]), *step[1:]) for n, step in enumerate(steps)]
 
     def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
         move(functools.partial(words, next(calls)))
-        slots: list[Any] = [None] * size
-        for s in reversed(given):
-            slots[s] = arrays.pop()  # from here on the program alone decides how long they are kept
+        slots = arrays + [None] * (size - given)
+        arrays.clear()  # from here on the program alone decides how long they are kept
         named = annotated() if _compat.is_traced() else steps
-        for at[0], (execute, inputs, outputs, frees) in enumerate(named):  # where it is, others may ask
-            for s, result in zip(outputs, execute(*[slots[s] for s in inputs])):
-                slots[s] = result
+        for at[0], (execute, read, start, end, frees) in enumerate(named):  # where it is, others may ask
+            slots[start:end] = execute(*read(slots))
             for s in frees:
                 slots[s] = None
         at[0] = len(steps)
         return results(slots)
 
     return run
+
+
+# (function, what picks its arguments, first place of its results, place after them, places that are dropped).
+_Quick = tuple[Callable[..., Sequence[Any]], Callable[[list[Any]], Sequence[Any]], int, int, tuple[int, ...]]
+
+
+def _quick(step: Step, place: dict[int, int]) -> _Quick:
+    """A step over places instead of slots: its results lie side by side. Gives each of them a place."""
+    execute, inputs, outputs, frees = step
+    read, start = _picker([place[s] for s in inputs]), len(place)
+    place.update((s, start + n) for n, s in enumerate(outputs))
+    return execute, read, start, len(place), tuple(place[s] for s in frees if s in place)
+
+
+def _picker(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """`operator.itemgetter` that returns a sequence for any number of places."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return (lambda slots: (slots[places[0]],)) if places else (lambda slots: ())
 
 
 def measurer(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
@@ -117,8 +136,17 @@ def _step(compiled: Compiled, numbers: Sequence[int]) -> Step:
     )
     send = sender([(shardings[s], shardings[t], program.values[s][0].aval) for s, t in zip(given, made)])
     if _is_local(program, given[0]):
-        return send, given, made if _is_local(program, made[0]) else (), frees
+        is_local = _is_local(program, made[0])
+        return (send, given, made, frees) if is_local else (_handing(send), given, (), frees)
     return functools.partial(send, *(_absent(compiled, s) for s in given)), (), made, frees
+
+
+def _handing(send: Callable[..., Any]) -> Callable[..., Sequence[Any]]:
+    def hand(*arrays: jax.Array) -> Sequence[Any]:
+        send(*arrays)
+        return ()
+
+    return hand
 
 
 def _is_local(program: Program, slot: int) -> bool:

@@ -19,7 +19,7 @@ from mmnnx.mpmd.processes import elsewhere, is_here
 Way = tuple[NamedSharding, NamedSharding, Any]  # (sharding, that of the copy on another mesh, type)
 
 
-def sender(ways: Sequence[Way]) -> Callable[..., Sequence[Any]]:
+def sender(ways: Sequence[Way]) -> Callable[..., Any]:
     """The function that copies arrays of one mesh to another, in one go where it can.
 
     Equal layouts are copied shard by shard; to a mesh of another shape goes a replicated array, from as many
@@ -52,7 +52,7 @@ def _goes_with_others(source: NamedSharding, target: NamedSharding, aval: Any) -
     return len(givers) == len(takers) == 1 and not transport.goes_by_device_put(source, target)
 
 
-def _batch(ways: Sequence[Way]) -> Callable[..., Sequence[Any]]:
+def _batch(ways: Sequence[Way]) -> Callable[..., Any]:
     """What copies arrays that go with others."""
     targets = [target for _, target, _ in ways]
     (giver,), (taker,) = (_processes(s) for s in ways[0][:2])

@@ -71,11 +71,10 @@ def _processes(sharding: Any) -> list[int]:
     return sorted({d.process_index for d in sharding.device_set})
 
 
-def send(process: int, arrays: Sequence[jax.Array]) -> tuple[()]:
-    """Hands arrays to a process, which receives them in the same order; none of them is left here."""
+def send(process: int, arrays: Sequence[jax.Array]) -> None:
+    """Hands arrays to a process, which receives them in the same order."""
     position.handed[process] += 1
     _server().await_pull(position.handed[process] * jax.process_count() + process, list(arrays))
-    return ()
 
 
 def receive(process: int, types: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:

@@ -21,8 +21,8 @@ def cut(process, arrays, send=transport.send, seen=[]):  # noqa: B006  # counts 
     seen.append(process)
     if len(seen) == 10:
         position.handed[process] += 1
-        return ()
-    return send(process, arrays)
+    else:
+        send(process, arrays)
 
 
 mm.initialize(COORDINATOR, COUNT, NUMBER, failure_timeout=4, timeout=5 if HOW == "cut" else 60)

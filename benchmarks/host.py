@@ -1,0 +1,217 @@
+"""What does the host do for a call of `mm.jit`, beside the compiled calls and copies that it is made of?
+
+Two tables of CPU time of the calling thread, four stages of one device each:
+
+- a training step over microbatches, for stages of few and of many arrays: the call, and the sum of the bare
+  compiled calls and copies in it;
+- a model of many small Variables: the call under `mm.jit` and under `nnx.jit`, with and without what the
+  compiled calls take.
+
+python benchmarks/host.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+
+import mmnnx as mm
+from mmnnx.mpmd import run, split
+
+STAGES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Time what the host does for a call, beside compiled calls and copies."""
+
+    arrays: tuple[int, ...] = (10, 300)
+    """Arrays in a stage of the training step."""
+    microbatches: int = 16
+    """Of the training step."""
+    variables: int = 2000
+    """Variables of the model of many."""
+    calls: int = 60
+    """Timed calls of each kind; the least time counts."""
+
+
+class Pile(nnx.Module):
+    """Stages of many vectors, each of which is multiplied with or added to what passes."""
+
+    def __init__(self, each: int):
+        self.stages = nnx.List(
+            [nnx.List([nnx.Param(jnp.ones(4)) for _ in range(each)]) for _ in range(STAGES)]
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for stage in self.stages:
+            for n, p in enumerate(stage):
+                x = x + p[...] if n % 8 else x * p[...]
+        return x
+
+
+class Bare:
+    """The CPU time that compiled calls and copies take by themselves, in functions that are compiled inside
+    `watching`.
+
+    Attributes:
+      least: the least milliseconds that those of one call take.
+      count: how many they are.
+    """
+
+    def __init__(self) -> None:
+        self.least, self.count, self.nanoseconds = float("inf"), 0, 0
+        empty = [time.thread_time_ns() - time.thread_time_ns() for _ in range(1000)]
+        self.clock = -max(empty)  # what reading it takes
+
+    def begin(self) -> None:
+        self.nanoseconds = self.count = 0
+
+    def end(self, counts: bool) -> None:
+        if counts:
+            self.least = min(self.least, self.nanoseconds / 1e6)
+
+    def timed(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            start = time.thread_time_ns()
+            out = fun(*args)
+            self.nanoseconds += time.thread_time_ns() - start - self.clock
+            self.count += 1
+            return out
+
+        return call
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        compile_program, sender = split.compile_program, run.sender
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            compiled = compile_program(*args, **kwargs)
+            executables = {}
+            for f, e in compiled.executables.items():
+                executables[f] = dataclasses.replace(e, call=cast(Any, self.timed(e.call)))
+            return dataclasses.replace(compiled, executables=executables)
+
+        split.compile_program = watched
+        run.sender = lambda *args: self.timed(sender(*args))
+        try:
+            yield
+        finally:
+            split.compile_program, run.sender = compile_program, sender
+
+
+def least(calls: int, *functions: Callable[[], Any], bare: Bare) -> list[float]:
+    """The least CPU milliseconds of this thread in a call of each, taken in turn after two of each."""
+    found: list[list[float]] = [[] for _ in functions]
+    for n in range(calls + 2):
+        bare.begin()
+        for times, fun in zip(found, functions):
+            start = time.thread_time_ns()
+            out = fun()
+            times.append((time.thread_time_ns() - start) / 1e6)
+            jax.block_until_ready(out)
+        bare.end(counts=n >= 2)
+    return [min(times[2:]) for times in found]
+
+
+def on_stages(each: int) -> tuple[mm.MultiMesh, Pile]:
+    mesh = mm.MultiMesh(axis_sizes=(STAGES,), axis_names=("stage",), devices=jax.devices()[:STAGES])
+    tasks = [mm.Task(f"stage{n}", mesh_slice={"stage": n}) for n in range(STAGES)]
+    placement = mm.TaskSharding({mm.path("stages", n): (task, None) for n, task in enumerate(tasks)})
+    with mesh:
+        return mesh, mm.jit(lambda: Pile(each), out_shardings=placement)()
+
+
+def steps(each: int, options: Options) -> str:
+    """One line of the first table."""
+    mesh, model = on_stages(each)
+    batch, bare = np.ones((options.microbatches, 4), np.float32), Bare()
+
+    def step(model: Pile, batch: Any) -> jax.Array:
+        grad_fn = nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))
+        loss, grads = mm.microbatch(grad_fn, dim=0, size=1, argnum=1, schedule="1f1b")(model, batch)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 1e-6 * g, nnx.state(model), grads))
+        return loss
+
+    plain, watched = (mm.jit(step, donate_argnums=0, mesh=mesh) for _ in range(2))
+    with bare.watching():
+        watched(model, batch)
+    total, _ = least(options.calls, lambda: plain(model, batch), lambda: watched(model, batch), bare=bare)
+    alone = bare.least
+    return (
+        f"{each:15}{bare.count:15}{total:9.2f} ms{alone:9.2f} ms"
+        f"{1e3 * alone / bare.count:9.1f} us{total / alone:8.2f}"
+    )
+
+
+def read(model: Pile, x: Any) -> jax.Array:
+    return model(x)
+
+
+def write(model: Pile, x: Any) -> jax.Array:
+    nnx.update(model, jax.tree.map(lambda p: p * 1.0001, nnx.state(model)))
+    return model(x)
+
+
+def many_variables(fun: Callable[..., Any], options: Options) -> str:
+    """One line of the second table."""
+    mesh, model = on_stages(options.variables // STAGES)
+    whole = Pile(options.variables // STAGES)
+    x, bare = np.ones(4, np.float32), Bare()
+    plain, watched = (mm.jit(fun, mesh=mesh) for _ in range(2))
+    with bare.watching():
+        watched(model, x)
+    one = nnx.jit(fun)
+    graphdef, state = nnx.split(whole)
+    leaves, tree = jax.tree.flatten(state)
+
+    @jax.jit
+    def flat(leaves: list[jax.Array], x: Any) -> Any:
+        model = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+        return fun(model, x), jax.tree.leaves(nnx.state(model))
+
+    of_flat, of_one, of_ours, _ = least(
+        options.calls,
+        lambda: flat(leaves, x),
+        lambda: one(whole, x),
+        lambda: plain(model, x),
+        lambda: watched(model, x),
+        bare=bare,
+    )
+    lifts = of_one - of_flat, of_ours - bare.least
+    return (
+        f"{fun.__name__:8}{of_one:9.2f} ms{of_flat:9.2f} ms{lifts[0]:9.2f} ms"
+        f"{of_ours:9.2f} ms{bare.least:9.2f} ms{lifts[1]:9.2f} ms{lifts[1] / lifts[0]:8.2f}"
+    )
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", STAGES)
+    print(f"jax {jax.__version__}; CPU time of the calling thread, the least of {options.calls} calls")
+    print(
+        f"a training step, {STAGES} stages, {options.microbatches} microbatches\n"
+        f"{'arrays a stage':>15}{'calls, copies':>15}{'mm.jit':>12}{'bare':>12}{'each':>12}{'ratio':>8}"
+    )
+    for each in options.arrays:
+        print(steps(each, options), flush=True)
+    print(
+        f"\na model of {options.variables} Variables\n"
+        f"{'':8}{'nnx.jit':>12}{'bare':>12}{'lifting':>12}{'mm.jit':>12}{'bare':>12}{'lifting':>12}{'ratio':>8}"
+    )
+    for fun in (read, write):
+        print(many_variables(fun, options), flush=True)
+
+
+if __name__ == "__main__":
+    main()
