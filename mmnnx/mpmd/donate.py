@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from mmnnx.mpmd.fragments import Fragment, Held
 from mmnnx.mpmd.processes import are_apart
-from mmnnx.mpmd.program import Program
-from mmnnx.mpmd.trace import Var
+from mmnnx.mpmd.program import Call, Program
 
 Pairs = list[tuple[int, int]]  # (number of an input, number of the result that takes over its buffer)
 
@@ -19,36 +16,29 @@ Pairs = list[tuple[int, int]]  # (number of an input, number of the result that 
 def donations(
     program: Program, fixed: Mapping[Held, NamedSharding], donated: set[int]
 ) -> dict[Fragment, Pairs]:
-    """For each fragment, the inputs whose buffers their next values take over.
+    """For each fragment, the inputs whose buffers results take over: of `Program.overwrites` those that may.
 
-    An input qualifies if every call of the fragment is its last use, it is the program's to overwrite, and
-    its next value is of the same type and sharding.
+    They must be of the same sharding, as far as it is decided; where XLA decides it, XLA decides about the
+    buffer, too.
 
     Args:
       program: the fragments with their calls.
       fixed: shardings that are decided.
       donated: input slots of the program whose arrays may be overwritten.
     """
-    received = {t.outputs[0] for t in program.transfers}
-    # Another process fetches an array when it comes to it: nothing may be written over it.
-    handed = {t.inputs[0] for t in program.transfers if are_apart(t.source_mesh, t.target_mesh)}
-    kept = received | handed | (program.inputs.keys() - donated)
-    possible: dict[Fragment, set[int]] = {}
+    # Another process fetches an array when it comes to it: nothing may be written over it. What it sent was
+    # received into memory that is no device's own, on some clients, and it may be asked about.
+    apart = [t for t in program.transfers if are_apart(t.source_mesh, t.target_mesh)]
+    kept = {s for t in apart for s in (*t.inputs, *t.outputs)} | (program.inputs.keys() - donated)
+    barred: dict[Fragment, set[int]] = {}
+    first: dict[Fragment, Call] = {}
     for call in program.calls:
-        dropped, times = set(call.frees) - kept, Counter(call.inputs)
-        mine = {n for n, s in enumerate(call.inputs) if s in dropped and times[s] == 1}
-        possible[call.fragment] = possible.get(call.fragment, mine) & mine
+        first.setdefault(call.fragment, call)
+        barred.setdefault(call.fragment, set()).update(n for n, s in enumerate(call.inputs) if s in kept)
 
-    def kind(v: Var, mesh: Mesh) -> Any:
-        return v.aval.shape, v.aval.dtype, fixed.get((v, mesh))
+    def may(f: Fragment, n: int, k: int) -> bool:
+        mine, its = (fixed.get(program.values[s]) for s in (first[f].inputs[n], first[f].outputs[k]))
+        alike = its is None or (mine is not None and mine.is_equivalent_to(its, f.outvars[k].aval.ndim))
+        return alike and n not in barred[f]
 
-    chosen: dict[Fragment, Pairs] = {}
-    for f, numbers in possible.items():
-        made = {v: n for n, v in enumerate(f.outvars)}
-        nexts = {n: program.successors.get(f.invars[n]) for n in sorted(numbers)}
-        chosen[f] = [
-            (n, made[v])
-            for n, v in nexts.items()
-            if v in made and kind(f.invars[n], f.mesh) == kind(v, f.mesh) and (v, f.mesh) in fixed
-        ]
-    return chosen
+    return {f: [pair for pair in pairs if may(f, *pair)] for f, pairs in program.overwrites.items()}

@@ -162,6 +162,38 @@ class Program:
                 found.update(s for s in c.inputs if s in seen[key] and made_for.get(s) is not None)
         return frozenset(found)
 
+    @functools.cached_property
+    def overwrites(self) -> dict[Fragment, tuple[tuple[int, int], ...]]:
+        """For each fragment, the inputs whose memory results take over: (number of the input, of the result).
+
+        An input qualifies if each call of the fragment is its last use. What has a successor gives way to it;
+        what else was made by the program, and is no other mesh's as well, to a result of its type.
+        """
+        # To a mesh of another shape, or with devices of the same, go shards that are there already.
+        shared = {t.outputs[0] for t in self.transfers if not _is_copied(t)}
+        dying: dict[Fragment, set[int]] = {}
+        given: defaultdict[Fragment, set[int]] = defaultdict(set)  # those that are arguments, in some call
+        for c in self.calls:
+            given[c.fragment].update(n for n, s in enumerate(c.inputs) if s in self.inputs)
+            times, free = Counter(c.inputs), set(c.frees) - shared
+            mine = {n for n, s in enumerate(c.inputs) if s in free and times[s] == 1}
+            dying[c.fragment] = dying.get(c.fragment, mine) & mine
+        nexts, found = set(self.successors.values()), {}
+        for f, places in dying.items():
+            made = {v: k for k, v in enumerate(f.outvars)}
+            after = {n: self.successors.get(f.invars[n]) for n in sorted(places)}
+            pairs = [(n, made[v]) for n, v in after.items() if v in made]
+            spare: defaultdict[Any, list[int]] = defaultdict(list)
+            for v, k in made.items():
+                if v not in nexts:
+                    spare[v.aval.shape, v.aval.dtype].append(k)
+            for n, v in after.items():
+                like = spare[f.invars[n].aval.shape, f.invars[n].aval.dtype]
+                if v is None and n not in given[f] and like:
+                    pairs.append((n, like.pop(0)))
+            found[f] = tuple(pairs)
+        return found
+
     def table(self) -> list[list[Action]]:
         """What each mesh runs of the stages of the microbatch loop, in order: one row for each mesh.
 
@@ -290,7 +322,6 @@ class Program:
         ]
         # Moves of residuals alone: to begin with, none.
         kept: list[tuple[Any, int, str]] = [(moment, 0, name) for moment, _, name in moves]
-        received = {s for t in self.transfers for s in t.outputs}
         host = 0.0  # when the next instruction is dispatched
         for n, i in enumerate(self.instructions):
             host += costs.dispatch
@@ -308,27 +339,22 @@ class Program:
                 end = idle[way] = start + costs.of_transfer(i.nbytes)
                 transfers.append(Event(way, start, end, "transfer", i.microbatch, "transfer"))
             ready.update(dict.fromkeys(i.outputs, end))
-            overwritten = self._overwritten(i, received)
-            changes = [((start, 1, n, 0), 1, s) for s in i.outputs if s not in overwritten.values()]
-            changes += [((end, int(end == start), n, 1), -1, s) for s in i.frees if s not in overwritten]
+            overwritten = self._overwritten(i)
+            changes = [((start, 1, n, 0), 1, s) for s in i.outputs]
+            changes += [((end, int(end == start), n, 1), -1, s) for s in i.frees]
             for time, sign, s in changes:
                 v, home = self.values[s]
-                moves.append((time, sign * nbytes(v), self.names[home]))
+                move = time, sign * nbytes(v), self.names[home]
+                if s not in overwritten:
+                    moves.append(move)
                 if s in self.residuals:
-                    kept.append(moves[-1])
+                    kept.append(move)
         return Timeline(tuple(events), tuple(transfers), peaks(moves), peaks(kept))
 
-    def _overwritten(self, i: Instruction, received: set[int]) -> dict[int, int]:
-        """Slots that an instruction drops and whose memory one of its results takes over: that result's."""
-        if not isinstance(i, Call):
-            return {}
-        made = dict(zip(i.fragment.outvars, i.outputs))
-        found: dict[int, int] = {}
-        for v, s in zip(i.fragment.invars, i.inputs):
-            after = self.successors.get(v)
-            if after in made and s in i.frees and s not in received:
-                found[s] = made[after]
-        return found
+    def _overwritten(self, i: Instruction) -> set[int]:
+        """Slots that an instruction drops and whose memory a result takes over, and those of the results."""
+        pairs = self.overwrites[i.fragment] if isinstance(i, Call) else ()
+        return {s for n, k in pairs for s in (i.inputs[n], i.outputs[k])}
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """Runs the program for arguments like those that it was made for, and measures it.
@@ -389,3 +415,9 @@ class Program:
 
     def _mesh(self, mesh: Mesh) -> str:
         return f"{self.names.get(mesh, 'mesh')} (devices {[d.id for d in mesh.devices.flat]})"
+
+
+def _is_copied(t: Transfer) -> bool:
+    """Whether what a transfer makes shares no memory with what is on another mesh."""
+    here, there = t.source_mesh.devices, t.target_mesh.devices
+    return here.shape == there.shape and not set(here.flat) & set(there.flat)

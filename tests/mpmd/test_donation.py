@@ -1,0 +1,144 @@
+"""Memory that is taken over: state, sums, and what dies in a fragment; and bytes that JAX counts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import jax
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+from mmnnx.mpmd import profile as profile_module
+from mmnnx.mpmd.program import Call
+from tests import models
+from tests.models import make
+from tests.mpmd.parity import assert_parity, born, pipeline, place, train_step
+
+COUNTERS = 8  # bytes
+
+
+def spec(per_stage):
+    return P(None, "model") if per_stage else P()
+
+
+def kernels(tasks, per_stage):
+    """Of an MLP of three layers one on each stage, kernels divided over its devices."""
+    rules = {mm.path("layers", n, "kernel"): (task, spec(per_stage)) for n, task in enumerate(tasks)}
+    rules |= {mm.path("layers", n): (task, P()) for n, task in enumerate(tasks)}
+    return mm.TaskSharding(rules)
+
+
+def bytes_of(x):
+    """On all of its devices. (To ask for its shards would make more arrays.)"""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
+
+
+def trainer(per_stage, schedule, donate=(0, 1)):
+    mesh, tasks = pipeline(3, *per_stage)
+    with mesh:
+        model = born(make(models.MLP, layers=3, width=16), kernels(tasks, per_stage))
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param))(model)
+    return (
+        mesh,
+        model,
+        optimizer,
+        train_step(mm.jit, models.squared_error, microbatch=2, schedule=schedule, donate_argnums=donate),
+    )
+
+
+@pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device a stage", "two"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
+def test_what_dies_is_overwritten_and_all_is_right(per_stage, schedule):
+    """A backward writes the gradient that it sends over a residual, or over the one that it received."""
+    mesh, tasks = pipeline(3, *per_stage)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # JAX warns of donated buffers that nothing can take over
+        program = assert_parity(
+            make(models.MLP, layers=3, width=16),
+            models.squared_error,
+            models.vectors(),
+            kernels(tasks, per_stage),
+            mesh=mesh,
+            microbatch=2,
+            schedule=schedule,
+        )
+    nexts = set(program.successors.values())
+    sent = {t.inputs[0] for t in program.transfers}
+    dead = {
+        (f.name, f.outvars[k])
+        for f, pairs in program.overwrites.items()
+        for _, k in pairs
+        if f.outvars[k] not in nexts
+    }
+    gradients = {
+        (c.name, v) for c in program.calls for v, s in zip(c.fragment.outvars, c.outputs) if s in sent
+    }
+    # Both halves of a divided backward read all there is, and the gradient is made by the first.
+    expected = set() if schedule == "zero-bubble-h1" else {"stage1 backward", "stage2 backward"}
+    assert {name for name, _ in dead & gradients} == expected
+
+
+@pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device a stage", "two"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
+def test_no_instruction_leaves_more_alive_than_the_program_says(per_stage, schedule, monkeypatch):
+    """After each one JAX itself counts the arrays that are alive on each mesh."""
+    mesh, model, optimizer, step = trainer(per_stage, schedule)
+    seen = []
+    after = profile_module._Live.after
+
+    def watched(self, inputs, outputs):
+        after(self, inputs, outputs)
+        homes = {m: frozenset(m.devices.flat) for m in self.program.names}
+        alive = dict.fromkeys(self.program.names.values(), 0)
+        for x in jax.live_arrays():
+            for m, devices in homes.items():
+                if x.sharding.device_set == devices:
+                    alive[self.program.names[m]] += bytes_of(x)
+        seen.append((dict(self.now), alive))
+
+    monkeypatch.setattr(profile_module._Live, "after", watched)
+    with mesh:
+        program = step.program(model, optimizer, models.vectors())
+        profile = program.profile(model, optimizer, models.vectors())
+    (counted, alive), *rest = seen
+    others = {name: alive[name] - counted[name] for name in counted}  # nothing of the program's
+    assert len(rest) == len(program.instructions)
+    for now, alive in rest:
+        # Copies of the optimizer's counters on each mesh share their buffers with the caller's.
+        off = [alive[name] - others[name] - n for name, n in now.items()]
+        assert all(abs(n) <= COUNTERS * max(per_stage, default=1) for n in off), off
+    assert max(now["stage1"] for now, _ in seen) == profile.peak_bytes["stage1"]
+
+
+def test_arguments_that_are_not_given_up_stay():
+    """Whatever dies in the program, what the caller did not donate is his."""
+    mesh, model, optimizer, step = trainer((), "1f1b", donate=())
+    old = jax.tree.leaves(nnx.state((model, optimizer)))
+    batch = jax.tree.map(jax.numpy.asarray, models.vectors())
+    with mesh:
+        for _ in range(2):
+            step(model, optimizer, batch)
+    assert not any(x.is_deleted() for x in (*old, *jax.tree.leaves(batch)))
+
+
+def test_a_copy_on_the_same_devices_is_left_alone():
+    """Two meshes of one device each may be the same device: what is sent between them may be one buffer."""
+    mesh, tasks = pipeline(2)
+    program = assert_parity(
+        make(models.MLP, layers=4),
+        models.squared_error,
+        models.vectors(),
+        place([tasks[0], tasks[1], tasks[0], tasks[1]], *[[("layers", n)] for n in range(4)]),
+        mesh=mesh,
+        microbatch=2,
+        schedule="1f1b",
+    )
+    for f, pairs in program.overwrites.items():
+        calls = [c for c in program.calls if c.fragment is f]
+        for n, k in pairs:
+            assert all(c.inputs[n] in c.frees and isinstance(c, Call) for c in calls)
+            assert f.invars[n].aval.shape == f.outvars[k].aval.shape
