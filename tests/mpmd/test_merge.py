@@ -95,6 +95,16 @@ def test_two_parts_of_a_backward_and_their_forward():
     assert "stage2 forward and stage2 backward-input" in names
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
+def test_after_the_loop_each_mesh_runs_one_program(schedule):
+    """The optimizer's work on all arrays of a mesh, and no transfer; before the loop it is one as well."""
+    program = program_of(schedule)
+    inside = [n for n, i in enumerate(program.instructions) if i.microbatch is not None]
+    for outside in (program.instructions[: inside[0]], program.instructions[inside[-1] + 1 :]):
+        assert all(isinstance(i, Call) for i in outside)
+        assert sorted(program.names[i.mesh] for i in outside) == ["stage0", "stage1", "stage2"]
+
+
 def test_a_profile_is_of_the_program_as_it_prints():
     mesh, tasks = pipeline(2)
     with mesh:
