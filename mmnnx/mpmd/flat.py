@@ -102,12 +102,10 @@ class FlatJit:
         if ignoring.get():
             return self._on_one_device(args, kwargs)
         with self.context():
-            key = (tree, held, surroundings(), *map(_signature, leaves))
+            key = _key(tree, held, leaves)
             if key not in self.splits:
-                traced = self._trace(args, kwargs, leaves, tree, held)
-                found = traced.split()
-                key = (tree, held, surroundings(), *map(_signature, leaves))  # state may have been placed
-                self.splits[key] = (found, traced.out_tree, traced.record)
+                self._trace(args, kwargs, leaves, tree, held).split()
+                key = _key(tree, held, leaves)  # state may have been placed
             found, out_tree, record = self.splits[key]
             run = found.prepare() if found.prepare else functools.partial(self._run_whole, tree, held)
             results = run(leaves)
@@ -156,7 +154,7 @@ class FlatJit:
                 splitting.reset(token)
             self.traces[key] = (traced, self.observer.record)
         traced, record = self.traces[key]
-        return FlatTraced(self, traced, record, leaves, tree, current_multimesh())
+        return FlatTraced(self, traced, record, leaves, tree, held, current_multimesh())
 
     def trace(self, *args: Any, **kwargs: Any) -> FlatTraced:
         moving, held = self.static.divide(args, kwargs)
@@ -181,10 +179,11 @@ class FlatTraced:
         record: Record,
         leaves: Sequence[Any],
         tree: Any,
+        held: Any,
         multimesh: MultiMesh | None,
     ):
         self.owner, self.traced, self.record = owner, traced, record
-        self.leaves, self.tree, self.multimesh = leaves, tree, multimesh
+        self.leaves, self.tree, self.held, self.multimesh = leaves, tree, held, multimesh
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.traced, name)
@@ -203,9 +202,16 @@ class FlatTraced:
         return [task for task in dict.fromkeys(found) if task is not None]
 
     def split(self) -> Split:
-        """Cuts the function into fragments."""
-        with self.multimesh or contextlib.nullcontext(), uncollected():
-            return split(self.traced, self.record, self.leaves, self.multimesh)
+        """Cuts the function into fragments, if that has not been done for arguments like these."""
+        splits, inside = self.owner.splits, current_multimesh() is self.multimesh
+        with contextlib.nullcontext() if inside or self.multimesh is None else self.multimesh:
+            key = _key(self.tree, self.held, self.leaves)
+            if key not in splits:
+                with uncollected():
+                    found = split(self.traced, self.record, self.leaves, self.multimesh)
+                key = _key(self.tree, self.held, self.leaves)  # state may have been placed
+                splits[key] = found, self.traced.out_tree, self.record
+            return splits[key][0]
 
     def input_shardings(self) -> Any:
         """Where the arguments would best live, as a tree (args, kwargs) like that of the dynamic ones.
@@ -276,11 +282,16 @@ def _restore(moving: tuple, held: tuple) -> list[Any]:
     return args
 
 
+def _key(tree: Any, held: Any, leaves: Sequence[Any]) -> Any:
+    """What a program depends on in its arguments and around it."""
+    return (tree, held, surroundings(), *map(_signature, leaves))
+
+
 def _signature(x: Any) -> Any:
     """What a program depends on in an argument: its type and where it lives."""
     if isinstance(x, jax.Array):
         return (x.aval, x.sharding if x.committed else None)
-    return _aval(x)
+    return (_aval(x), x.sharding) if isinstance(x, jax.ShapeDtypeStruct) else _aval(x)
 
 
 def _aval(x: Any) -> jax.ShapeDtypeStruct:

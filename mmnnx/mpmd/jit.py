@@ -176,14 +176,14 @@ class Jit:
             arguments = take_apart(*self._flat.static.divide(args, kwargs))
             if arguments is not None and (shortcut := self._shortcuts.find(arguments)) is not None:
                 return shortcut(arguments)
-            out = self._lifted(*args, **kwargs)
-            call = self._flat.take_call()
-            if arguments is not None and call is not None and call.record.out_tree is not None:
-                updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
-                shortcut = learn(arguments, call.leaves, updates, call.run, call.record.out_tree)
-                if shortcut is not None:
-                    self._shortcuts.add(arguments, shortcut)
-            return out
+        out = self._lifted(*args, **kwargs)
+        call = self._flat.take_call()
+        if arguments is not None and call is not None and call.record.out_tree is not None:
+            updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
+            shortcut = learn(arguments, call.leaves, updates, call.run, call.record.out_tree)
+            if shortcut is not None:
+                self._shortcuts.add(arguments, shortcut)
+        return out
 
     def __get__(self, obj: Any, objtype: type | None = None) -> Any:
         return self if obj is None else functools.partial(self, obj)

@@ -19,9 +19,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx.mpmd import flat
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import pipeline, place, train_step
+from tests.mpmd.parity import born, pipeline, place, train_step
 
 STAGES, MICROBATCH, LENGTH, WIDTH, VOCAB = 4, 2, 6, 16, 32
 
@@ -354,3 +355,24 @@ def test_a_residual_chain_sends_one_array_each_way(per_stage):
     crossings = Counter((t.source, t.target) for t in program.transfers)
     there = {(f"stage{n}", f"stage{n + 1}"): 3 for n in range(3)}
     assert crossings == there | {(b, a): n for (a, b), n in there.items()}
+
+
+def test_the_program_of_a_call_that_was_made_is_at_hand(monkeypatch):
+    """To look at it cuts nothing a second time; arguments of other types, and abstract ones, have their own."""
+    mesh, tasks = pipeline(2)
+    double = mm.jit(lambda model, x: model(x), mesh=mesh)
+    with mesh:
+        model = born(make(models.MLP, layers=2), place(tasks, [("layers", 0)], [("layers", 1)]))
+    x = models.vectors()["x"]
+    made = []
+    split = flat.split
+    monkeypatch.setattr(flat, "split", lambda *args: made.append(args) or split(*args))
+    double(model, x)
+    program = double.program(model, x)
+    assert len(made) == 1 and len(program.calls) == 2
+    double.program(model, x[:1])
+    assert len(made) == 2
+    double.program(model, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    assert len(made) == 3
+    double(model, x)
+    assert len(made) == 3

@@ -166,11 +166,17 @@ LOGICAL = {"batch": "data", "heads": "model", "kv_heads": "model", "mlp": "model
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"scan": 2}, {"remat": True}, {"scan": 2, "remat": True}, {"tied": True}],
-    ids=lambda options: "-".join(options) or "plain",
+    "options, fsdp",
+    [
+        ({}, True),
+        ({"scan": 2}, False),
+        ({"remat": True}, True),
+        ({"scan": 2, "remat": True}, True),
+        ({"tied": True}, False),
+        ({"tied": True}, True),
+    ],
+    ids=lambda x: ("data", "fsdp")[x] if isinstance(x, bool) else "-".join(x) or "plain",
 )
-@pytest.mark.parametrize("fsdp", [False, True], ids=["data", "fsdp"])
 def test_a_language_model_over_data_and_tensor(hlo, options, fsdp):
     """Only what tensor parallelism needs is left in the loop: no array is reduced over the data axis."""
     mesh, tasks = pipeline(2, 2, 2, axes=("data", "model"))
