@@ -358,7 +358,7 @@ def test_a_residual_chain_sends_one_array_each_way(per_stage):
 
 
 def test_the_program_of_a_call_that_was_made_is_at_hand(monkeypatch):
-    """To look at it cuts nothing a second time; arguments of other types, and abstract ones, have their own."""
+    """To look at it cuts nothing again; arguments of other types, and abstract ones, have their own."""
     mesh, tasks = pipeline(2)
     double = mm.jit(lambda model, x: model(x), mesh=mesh)
     with mesh:
