@@ -19,13 +19,15 @@ _numbers = itertools.count()
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK = 0.5  # seconds between two looks at whether another process was asked
 _POLL = 0.02  # seconds between two looks at how far the others are
+_ONCE = 1.0  # seconds in which signals are one: systemd sends it to all processes, and a launcher passes it on
 
 
 class Stop:
     """Whether a run was asked to stop, by Ctrl-C or SIGTERM, in this process or in any other of it.
 
-    Inside, the first signal is only noted; a second one does what it would do without (Ctrl-C raises
-    KeyboardInterrupt, SIGTERM ends the process). Every process must make it, and ask it in every step.
+    Inside, the first signal is only noted; one that comes more than a second later does what it would do
+    without (Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process). Every process must make it, and ask
+    it in every step.
 
     Once a process is asked, a thread in each says how far it is: the step after that of the furthest one is
     the last. No process takes another step before that is known, and none has to for it to be: one that
@@ -55,6 +57,7 @@ class Stop:
         self._agreed, self._woken, self._over = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._speak, name="mmnnx-stop", daemon=True)
         self._before: dict[signal.Signals, Any] = {}
+        self._first: float | None = None  # when a signal came to this process
 
     def __enter__(self) -> Stop:
         self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
@@ -86,9 +89,12 @@ class Stop:
         return step >= self._last
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-        self._restore()
-        self._woken.set()
+        if self._first is None:
+            self._first, self.signal = time.monotonic(), signal.Signals(number)
+            self._woken.set()
+        elif time.monotonic() - self._first > _ONCE:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

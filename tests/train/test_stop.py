@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 
 import pytest
 
@@ -34,11 +35,33 @@ def test_nothing_is_caught_outside():
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_a_second_signal_interrupts_at_once():
+@pytest.fixture
+def clock(monkeypatch):
+    """The time in seconds, as `Stop` reads it."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_second_signal_interrupts_at_once(clock):
     with pytest.raises(KeyboardInterrupt), Stop() as stop:
         send(signal.SIGINT)
         assert stop.signal is signal.SIGINT
+        clock[0] += 1.1
         send(signal.SIGINT)
+
+
+def test_a_signal_that_comes_twice_is_one(clock):
+    """systemd sends SIGTERM to every process of a service, and the launcher passes its own on."""
+    with Stop() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            send(number)
+            clock[0] += 0.3
+        assert stop.signal is signal.SIGTERM and stop(1)
+        clock[0] += 0.3
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_thread_gets_no_signals_and_says_so():
