@@ -19,7 +19,7 @@ _numbers = itertools.count()
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK = 0.5  # seconds between two looks at whether another process was asked
 _POLL = 0.02  # seconds between two looks at how far the others are
-_ONCE = 1.0  # seconds in which signals are one: systemd sends it to all processes, and a launcher passes it on
+_ONCE = 1.0  # seconds in which signals are one: systemd asks every process, and a launcher passes it on
 
 
 class Stop:
