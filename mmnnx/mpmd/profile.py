@@ -97,8 +97,9 @@ def measure(program: Program, steps: Sequence[Step], arrays: list[jax.Array]) ->
     profiles = _profiles.get()
     if profiles is not None:
         timeline = dataclasses.replace(program.simulate(costs), unit="s")
-        residuals = {name: live.residual_peak[name] for name in live.peak}
-        profiles.append(Profile(seconds, costs, timeline, dict(live.peak), residuals))
+        names = [name for name in program.names.values() if name in live.peak]
+        peak, residuals = ({name: most[name] for name in names} for most in (live.peak, live.residual_peak))
+        profiles.append(Profile(seconds, costs, timeline, peak, residuals))
     return slots
 
 

@@ -183,7 +183,7 @@ def test_bytes_are_those_of_the_arrays(schedule, donate):
     """One instruction at a time, in simulation and measured: the same peak on every mesh."""
     program, profile = profiled(schedule, donate)
     simulated = program.simulate(ONE_BY_ONE).peak_bytes
-    assert simulated.keys() == profile.peak_bytes.keys()
+    assert list(simulated) == list(profile.peak_bytes) == list(profile.residual_bytes)
     off = {mesh: profile.peak_bytes[mesh] - n for mesh, n in simulated.items()}
     assert all(abs(n) <= SCALARS for n in off.values()), off
     if not donate:
