@@ -99,7 +99,7 @@ def check(graph, stages, data, scoped):
     )
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(graph=graphs(), stages=st.integers(2, 4), data=st.data())
 def test_random_homes(graph, stages, data):
     check(graph, stages, data, scoped=False)

@@ -164,7 +164,7 @@ def check(stages: Stages, num_microbatches: int, table: Sequence[Sequence[Action
     assert_same(step(model, batch), expected, what="loss and gradients")
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(tables())
 def test_random_valid_tables_run_and_match(drawn):
     signal.alarm(LIMIT)
@@ -205,7 +205,7 @@ def spoil(rng: random.Random, how: str, table: list[list[Action]]) -> list[list[
     return rows
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(tables(), st.sampled_from(sorted(REFUSALS)), st.randoms(use_true_random=False))
 def test_spoilt_tables_are_refused_or_still_right(drawn, how, rng):
     """In another order work may still be possible, and then the answer is right.

@@ -107,7 +107,7 @@ def test_a_call_returns_before_the_work_is_done(sizes):
 
         def __call__(self, x):
             for layer in self.layers:
-                for _ in range(30):
+                for _ in range(12):
                     x = jnp.tanh(layer(x))
             return x
 
