@@ -60,10 +60,10 @@ class Wait:
 
 
 @contextlib.contextmanager
-def waiting(process: int, what: Callable[[], str], number: float = math.inf) -> Iterator[None]:
+def waiting(process: int, what: Callable[[], str]) -> Iterator[None]:
     """Whoever waits for another process does so in here: if it takes too long, the watch ends the run."""
     key = next(_numbers)
-    waits[key] = Wait(process, what, number)
+    waits[key] = Wait(process, what, math.inf)
     try:
         yield
     finally:

@@ -127,9 +127,9 @@ class Shortcuts:
 
     def add(self, arguments: Arguments, shortcut: Shortcut) -> None:
         """Notes how to repeat a call."""
-        held, surroundings, *_, tree = arguments.key
+        held, surroundings, _, types, tree = arguments.key
         try:
-            hash((held, surroundings, tree))
+            hash((held, surroundings, tuple(types), tree))
         except TypeError:  # what cannot be hashed may be changed, and still be equal to itself
             return
         self.known.insert(0, (arguments.key, shortcut))

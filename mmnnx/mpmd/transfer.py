@@ -36,7 +36,7 @@ def sender(ways: Sequence[Way]) -> Callable[..., Any]:
     alone = {n: _one(*way) for n, way in enumerate(ways) if n not in together}
 
     def send(*arrays: jax.Array) -> Sequence[Any]:
-        made = dict(zip(together, batch(*(arrays[n] for n in together))))
+        made = dict(zip(together, batch(*(arrays[n] for n in together)) or ()))  # the giver has none
         return [alone[n](array) if n in alone else made.get(n) for n, array in enumerate(arrays)]
 
     return send

@@ -88,12 +88,12 @@ def receive(process: int, types: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Arr
 def _expect(process: int, arrays: list[jax.Array]) -> None:
     """Lets the watch know what was asked for last: as long as it does not come, something does not."""
     _received[process] += 1
-    array, (instruction, words) = arrays[-1], position.at
+    aval, (instruction, words) = arrays[-1].aval, position.at  # the words keep no array
 
     def what() -> str:
-        return f"an array {array.aval.str_short()} ({words(instruction)})"
+        return f"an array {aval.str_short()} ({words(instruction)})"
 
-    position.waits["array", process] = position.Wait(process, what, _received[process], array)
+    position.waits["array", process] = position.Wait(process, what, _received[process], arrays[-1])
 
 
 @functools.cache

@@ -552,3 +552,17 @@ def test_a_call_keeps_nothing_alive(graph, split):
             f(model)
             gc.collect()
             assert before() is None
+
+
+def test_metadata_that_may_change_in_place_is_looked_at_every_time(mesh, taken):
+    """A list in a Variable's metadata is equal to itself whatever was done to it."""
+    factors = [2.0]
+    layer = nnx.Param(jnp.ones(3), factors=factors)
+
+    @mm.jit
+    def scaled(param):
+        return param[...] * param.get_metadata()["factors"][0]
+
+    for _ in range(3):
+        assert float(scaled(layer)[0]) == 2
+    assert not taken

@@ -80,3 +80,18 @@ def test_the_address_that_was_asked_for(monkeypatch, asked, host, port):
 def test_a_bad_address_is_an_error_at_once():
     with pytest.raises(ValueError, match="'10.0.0.1:many' is not an address"):
         transport.listen_at("10.0.0.1:many")
+
+
+def test_a_key_among_arrays_for_another_process(monkeypatch):
+    """The giver hands the arrays over in one message and the key by itself, and gets nothing back."""
+    devices = jax.devices()
+    source, target = (NamedSharding(Mesh(np.array([d]), ("x",)), P()) for d in devices[:2])
+    arrays = [jax.device_put(x, source) for x in (np.arange(4.0), jax.random.key(0), np.ones(2))]
+    handed = []
+    monkeypatch.setattr(transfer, "_processes", lambda s: {int(s is target)})
+    monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: False)
+    monkeypatch.setattr(transport, "send", lambda process, arrays: handed.append((process, list(arrays))))
+    monkeypatch.setattr(transfer, "_between", lambda array, *_: handed.append(array))
+    transfer.sender([(source, target, x.aval) for x in arrays])(*arrays)
+    (process, together), key = handed
+    assert process == 1 and together[0] is arrays[0] and together[1] is arrays[2] and key is arrays[1]
