@@ -264,12 +264,18 @@ def _preparer(
     constants = [value for _, value in flat.constants]
     number = {v: n for n, v in enumerate((*flat.invars, *(v for v, _ in flat.constants)))}
     values, given = [*leaves, *constants], [*ends.given, *(None for _ in constants)]
-    bindings, overwritten = [], set()
+    bindings: list[tuple[int, Callable[[Any], jax.Array] | None]] = []
+    placing: list[Callable[[], Any]] = []  # of constants, once, ahead of the first call
+    overwritten = set()
     for slot, (v, mesh) in program.inputs.items():
         n = number[v]
         own = given[n]
         here = own if own is not None and own.mesh == mesh else entering(v.aval, mesh, own)
         bind = binder(values[n], fixed.setdefault((v, mesh), here))
+        if n >= len(leaves):
+            bindings.append((len(values) + len(placing), None))
+            placing.append(functools.partial(bind or _as_it_is, values[n]))
+            continue
         bindings.append((n, bind))
         if n < len(donates) and donates[n] and bind is None and v not in flat.outvars:
             overwritten.add(slot)
@@ -300,6 +306,7 @@ def _preparer(
         merged, numbers = merge(program)
         compiled = compile_program(merged, fixed, overwritten, number)
         execute = runner(compiled, name, numbers)
+        kept = [*constants, *(place() for place in placing)]
 
         @functools.cache
         def apart() -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
@@ -316,7 +323,7 @@ def _preparer(
                         f"{names[n]} was donated to an earlier call and is gone: "
                         "use the value that call returned, or do not donate it"
                     )
-            values = [*leaves, *constants]
+            values = [*leaves, *kept]
             arrays = [values[n] if bind is None else bind(values[n]) for n, bind in bindings]
             made = apart()(arrays) if is_measured() else execute(arrays)
             out = [give(values, held) for give, held in zip(deliveries, made)]
@@ -328,6 +335,10 @@ def _preparer(
         return run
 
     return prepare
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
 
 
 def _in_full(program: Program) -> str:

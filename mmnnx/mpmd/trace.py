@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -219,13 +220,10 @@ def open_calls(
     """
     invars, outvars, eqns, consts = _compat.open_jaxpr(jaxpr)
     fresh = [jex.Var(v.aval) for v in invars]
-    constants = [(jex.Var(v.aval), value) for v, value in consts]
     opener = _Opener(task_mesh, names)
     for var, home in zip(fresh, homes):
         opener.origin[var] = at_home(home)
-    opener.constants += constants
-    opener.origin.update((v, FREE) for v, _ in constants)
-    env = dict(zip(invars, fresh)) | dict(zip((v for v, _ in consts), (v for v, _ in constants)))
+    env = dict(zip(invars, fresh)) | {v: opener._constant(value, v.aval) for v, value in consts}
     nodes: list[Node] = []
     opener.open(eqns, env, "", nodes, in_loop=not loops)
     out = tuple(_read(env, v) for v in outvars)
@@ -317,11 +315,14 @@ class _Opener:
     def _bind(self, jaxpr: Any, args: Sequence[Atom]) -> tuple[list[Any], list[Atom], dict[Var, Atom]]:
         invars, outvars, eqns, consts = _compat.open_jaxpr(jaxpr)
         env = dict(zip(invars, args))
-        for var, value in consts:
-            env[var] = jex.Var(var.aval)
-            self.constants.append((env[var], value))
-            self.origin[env[var]] = FREE
+        env.update((var, self._constant(value, var.aval)) for var, value in consts)
         return eqns, outvars, env
+
+    def _constant(self, value: Any, aval: Any) -> Var:
+        var = jex.Var(aval)
+        self.constants.append((var, value))
+        self.origin[var] = FREE
+        return var
 
     def _inline(
         self, eqn: Any, jaxpr: Any, env: dict[Var, Atom], scope: str, out: list[Node], in_loop: bool
@@ -361,9 +362,11 @@ class _Opener:
         args = [_read(env, a) for a in eqn.invars]
         consts, init, xs = args[:num_consts], args[num_consts:][:num_carry], args[num_consts + num_carry :]
         length = eqn.params["length"]
-        slices = [
-            tuple(self._emit(lambda x: tuple(x[i] for i in range(length)), [x], scope, out)) for x in xs
-        ]
+        # Positions are values, not literals: XLA then compiles one kernel for all slices of an array.
+        positions = [self._constant(np.int32(m), jax.typeof(np.int32(m))) for m in range(length if xs else 0)]
+        slices = [tuple(self._emit(_slices, [x, *positions], scope, out)) for x in xs]
+        for x, row in zip(xs, slices):
+            self.layout_of.update((v, self.layout_of.get(x, x)) for v in row if is_var(x))
         # Each carry starts in a buffer of its own, so that it can be updated in place.
         init = [self._emit(jnp.copy, [a], scope, out)[0] for a in init]
         body_vars = [jex.Var(v.aval) for v in _compat.open_jaxpr(eqn.params["jaxpr"])[0][num_consts:]]
@@ -408,6 +411,11 @@ class _Opener:
         out.append(loop)
         stacked = [self._emit(lambda *ys: jnp.stack(ys), row, scope, out)[0] for row in stacks]
         env.update(zip(eqn.outvars, [*carries, *stacked]))
+
+
+def _slices(x: jax.Array, *positions: jax.Array) -> list[jax.Array]:
+    index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
+    return [index(x, i) for i in positions]
 
 
 # Equations that only lay out bytes anew. Done ahead of the loop they would cost memory and save nothing.

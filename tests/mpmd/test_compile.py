@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import mmnnx as mm
+from mmnnx.mpmd import bind as bind_module
 from mmnnx.mpmd import compile as compile_module
 from mmnnx.mpmd import garbage
+from mmnnx.mpmd.compile import Executable
 from mmnnx.mpmd.lower import lower
 from tests.mpmd.parity import assert_same, born, pipeline
 
@@ -127,6 +130,44 @@ def test_no_growth_with_stages_and_microbatches(compiles):
             mm.jit(train_step(microbatches))(model, optimizer, X)
         counts.append(len(compiles))
     assert counts[0] == counts[1] == counts[2]
+
+
+def kernels(compiled):
+    """The different computations of a program that XLA makes kernels of."""
+    fused = re.findall(r"^%\S*(?:fused|wrapped)\S* .*?^}", compiled.as_text(), re.MULTILINE | re.DOTALL)
+    return {re.sub(r"\.\d+|, metadata=\{.*?\}", "", text) for text in fused}
+
+
+def test_the_slices_of_a_batch_are_one_kernel(monkeypatch):
+    made = []
+    monkeypatch.setattr(compile_module, "Executable", lambda *args: made.append(args[0]) or Executable(*args))
+    counts = []
+    for microbatches in (2, 16):
+        mesh, placement = on_stages(2)
+        with mesh:
+            model = born(lambda: Chain(2), placement)
+            optimizer = mm.jit(make_optimizer)(model)
+            made.clear()
+            mm.jit(train_step(microbatches))(model, optimizer, np.resize(X, (2 * microbatches, 8)))
+        counts.append(sorted(len(kernels(compiled)) for compiled in made))
+    assert counts[0] == counts[1]
+    assert sum(counts[0]) > 0
+
+
+def test_constants_are_put_on_their_mesh_once(monkeypatch):
+    """A table that a model closes over is no argument: it does not travel at every call."""
+    table = np.arange(8, dtype=np.float32)
+    put, puts = bind_module.put, []
+    monkeypatch.setattr(bind_module, "put", lambda x, to: puts.append(x) or put(x, to))
+    mesh, placement = on_stages(2)
+    with mesh:
+        model = born(lambda: Chain(2, lambda x, n: x + jnp.asarray(table)), placement)
+        f = mm.jit(lambda model, x: model(x))
+        expected = Chain(2, lambda x, n: x + table)(X)
+        for _ in range(3):
+            assert_same(f(model, X), expected)
+    assert sum(x is X for x in puts) == 3
+    assert sum(np.array_equal(x, table) for x in puts) == 2  # once for each stage
 
 
 def test_stages_that_are_only_alike_are_not_one(compiles):

@@ -19,6 +19,7 @@ from tests.models import make
 from tests.mpmd.parity import assert_parity, born, pipeline, place, train_step
 
 COUNTERS = 8  # bytes
+POSITIONS = 4 * 4  # of four microbatches: constants stay where they are between calls
 
 
 def spec(per_stage):
@@ -110,7 +111,7 @@ def test_no_instruction_leaves_more_alive_than_the_program_says(per_stage, sched
     for now, alive in rest:
         # Copies of the optimizer's counters on each mesh share their buffers with the caller's.
         off = [alive[name] - others[name] - n for name, n in now.items()]
-        assert all(abs(n) <= COUNTERS * max(per_stage, default=1) for n in off), off
+        assert all(abs(n) <= (COUNTERS + POSITIONS) * max(per_stage, default=1) for n in off), off
     assert max(now["stage1"] for now, _ in seen) == profile.peak_bytes["stage1"]
 
 
