@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmnnx.mpmd.meshes import mesh_of
 from mmnnx.mpmd.processes import elsewhere, is_here
 from mmnnx.mpmd.transfer import put, spread
 from mmnnx.sharding.mesh import MultiMesh
@@ -40,7 +39,7 @@ def binder(x: Any, target: NamedSharding) -> Callable[[Any], jax.Array] | None:
         return None
     replicated = own is not None and own.is_fully_replicated and target.is_fully_replicated
     is_there = own is not None and replicated and own.device_set > target.device_set
-    if (own is None or is_there) and not is_here(mesh_of(target)):
+    if (own is None or is_there) and not is_here(target):
         aval = jax.typeof(x)
         away = elsewhere(aval.shape, aval.dtype, target)
         return lambda x: away
@@ -79,7 +78,7 @@ def deliver(
         assert multimesh is not None  # without one, a result is held once
         target = NamedSharding(multimesh.mesh, PartitionSpec())
         return lambda values, arrays: everywhere(arrays, target)
-    if held and asked is not None and not (is_here(held[0][1]) or is_here(mesh_of(asked))):
+    if held and asked is not None and not (is_here(held[0][1]) or is_here(asked)):
         away = elsewhere(var.aval.shape, var.aval.dtype, asked)  # one object for all calls
         return lambda values, arrays: away
     if held:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 
+from mmnnx.mpmd.processes import holders
 from mmnnx.mpmd.words import hear, say, store
 
 _BLOCK = 8  # fetches of which the store keeps the values together
@@ -38,8 +39,7 @@ def _is_apart(x: Any) -> bool:
     """Whether an array is not whole in every process."""
     if not isinstance(x, jax.Array) or jax.process_count() == 1:
         return False
-    holders = {d.process_index for d in cast(Any, x.sharding.device_set)}
-    return not (x.is_fully_replicated and len(holders) == jax.process_count())
+    return not (x.is_fully_replicated and len(holders(x.sharding)) == jax.process_count())
 
 
 def _own(x: Any) -> np.ndarray:

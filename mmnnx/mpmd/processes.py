@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, PartitionSpec, Sharding
@@ -23,15 +23,20 @@ _programs = itertools.count(1)
 
 
 @functools.lru_cache(maxsize=4096)
-def is_here(mesh: Mesh) -> bool:
-    """Whether this process has devices of a mesh."""
-    here = jax.process_index()
-    return any(d.process_index == here for d in mesh.devices.flat)
+def holders(where: Mesh | Sharding) -> frozenset[int]:
+    """The processes that have devices of a mesh, or of a sharding."""
+    devices = where.devices.flat if isinstance(where, Mesh) else cast(Any, where.device_set)
+    return frozenset(d.process_index for d in devices)
+
+
+def is_here(where: Mesh | Sharding) -> bool:
+    """Whether this process has devices of a mesh, or of a sharding."""
+    return jax.process_index() in holders(where)
 
 
 def are_apart(a: Mesh, b: Mesh) -> bool:
     """Whether two meshes are of more than one process between them."""
-    return len({d.process_index for mesh in (a, b) for d in mesh.devices.flat}) > 1
+    return len(holders(a) | holders(b)) > 1
 
 
 def elsewhere(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
@@ -72,8 +77,8 @@ def agree(describe: Callable[[], str]) -> int:
 
 def tell_specs(program: int, fragment: int, mesh: Mesh, specs: Sequence[PartitionSpec]) -> None:
     """Tells the processes that are not on `mesh` how a fragment's results are sharded there."""
-    holders = {d.process_index for d in mesh.devices.flat}
-    if mesh.size > 1 and len(holders) < jax.process_count() and min(holders) == jax.process_index():
+    own = holders(mesh)
+    if mesh.size > 1 and len(own) < jax.process_count() and min(own) == jax.process_index():
         say(f"specs {program} {fragment}", json.dumps([list(spec) for spec in specs]).encode())
 
 
@@ -81,6 +86,5 @@ def hear_specs(program: int, fragment: int, mesh: Mesh, count: int) -> list[Part
     """How the results of a fragment are sharded on a mesh of which this process has no device."""
     if mesh.size == 1:
         return [PartitionSpec()] * count
-    holder = min(d.process_index for d in mesh.devices.flat)
-    specs = json.loads(hear(holder, f"specs {program} {fragment}"))
+    specs = json.loads(hear(min(holders(mesh)), f"specs {program} {fragment}"))
     return [PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in spec)) for spec in specs]

@@ -27,7 +27,7 @@ from mmnnx.mpmd.merge import merge
 from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred, without
 from mmnnx.mpmd.order import Moves
 from mmnnx.mpmd.place import Placement, Position, TaskOf, place
-from mmnnx.mpmd.processes import agree, are_apart
+from mmnnx.mpmd.processes import agree, are_apart, holders
 from mmnnx.mpmd.profile import is_measured
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.reduce_once import reduce_once
@@ -105,7 +105,7 @@ def split(
     # JAX runs a function where its arguments are: what is there already needs nothing of us.
     there = groups == {frozenset(divided[0].devices.flat)} if placed else len(groups) <= 1
     # Every process decides alike. A constraint may be over a mesh that is larger than the one that all is on.
-    everyone = len({d.process_index for d in divided[0].devices.flat}) == jax.process_count()
+    everyone = len(holders(divided[0])) == jax.process_count()
     as_it_is = not ruled and everyone and not (placed and constrains(traced.jaxpr, divided[0]))
     if len(divided) == 1 and there and as_it_is:
         return Split(program, None, derive)

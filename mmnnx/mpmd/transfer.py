@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from mmnnx import _compat
 from mmnnx.mpmd import transport
 from mmnnx.mpmd.meshes import mesh_of, transferred
-from mmnnx.mpmd.processes import elsewhere, is_here
+from mmnnx.mpmd.processes import elsewhere, holders, is_here
 
 Way = tuple[NamedSharding, NamedSharding, Any]  # (sharding, that of the copy on another mesh, type)
 
@@ -46,7 +46,7 @@ def _goes_with_others(source: NamedSharding, target: NamedSharding, aval: Any) -
     """Whether arrays of a mesh are copied by one call that takes several."""
     if source.mesh.devices.shape != target.mesh.devices.shape or _is_key(aval.dtype):
         return False
-    givers, takers = _processes(source), _processes(target)
+    givers, takers = holders(source), holders(target)
     if givers | takers == {jax.process_index()}:
         return True
     return len(givers) == len(takers) == 1 and not transport.goes_by_device_put(source, target)
@@ -55,7 +55,7 @@ def _goes_with_others(source: NamedSharding, target: NamedSharding, aval: Any) -
 def _batch(ways: Sequence[Way]) -> Callable[..., Any]:
     """What copies arrays that go with others."""
     targets = [target for _, target, _ in ways]
-    (giver,), (taker,) = (_processes(s) for s in ways[0][:2])
+    (giver,), (taker,) = (holders(s) for s in ways[0][:2])
     if giver == taker:
         return lambda *arrays: _compat.copy_to(arrays, targets)
     if giver == jax.process_index():
@@ -71,15 +71,11 @@ def _one(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[j
         whole = NamedSharding(source.mesh, PartitionSpec())
         send = _one(whole, target, aval)
         return lambda array: send(_replicated(array, whole))
-    if _processes(source) | _processes(target) != {jax.process_index()}:
+    if holders(source) | holders(target) != {jax.process_index()}:
         return lambda array: _between(array, source, target)
     if _is_key(aval.dtype):
         return lambda array: jax.device_put(array, target)  # typed PRNG keys
     return lambda array: spread(array, target)
-
-
-def _processes(sharding: NamedSharding) -> set[int]:
-    return {d.process_index for d in sharding.mesh.devices.flat}
 
 
 def _is_key(dtype: Any) -> bool:
@@ -106,7 +102,7 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
     """
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
-    here = is_here(mesh_of(sharding))
+    here = is_here(sharding)
     if isinstance(x, jax.Array) and x.committed and isinstance(x.sharding, NamedSharding):
         if x.sharding.device_set != sharding.device_set:
             # The caller may use up its array before another process has fetched it: a copy is handed over.

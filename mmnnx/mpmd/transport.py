@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from mmnnx import _compat
 from mmnnx.mpmd import position
 from mmnnx.mpmd.meet import split_address
+from mmnnx.mpmd.processes import holders
 from mmnnx.mpmd.words import hear, say
 
 _log = logging.getLogger("mmnnx")
@@ -48,7 +49,7 @@ def goes_by_device_put(source: NamedSharding, target: NamedSharding) -> bool:
     It must be able to on this client, and the shards equal one by one.
     """
     return (
-        _processes(source) != _processes(target)
+        holders(source) != holders(target)
         and source.mesh.devices.shape == target.mesh.devices.shape
         and _compat.copies_between_processes()
     )
@@ -57,18 +58,13 @@ def goes_by_device_put(source: NamedSharding, target: NamedSharding) -> bool:
 def put(array: jax.Array, target: NamedSharding) -> jax.Array:
     """A copy with another sharding, which `goes_by_device_put`; every process of the two sides makes it."""
     here = jax.process_index()
-    givers, takers = _processes(array.sharding), _processes(target)
+    givers, takers = holders(array.sharding), holders(target)
     out = jax.device_put(array, target)
-    if here == givers[0]:
-        position.handed.update(set(takers) - set(givers))
-    if here in takers and here not in givers:
-        _expect(givers[0], [out])
+    if here == min(givers):
+        position.handed.update(takers - givers)
+    if here in takers - givers:
+        _expect(min(givers), [out])
     return out
-
-
-@functools.lru_cache(maxsize=4096)
-def _processes(sharding: Any) -> list[int]:
-    return sorted({d.process_index for d in sharding.device_set})
 
 
 def send(process: int, arrays: Sequence[jax.Array]) -> None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from mmnnx import _compat
 from mmnnx.mpmd import transfer, transport
+from mmnnx.mpmd.processes import holders
 
 
 def sharding(*processes, shape=None):
@@ -26,7 +27,7 @@ def way(source, target):
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
-    monkeypatch.setattr(transport, "_processes", lambda s: sorted({d.process_index for d in s.device_set}))
+    monkeypatch.setattr(transport, "holders", holders.__wrapped__)
 
 
 def test_device_put_where_the_client_can_and_shards_are_equal(monkeypatch):
@@ -88,7 +89,7 @@ def test_a_key_among_arrays_for_another_process(monkeypatch):
     source, target = (NamedSharding(Mesh(np.array([d]), ("x",)), P()) for d in devices[:2])
     arrays = [jax.device_put(x, source) for x in (np.arange(4.0), jax.random.key(0), np.ones(2))]
     handed = []
-    monkeypatch.setattr(transfer, "_processes", lambda s: {int(s is target)})
+    monkeypatch.setattr(transfer, "holders", lambda s: {int(s is target)})
     monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: False)
     monkeypatch.setattr(transport, "send", lambda process, arrays: handed.append((process, list(arrays))))
     monkeypatch.setattr(transfer, "_between", lambda array, *_: handed.append(array))
