@@ -110,9 +110,19 @@ class Meshes:
         return transferred(sharding, self.canonical(mesh_of(sharding), name))
 
     def spanning(self) -> set[Mesh]:
-        """Meshes that contain another one, as the MultiMesh's own does: what is there is on both."""
-        groups = [(set(ids), mesh) for (_, ids), mesh in self._known.items()]
-        return {mesh for ids, mesh in groups if any(other < ids for other, _ in groups)}
+        """Meshes that others make up, as they do the MultiMesh's own: what is there is on all of those.
+
+        One with devices beside those of others is a place of its own, and so is one where a task has state.
+        """
+        groups = [(frozenset(ids), mesh) for (_, ids), mesh in self._known.items()]
+        whole = frozenset(d.id for d in self.multimesh.devices.flat) if self.multimesh else None
+        found = set()
+        for ids, mesh in groups:
+            parts = [other for other, _ in groups if other < ids]
+            is_task = bool(placed_tasks(mesh, self.multimesh))
+            if parts and not is_task and ids in (whole, frozenset().union(*parts)):
+                found.add(mesh)
+        return found
 
     def tasks(self) -> list[Mesh]:
         """The meshes between which a program is divided; one at least."""

@@ -297,3 +297,36 @@ def test_a_trained_scalar_stays_on_every_mesh():
             step.__wrapped__(other, jnp.ones((4, 8)))
             assert model.scale.get_raw_value().sharding.is_equivalent_to(where, 0)
         np.testing.assert_allclose(model.scale[...], other.scale[...], rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["kept", "donated"])
+@pytest.mark.parametrize(
+    "first, second", [([0, 1], [0]), ([1], [0, 1]), ([0, 1], [1, 2]), (range(4), [0, 1])]
+)
+def test_tasks_that_share_devices(first, second, donate, size):
+    """Each keeps its state on all of its own devices, whatever else is on them."""
+    mesh = mm.MultiMesh(axis_sizes=(size,), axis_names=("x",), devices=jax.devices()[:size])
+    tasks = [
+        mm.Task(name, mm.TaskMesh(devices=devices, axis_names=("y",)))
+        for name, devices in (("first", first), ("second", second))
+    ]
+    make_model = make(models.MLP, layers=2)
+    make_optimizer = lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param)
+    expected = nnx.jit(make_model)()
+    whole = make_optimizer(expected)
+    with mesh:
+        model = born(make_model, place(tasks, [("layers", 0)], [("layers", 1)]))
+        optimizer = mm.jit(make_optimizer)(model)
+        step = train_step(mm.jit, models.squared_error, microbatch=4, donate_argnums=donate)
+        other = train_step(nnx.jit, models.squared_error, microbatch=4)
+        homes_at_birth = homes(model)
+        for path, devices in homes_at_birth.items():
+            assert {d.id for d in devices} == set(second if "[1]" in path else first), path
+        for _ in range(3):
+            assert_same(step(model, optimizer, models.vectors()), other(expected, whole, models.vectors()))
+            assert_same(model, expected)
+            assert_same(optimizer, whole)
+            assert homes(model) == homes_at_birth
+            for moments in (optimizer.opt_state[0].mu, optimizer.opt_state[0].nu):
+                assert list(homes(moments).values()) == list(homes_at_birth.values())
