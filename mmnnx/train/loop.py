@@ -21,7 +21,7 @@ from mmnnx.train.folder import RunFolder
 from mmnnx.train.meter import Meter
 from mmnnx.train.progress import Display
 from mmnnx.train.sample import sample
-from mmnnx.train.step import create, make_train_step, make_validate, place
+from mmnnx.train.step import create, describe, make_train_step, make_validate, place
 from mmnnx.train.stop import Stop
 from mmnnx.train.together import as_one, is_first
 
@@ -54,11 +54,11 @@ def train(config: TrainConfig) -> RunFolder:
             raise UserError(f"the run in {folder.path} has taken {start} steps; to go on give more --steps")
 
     with mesh, Checkpoints(folder.checkpoints, best="val_bits_per_byte") as checkpoints:
-        model, optimizer = create(config, placement)
+        model, optimizer = describe(config) if start else create(config, placement)
         nodes = {"model": model, "optimizer": optimizer}
         if start:
             with as_one(UserError, CheckpointError):
-                data = checkpoints.restore(nodes, start).data
+                data = checkpoints.restore(nodes, start, sharding=placement).data
                 if data["text"] != corpus.checksum:
                     raise UserError(
                         f"the text of the run in {folder.path} has changed since; start another with --name"

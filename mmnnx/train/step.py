@@ -30,7 +30,7 @@ def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.Ta
         axis_names=("stage", "model"),
         devices=devices.reshape(config.stages, config.tensor),
     )
-    model = nnx.eval_shape(lambda: LM(model_config(config), rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: make_model(config))
     return mesh, pipeline_sharding(model, config.stages, rules=logical_rules("tensor"))
 
 
@@ -50,10 +50,22 @@ def model_config(config: TrainConfig) -> LMConfig:
 
 def create(config: TrainConfig, placement: mm.TaskSharding) -> tuple[LM, nnx.Optimizer]:
     """A new model, each weight made where it lives, and its optimizer. Call inside the mesh."""
-    sizes = model_config(config)
-    model = mm.jit(lambda: LM(sizes, rngs=nnx.Rngs(config.seed)), out_shardings=placement)()
-    tx = optimizer(config)
-    return model, mm.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)
+    model = mm.jit(lambda: make_model(config), out_shardings=placement)()
+    return model, mm.jit(lambda model: make_optimizer(config, model))(model)
+
+
+def describe(config: TrainConfig) -> tuple[LM, nnx.Optimizer]:
+    """The same without arrays, to be restored."""
+    model = nnx.eval_shape(lambda: make_model(config))
+    return model, nnx.eval_shape(lambda: make_optimizer(config, make_model(config)))
+
+
+def make_model(config: TrainConfig) -> LM:
+    return LM(model_config(config), rngs=nnx.Rngs(config.seed))
+
+
+def make_optimizer(config: TrainConfig, model: LM) -> nnx.Optimizer:
+    return nnx.Optimizer(model, optimizer(config), wrt=nnx.Param)
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
