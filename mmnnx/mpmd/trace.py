@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -109,7 +110,7 @@ def nbytes(atom: Atom) -> int:
     """Bytes of one value; typed PRNG keys count as what they hold."""
     dtype = atom.aval.dtype
     itemsize = dtype.itemsize if isinstance(dtype, np.dtype) else 8
-    return int(np.prod(atom.aval.shape, dtype=np.int64)) * itemsize
+    return math.prod(atom.aval.shape) * itemsize
 
 
 def inline(fun: Callable, *atoms: Atom, scope: str) -> tuple[list[Equation], list[Var]]:
