@@ -114,6 +114,15 @@ def trace_context() -> Any:
     return jax_config.trace_context()
 
 
+def children(node: Any) -> list[tuple[Any, Any]]:
+    """What a graph node or a pytree holds, by key: Modules, Variables, arrays, lists, static values.
+
+    `nnx.iter_children` leaves out all but graph nodes, and so what is in a list or a dict.
+    """
+    impl = nnx.graph.get_node_impl(node)
+    return [] if impl is None else list(impl.node_dict(node).items())
+
+
 def set_values(pairs: Sequence[tuple[nnx.Variable, Any]]) -> None:
     """Gives Variables of one trace new values.
 

@@ -99,11 +99,15 @@ def copied(delivery: Delivery) -> Delivery:
     """The same result in a buffer of its own, so that to donate it takes nothing else along."""
 
     def copy(values: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
-        x = delivery(values, arrays)
-        away = isinstance(x, jax.Array) and not x.sharding.addressable_devices
-        return x if away else jnp.copy(x)
+        return own_copy(delivery(values, arrays))
 
     return copy
+
+
+def own_copy(x: Any) -> Any:
+    """The same array in a buffer of its own; what this process has no part of, as it is."""
+    away = isinstance(x, jax.Array) and not x.sharding.addressable_devices
+    return x if away else jnp.copy(x)
 
 
 def check_shared(leaves: Sequence[Any], donated: Sequence[bool], names: Sequence[str]) -> None:

@@ -41,11 +41,22 @@ class Static:
             tuple(a for n, a in enumerate(args) if n not in fixed),
             {k: v for k, v in kwargs.items() if k not in self.names},
         )
-        held = (
-            tuple((n, a) for n, a in enumerate(args) if n in fixed),
-            tuple(sorted((k, v) for k, v in kwargs.items() if k in self.names)),
-        )
-        return moving, held
+        numbered = tuple((n, a) for n, a in enumerate(args) if n in fixed)
+        named = tuple(sorted((k, v) for k, v in kwargs.items() if k in self.names))
+        for name, value in (*numbered, *named):
+            _check_hashable(name, value)
+        # 1, 1.0 and True are equal, and not the same.
+        return moving, (numbered, named, tuple(type(value) for _, value in (*numbered, *named)))
+
+
+def _check_hashable(name: int | str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"static argument {name} cannot be hashed: {value!r}. The function is compiled anew for each of "
+            "its values, which must be known again: give a tuple for a list, a frozen dataclass for a dict"
+        ) from None
 
 
 def static_arguments(fun: Callable, numbers: Any, names: Any) -> Static:
@@ -86,12 +97,11 @@ class FlatJit:
         options: dict[str, Any],
     ):
         self.observer, self.static, self.mesh = observer, static, mesh
-        observed = observer.around_flat(pure, lambda a, k: jax.tree.leaves(static.divide(a, k)[0]))
-        # JAX keeps what it traced for each of these, and each is traced under another context.
+        self.options = options
+        self.observed = observer.around_flat(pure, lambda a, k: jax.tree.leaves(static.divide(a, k)[0]))
         self.nested = jax.jit(pure, **options)
-        self.whole, self.ignored = (jax.jit(functools.partial(observed), **options) for _ in range(2))
-        self.traces: dict[Any, tuple[jax.stages.Traced, Record]] = {}
-        self.splits: dict[Any, tuple[Split, Any, Record]] = {}
+        self.traces: dict[Any, tuple[Any, jax.stages.Traced, Record]] = {}  # with the jax.jit that traced it
+        self.splits: dict[Any, tuple[Split, Run, Any, Record]] = {}
         self.made = threading.local()  # .call is the last call of each thread
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,31 +116,22 @@ class FlatJit:
             if key not in self.splits:
                 self._trace(args, kwargs, leaves, tree, held).split()
                 key = _key(tree, held, leaves)  # state may have been placed
-            found, out_tree, record = self.splits[key]
-            run = found.prepare() if found.prepare else functools.partial(self._run_whole, tree, held)
+            found, whole, out_tree, record = self.splits[key]
+            run = found.prepare() if found.prepare else whole
             results = run(leaves)
             self.made.call = _Call(leaves, run, record)
             return jax.tree.unflatten(out_tree, results)
 
-    def _run_whole(self, tree: Any, held: Any, leaves: Sequence[Any]) -> list[Any]:
-        """Runs the function as it is: what it touches is on one mesh."""
-        moving = jax.tree.unflatten(tree, leaves)
-        return jax.tree.leaves(self.whole(*_restore(moving[0], held[0]), **moving[1], **dict(held[1])))
-
     def _on_one_device(self, args: tuple, kwargs: dict) -> Any:
         """Runs the function as it is on the first device; state then goes back to where it was."""
-        moving, held = self.static.divide(args, kwargs)
-        leaves, tree = jax.tree.flatten(moving)
-        record = self.trace(*args, **kwargs).record
-        there = jax.tree.unflatten(tree, jax.device_put(leaves, jax.devices()[0]))
-        results, out_tree = jax.tree.flatten(
-            self.ignored(*_restore(there[0], held[0]), **there[1], **dict(held[1]))
-        )
-        for number, leaf in enumerate(record.results):
+        traced = self.trace(*args, **kwargs)
+        leaves = traced.leaves
+        results = traced.whole()(jax.device_put(leaves, jax.devices()[0]))
+        for number, leaf in enumerate(traced.record.results):
             old = leaves[leaf.updates] if leaf is not None and leaf.updates is not None else None
             if isinstance(old, jax.Array):
                 results[number] = jax.device_put(results[number], old.sharding)
-        return jax.tree.unflatten(out_tree, results)
+        return jax.tree.unflatten(traced.out_tree, results)
 
     def take_call(self) -> _Call | None:
         """The call that this thread just made, once; None if it made none here."""
@@ -145,16 +146,16 @@ class FlatJit:
         key = (tree, held, surroundings(), avals)
         if key not in self.traces:
             moving = jax.tree.unflatten(tree, avals)
+            # JAX would give one jax.jit the same trace again where what differs is not known to it.
+            jitted = jax.jit(functools.partial(self.observed), **self.options)
             token = splitting.set(not ignoring.get())
             try:
-                jitted = self.ignored if ignoring.get() else self.whole
                 with uncollected():
                     traced = jitted.trace(*_restore(moving[0], held[0]), **moving[1], **dict(held[1]))
             finally:
                 splitting.reset(token)
-            self.traces[key] = (traced, self.observer.record)
-        traced, record = self.traces[key]
-        return FlatTraced(self, traced, record, leaves, tree, held, current_multimesh())
+            self.traces[key] = (jitted, traced, self.observer.take_record())
+        return FlatTraced(self, *self.traces[key], leaves, tree, held, current_multimesh())
 
     def trace(self, *args: Any, **kwargs: Any) -> FlatTraced:
         moving, held = self.static.divide(args, kwargs)
@@ -175,6 +176,7 @@ class FlatTraced:
     def __init__(
         self,
         owner: FlatJit,
+        jitted: Any,
         traced: jax.stages.Traced,
         record: Record,
         leaves: Sequence[Any],
@@ -182,11 +184,21 @@ class FlatTraced:
         held: Any,
         multimesh: MultiMesh | None,
     ):
-        self.owner, self.traced, self.record = owner, traced, record
+        self.owner, self.jitted, self.traced, self.record = owner, jitted, traced, record
         self.leaves, self.tree, self.held, self.multimesh = leaves, tree, held, multimesh
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.traced, name)
+
+    def whole(self) -> Run:
+        """What runs the function as it is, where all that it touches is in one place."""
+        jitted, tree, held = self.jitted, self.tree, self.held
+
+        def run(leaves: Sequence[Any]) -> list[Any]:
+            moving = jax.tree.unflatten(tree, leaves)
+            return jax.tree.leaves(jitted(*_restore(moving[0], held[0]), **moving[1], **dict(held[1])))
+
+        return run
 
     def signature(self) -> list[tuple[str, str]]:
         """What a program depends on in each array: its name, its type and where it lives."""
@@ -210,7 +222,7 @@ class FlatTraced:
                 with uncollected():
                     found = split(self.traced, self.record, self.leaves, self.multimesh)
                 key = _key(self.tree, self.held, self.leaves)  # state may have been placed
-                splits[key] = found, self.traced.out_tree, self.record
+                splits[key] = found, self.whole(), self.traced.out_tree, self.record
             return splits[key][0]
 
     def input_shardings(self) -> Any:

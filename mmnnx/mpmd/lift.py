@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -62,37 +63,60 @@ class Record:
     out_tree: Any = None
 
 
+@dataclasses.dataclass
+class _Seen:
+    """What the user's function shows in one trace.
+
+    Attributes:
+      arrived, updated, made: by id of the tracer: arguments before and after the call, and results.
+      out_tree: as in `Record`.
+      alive: the tracers, so that an id stays theirs.
+    """
+
+    arrived: dict[int, Leaf] = dataclasses.field(default_factory=dict)
+    updated: dict[int, Leaf] = dataclasses.field(default_factory=dict)
+    made: dict[int, Leaf] = dataclasses.field(default_factory=dict)
+    out_tree: Any = None
+    alive: list[Any] = dataclasses.field(default_factory=list)
+
+
 class Observer:
-    """Wraps a function to record what its arrays are while it is traced."""
+    """Wraps a function to record what its arrays are while it is traced.
+
+    Several threads may trace it at once, and it may call itself: only the outermost call is watched.
+    """
 
     def __init__(self, in_shardings: Any, out_shardings: Any, static: Callable[[Sequence[Any]], set[int]]):
         self.in_shardings = in_shardings
         self.out_shardings = out_shardings
         self.static = static
-        self.record = Record()
-        # By id of the tracer: arguments before and after the call, and results.
-        self._arrived: dict[int, Leaf] = {}
-        self._updated: dict[int, Leaf] = {}
-        self._made: dict[int, Leaf] = {}
-        self._out_tree: Any = None
-        self._alive: list[Any] = []  # the tracers, so that an id stays theirs
+        self._now = threading.local()  # .seen is of the trace under way, .record of the last one
+
+    def take_record(self) -> Record:
+        """The record of the trace that this thread just made."""
+        return self._now.__dict__.pop("record")
 
     def around_user(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """The user's function, watched."""
 
         @functools.wraps(fun)
         def watched(*args, **kwargs):
-            self._alive = []  # of an earlier trace that raised
-            self._arrived = dict(self._leaves((args, kwargs), self._argument_rules(args)))
+            seen = self._now.__dict__.pop("seen", None)
+            if seen is None:  # called while it is traced, or inside another function
+                return fun(*args, **kwargs)
+            seen.arrived = dict(_leaves((args, kwargs), self._argument_rules(args), seen.alive))
             before = nnx.graphdef((args, kwargs))
             out = fun(*args, **kwargs)
             if self.out_shardings is not None:
                 out = _distinct(out)
             nodes = any(_is_node(x) for x in jax.tree.leaves(out, is_leaf=_is_node))
             same = not nodes and before == nnx.graphdef((args, kwargs))
-            self._out_tree = jax.tree.structure(out) if same else None
-            self._updated = dict(self._leaves((args, kwargs), {}))
-            self._made = dict(self._leaves((out,), _rules(self.out_shardings, out, "out_shardings")))
+            seen.out_tree = jax.tree.structure(out) if same else None
+            plain = {id(x) for x in jax.tree.leaves((args, kwargs), is_leaf=_is_node)}  # no state of a node
+            after = _leaves((args, kwargs), {}, seen.alive)
+            seen.updated = {number: leaf for number, leaf in after if number not in plain}
+            rules = _rules(self.out_shardings, out, "out_shardings")
+            seen.made = dict(_leaves((out,), rules, seen.alive))
             return out
 
         return watched
@@ -102,18 +126,21 @@ class Observer:
 
         @functools.wraps(fun)
         def watched(*args, **kwargs):
-            out = fun(*args, **kwargs)
-            inputs = [self._arrived.get(id(a)) for a in dynamic(args, kwargs)]
+            seen = self._now.seen = _Seen()
+            try:
+                out = fun(*args, **kwargs)
+            finally:
+                self._now.__dict__.pop("seen", None)
+            inputs = [seen.arrived.get(id(a)) for a in dynamic(args, kwargs)]
             number = {leaf.path: n for n, leaf in enumerate(inputs) if leaf is not None}
             results = []
             for a in jax.tree.leaves(out):
-                leaf, made = self._updated.get(id(a)), self._made.get(id(a))
+                leaf, made = seen.updated.get(id(a)), seen.made.get(id(a))
                 if leaf is not None:  # state of an argument, which may be returned as well
                     rule = made.rule if made is not None else None
                     leaf = dataclasses.replace(leaf, updates=number.get(leaf.path), rule=rule)
                 results.append(leaf or made)
-            self.record = Record(inputs, results, self._out_tree)
-            self._arrived, self._updated, self._made, self._alive = {}, {}, {}, []
+            self._now.record = Record(inputs, results, seen.out_tree)
             return out
 
         return watched
@@ -127,13 +154,14 @@ class Observer:
             shardings = tuple(shardings)
         return _rules(shardings, args, "in_shardings")
 
-    def _leaves(self, trees: tuple, rules: dict[int, Any]) -> Iterator[tuple[int, Leaf]]:
-        """Every array in (args, kwargs) or (result,), by id, with what is known about it."""
-        for path, value in nnx.iter_graph(trees):
-            slot = _compat.is_optimizer_slot(value)
-            for a in _arrays(value):
-                self._alive.append(a)
-                yield id(a), Leaf(path[1:], path[len(trees) :], slot, rules.get(id(a)))
+
+def _leaves(trees: tuple, rules: dict[int, Any], alive: list[Any]) -> Iterator[tuple[int, Leaf]]:
+    """Every array in (args, kwargs) or (result,), by id, with what is known about it; adds it to `alive`."""
+    for path, value in nnx.iter_graph(trees):
+        slot = _compat.is_optimizer_slot(value)
+        for a in _arrays(value):
+            alive.append(a)
+            yield id(a), Leaf(path[1:], path[len(trees) :], slot, rules.get(id(a)))
 
 
 def _distinct(tree: Any) -> Any:
@@ -163,7 +191,7 @@ def _rules(prefix: Any, tree: Any, name: str) -> dict[int, tuple[Task | None, Sh
     used: dict[int, tuple[TaskSharding, set[int]]] = {}
 
     def give(entry: Any, subtree: Any) -> None:
-        for node in jax.tree.leaves(subtree, is_leaf=_is_node) if entry is not None else ():
+        for node in jax.tree.leaves(subtree, is_leaf=_has_paths) if entry is not None else ():
             for value, paths in _paths(node):
                 arrays = _arrays(value)
                 if not arrays:
@@ -219,8 +247,8 @@ def _paths(node: Any) -> list[tuple[Any, list[Path]]]:
     def visit(value: Any, path: Path, above: tuple[int, ...]) -> None:
         if isinstance(value, (nnx.Variable, jax.Array)):
             found.setdefault(id(value), (value, []))[1].append(path)
-        elif id(value) not in above and (_is_node(value) or not jax.tree_util.all_leaves([value])):
-            for key, child in nnx.iter_children(value):
+        elif id(value) not in above:
+            for key, child in _compat.children(value):
                 visit(child, (*path, key), (*above, id(value)))
 
     visit(node, (), ())
@@ -251,6 +279,10 @@ def _on_mesh(sharding: Any) -> Sharding | None:
             )
         return NamedSharding(multimesh.mesh, sharding)
     return sharding
+
+
+def _has_paths(x: Any) -> bool:
+    return _is_node(x) or isinstance(x, nnx.State)
 
 
 def _is_node(x: Any) -> bool:

@@ -38,7 +38,10 @@ def _moved(value: Any, mesh: Mesh) -> Any:
     if isinstance(value, _compat.JAXPR_TYPES):
         return _compat.map_equations(value, lambda e: localise(e, mesh))
     if isinstance(value, tuple) and any(isinstance(v, _compat.JAXPR_TYPES) for v in value):
-        return tuple(_moved(v, mesh) for v in value)
+        moved = [_moved(v, mesh) for v in value]
+        if all(a is b for a, b in zip(moved, value)):
+            return value
+        return type(value)._make(moved) if hasattr(value, "_make") else tuple(moved)
     return value
 
 

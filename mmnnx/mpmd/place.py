@@ -175,6 +175,7 @@ class _Region:
         self._join_backward()
         if not recomputing.get():
             self._place_free()
+        self._place_effects()
         return self.out
 
     def _all(self, kind: str) -> list[Equation]:
@@ -370,6 +371,13 @@ class _Region:
                 self._set(
                     e, min(found, key=_rank), self.forward_phase if found[0].position is not None else "none"
                 )
+
+    def _place_effects(self) -> None:
+        """Callbacks that depend on no placed state happen once: where the flow begins."""
+        begin = Spot(self.positions[0].mesh, 0) if self.positions else next(iter(self.spots.values()), None)
+        for e in self._all(_FORWARD) + self._all(_LATE) + self._all(_BACKWARD):
+            if e.eqn.effects and e not in self.spots and begin is not None:
+                self._set(e, begin, self.forward_phase if self.positions else "none")
 
     def _place_backward(self, e: Equation) -> None:
         if self._stays(e):

@@ -321,9 +321,10 @@ def _contracted(e: Equation, known: Known, maker: Mapping[Var, Equation], sizes:
     elif e.name == "reduce_sum":
         pairs = [{0: i} for i in e.eqn.params["axes"]]
     elif e.name == "scatter-add" and _is_zero(e.invars[0], maker):
-        window = e.eqn.params["dimension_numbers"].update_window_dims
-        rows = [i for i in range(e.invars[2].aval.ndim) if i not in window]
-        pairs = [{1: n, 2: i} for n, i in enumerate(rows)]
+        numbers = e.eqn.params["dimension_numbers"]
+        rows = [i for i in range(e.invars[2].aval.ndim) if i not in numbers.update_window_dims]
+        # Batching dimensions are not summed over: each row of the updates goes to a row of its own.
+        pairs = [{1: n, 2: i} for n, i in enumerate(rows) if n not in numbers.scatter_indices_batching_dims]
     else:
         pairs = []
     found: list[Split] = []

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
 from mmnnx.mpmd.accumulate import split_sums
-from mmnnx.mpmd.bind import Delivery, binder, check_shared, copied, deliver, entering
+from mmnnx.mpmd.bind import Delivery, binder, check_shared, copied, deliver, entering, own_copy
 from mmnnx.mpmd.build import build
 from mmnnx.mpmd.compile import compile_program
 from mmnnx.mpmd.derive import constrains, derive_shardings
@@ -261,7 +262,8 @@ def _preparer(
 ) -> Callable[[], Run]:
     """What compiles a program and ties it to the arguments and results of the function."""
     flat, fixed = pieces.flat, pieces.fixed
-    constants = [value for _, value in flat.constants]
+    # What becomes of an array after the function has closed over it changes nothing here.
+    constants = [np.array(c) if isinstance(c, np.ndarray) else c for _, c in flat.constants]
     number = {v: n for n, v in enumerate((*flat.invars, *(v for v, _ in flat.constants)))}
     values, given = [*leaves, *constants], [*ends.given, *(None for _ in constants)]
     bindings: list[tuple[int, Callable[[Any], jax.Array] | None]] = []
@@ -274,7 +276,7 @@ def _preparer(
         bind = binder(values[n], fixed.setdefault((v, mesh), here))
         if n >= len(leaves):
             bindings.append((len(values) + len(placing), None))
-            placing.append(functools.partial(bind or _as_it_is, values[n]))
+            placing.append(functools.partial(_placed, values[n], bind))
             continue
         bindings.append((n, bind))
         if n < len(donates) and donates[n] and bind is None and v not in flat.outvars:
@@ -306,7 +308,8 @@ def _preparer(
         merged, numbers = merge(program)
         compiled = compile_program(merged, fixed, overwritten, number)
         execute = runner(compiled, name, numbers)
-        kept = [*constants, *(place() for place in placing)]
+        returned = (own_copy(c) if v in used else c for (v, _), c in zip(flat.constants, constants))
+        kept = [*returned, *(place() for place in placing)]
 
         @functools.cache
         def apart() -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
@@ -337,8 +340,8 @@ def _preparer(
     return prepare
 
 
-def _as_it_is(x: Any) -> Any:
-    return x
+def _placed(x: Any, bind: Callable[[Any], jax.Array] | None) -> Any:
+    return own_copy(x if bind is None else bind(x))
 
 
 def _in_full(program: Program) -> str:
@@ -417,8 +420,10 @@ def _carried(
                     fixed[v, mesh] = sharding
         root = {v: loop.sources.get(row[0]) for row in loop.slices for v in row}
         for v, mesh in step.reads:
-            for here in all_of(mesh) if v in root else ():
-                fixed[v, here] = entering(v.aval, here, given.get(root[v]))
+            if v in root:
+                home = (plan.homes[v],) if v in plan.homes else ()
+                for here in (*all_of(mesh), *home):
+                    fixed[v, here] = entering(v.aval, here, given.get(root[v]))
     return fixed
 
 

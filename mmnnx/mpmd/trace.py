@@ -274,7 +274,7 @@ class _Opener:
                     self._unroll(eqn, env, scope, out, in_loop)
                 elif name in ("cond", "while"):
                     raise ValueError(_several_tasks(eqn, scope, [self.names[m] for m in meshes]))
-                elif name == "shard_map":
+                elif name == "shard_map" or len(_compat.subjaxprs(eqn)) > 1:  # such as a linear solve
                     out.append(self._keep(eqn, env, scope))
                 else:
                     self._inline(eqn, _callee(eqn), env, scope, out, in_loop)

@@ -23,7 +23,7 @@ def sender(ways: Sequence[Way]) -> Callable[..., Any]:
     """The function that copies arrays of one mesh to another, in one go where it can.
 
     Equal layouts are copied shard by shard; to a mesh of another shape goes a replicated array, from as many
-    of its copies as are needed. One that is sharded is replicated first, by a program where it is.
+    of its copies as are needed. What has another layout gets it first, by a program where it is.
     (`jax.device_put` with another layout would block until the array is ready.)
 
     It takes and returns as many arrays as there are `ways`. Between processes what the giver's returns means
@@ -44,7 +44,9 @@ def sender(ways: Sequence[Way]) -> Callable[..., Any]:
 
 def _goes_with_others(source: NamedSharding, target: NamedSharding, aval: Any) -> bool:
     """Whether arrays of a mesh are copied by one call that takes several."""
-    if source.mesh.devices.shape != target.mesh.devices.shape or _is_key(aval.dtype):
+    if not _are_alike(source, target) or _is_key(aval.dtype):
+        return False
+    if not source.is_equivalent_to(transferred(target, mesh_of(source)), len(aval.shape)):
         return False
     givers, takers = holders(source), holders(target)
     if givers | takers == {jax.process_index()}:
@@ -66,16 +68,23 @@ def _batch(ways: Sequence[Way]) -> Callable[..., Any]:
 
 def _one(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[jax.Array], Any]:
     """What copies arrays one by one."""
-    alike = source.mesh.devices.shape == target.mesh.devices.shape
-    if not alike and not source.is_fully_replicated:
-        whole = NamedSharding(source.mesh, PartitionSpec())
-        send = _one(whole, target, aval)
-        return lambda array: send(_replicated(array, whole))
+    alike = _are_alike(source, target)
+    if not alike and not target.is_fully_replicated:
+        send = _one(source, NamedSharding(target.mesh, PartitionSpec()), aval)
+        return lambda array: _resharded(send(array), target)
+    leaves = transferred(target, mesh_of(source)) if alike else NamedSharding(source.mesh, PartitionSpec())
+    if not source.is_equivalent_to(leaves, len(aval.shape)):
+        send = _one(leaves, target, aval)
+        return lambda array: send(_resharded(array, leaves))
     if holders(source) | holders(target) != {jax.process_index()}:
         return lambda array: _between(array, source, target)
     if _is_key(aval.dtype):
         return lambda array: jax.device_put(array, target)  # typed PRNG keys
     return lambda array: spread(array, target)
+
+
+def _are_alike(source: NamedSharding, target: NamedSharding) -> bool:
+    return source.mesh.devices.shape == target.mesh.devices.shape
 
 
 def _is_key(dtype: Any) -> bool:
@@ -127,19 +136,20 @@ def _alike(x: jax.Array, mesh: Mesh) -> tuple[jax.Array, NamedSharding]:
     """
     own = cast(NamedSharding, x.sharding)
     if not x.is_fully_replicated and own.mesh.devices.shape != mesh.devices.shape:
-        x = _replicated(x, NamedSharding(own.mesh, PartitionSpec()))
+        x = _resharded(x, NamedSharding(own.mesh, PartitionSpec()))
     if x.is_fully_replicated:
         return x, NamedSharding(mesh, PartitionSpec())
     return x, transferred(own, mesh)
 
 
-def _replicated(x: jax.Array, whole: NamedSharding) -> jax.Array:
-    return _replicator(whole)(x) if x.addressable_shards else elsewhere(x.shape, x.dtype, whole)
+def _resharded(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The same array in another layout on its mesh, by a program there (`jax.device_put` would wait)."""
+    return _resharder(sharding)(x) if x.addressable_shards else elsewhere(x.shape, x.dtype, sharding)
 
 
 @functools.lru_cache(maxsize=256)
-def _replicator(whole: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda x: x, out_shardings=whole)
+def _resharder(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def _between(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
