@@ -11,13 +11,16 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import flax
 import jax
 import jax.extend.backend
 import jax.extend.core as jex
 import numpy as np
+import optax
 from flax import nnx
 from jax._src import clusters, compiler, distributed, source_info_util, xla_bridge
 from jax._src import config as jax_config
+from jax._src.api_util import InternalFloatingPointError
 from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding
 
@@ -61,8 +64,11 @@ def subjaxprs(eqn: Any) -> list[Any]:
 
 
 def source_line(eqn: Any) -> str:
-    """The line of the user's program that an equation was traced at, as JAX's own messages give it."""
-    return source_info_util.summarize(eqn.source_info)
+    """The line of the user's program that an equation was traced at; JAX would stop at Flax or optax."""
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    libraries = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (flax, optax))
+    own = [f for f in frames if not f.file_name.startswith(libraries)] or frames
+    return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})" if own else "an unknown line"
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -121,6 +127,11 @@ def children(node: Any) -> list[tuple[Any, Any]]:
     """
     impl = nnx.graph.get_node_impl(node)
     return [] if impl is None else list(impl.node_dict(node).items())
+
+
+def jit_is_disabled() -> bool:
+    """Whether this is inside `jax.disable_jit()`; mypy does not know `jax.config.jax_disable_jit`."""
+    return jax_config.disable_jit.value
 
 
 def set_values(pairs: Sequence[tuple[nnx.Variable, Any]]) -> None:
@@ -272,6 +283,14 @@ def load_for(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled:
         output_shardings=moved(old.output_shardings),
     )
     return jax.stages.Compiled(new.load(), [], compiled.args_info, compiled.out_tree, no_kwargs=True)
+
+
+def found_by_debug_nans(error: Exception) -> str | None:
+    """ "nan" or "inf" for what a compiled call raises under `jax.debug_nans` or `jax.debug_infs`, else None.
+
+    `jax.jit` makes a FloatingPointError of it; a call of what was compiled ahead does not.
+    """
+    return error.ty if isinstance(error, InternalFloatingPointError) else None
 
 
 def is_traced() -> bool:

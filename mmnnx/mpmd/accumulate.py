@@ -129,8 +129,5 @@ def _widens(e: Equation) -> bool:
     if e.name != "convert_element_type":
         return False
     narrow, wide = e.invars[0].aval.dtype, e.outvars[0].aval.dtype
-    return (
-        jnp.issubdtype(narrow, jnp.floating)
-        and jnp.issubdtype(wide, jnp.floating)
-        and jnp.promote_types(narrow, wide) == wide
-    )
+    floats = jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(wide, jnp.floating)
+    return floats and (narrow == wide or jnp.finfo(narrow).bits < jnp.finfo(wide).bits)

@@ -24,7 +24,8 @@ class Ends:
         copied to every mesh that reads them.
       follows: for each result, the placed argument that it is the new value, the gradient or a slot of.
       asked: the sharding that each result must have; None for one that stays where it is computed.
-      everywhere: for each result, whether it is the new value of a scalar that lives on the whole MultiMesh.
+      everywhere: for each result, whether it is the new value of a scalar that nobody placed, or that lives
+        on the whole MultiMesh already.
     """
 
     given: list[NamedSharding | None]
@@ -75,8 +76,7 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
         and leaf.updates is not None
         and sharding is None
         and not aval.shape
-        and (own := given[leaf.updates]) is not None
-        and own.mesh in spanning
+        and ((own := given[leaf.updates]) is None or own.mesh in spanning)
         for leaf, aval, sharding in zip(record.results, types, asked)
     ]
     return Ends(given, homes, follows, asked, everywhere)

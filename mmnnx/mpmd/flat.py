@@ -108,8 +108,17 @@ class FlatJit:
         moving, held = self.static.divide(args, kwargs)
         leaves, tree = jax.tree.flatten(moving)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return self.nested(*args, **kwargs)
-        if ignoring.get():
+            try:
+                return self.nested(*args, **kwargs)
+            except ValueError as error:
+                if "incompatible devices" in str(error):
+                    error.add_note(
+                        "A function of mm.jit is part of what is around it, here a transformation or another "
+                        "jit that is not divided. Put mm.jit around all of it: mm.jit(nnx.grad(f)), "
+                        "not nnx.grad(mm.jit(f))"
+                    )
+                raise
+        if ignoring.get() or _compat.jit_is_disabled():
             return self._on_one_device(args, kwargs)
         with self.context():
             key = _key(tree, held, leaves)
@@ -150,7 +159,7 @@ class FlatJit:
             jitted = jax.jit(functools.partial(self.observed), **self.options)
             token = splitting.set(not ignoring.get())
             try:
-                with uncollected():
+                with uncollected(), jax.disable_jit(False):
                     traced = jitted.trace(*_restore(moving[0], held[0]), **moving[1], **dict(held[1]))
             finally:
                 splitting.reset(token)
@@ -307,5 +316,8 @@ def _signature(x: Any) -> Any:
 
 
 def _aval(x: Any) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(x)
+    try:
+        aval = jax.typeof(x)
+    except TypeError as error:
+        raise TypeError(f"{error}. What is no array is named by static_argnums or static_argnames") from None
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

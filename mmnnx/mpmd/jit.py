@@ -167,7 +167,8 @@ class Jit:
         self._shortcuts = Shortcuts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._in_graph_mode or ignoring.get() or _compat.in_cached_partial():
+        unsplit = ignoring.get() or _compat.jit_is_disabled()
+        if unsplit or not self._in_graph_mode or _compat.in_cached_partial():
             try:
                 return self._lifted(*args, **kwargs)
             finally:
@@ -184,6 +185,9 @@ class Jit:
             if shortcut is not None:
                 self._shortcuts.add(arguments, shortcut)
         return out
+
+    def __repr__(self) -> str:
+        return f"mm.jit({getattr(self, '__qualname__', 'function')})"
 
     def __get__(self, obj: Any, objtype: type | None = None) -> Any:
         return self if obj is None else functools.partial(self, obj)

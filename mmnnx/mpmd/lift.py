@@ -159,9 +159,9 @@ def _leaves(trees: tuple, rules: dict[int, Any], alive: list[Any]) -> Iterator[t
     """Every array in (args, kwargs) or (result,), by id, with what is known about it; adds it to `alive`."""
     for path, value in nnx.iter_graph(trees):
         slot = _compat.is_optimizer_slot(value)
-        for a in _arrays(value):
+        for keys, a in _paths_inside(value):
             alive.append(a)
-            yield id(a), Leaf(path[1:], path[len(trees) :], slot, rules.get(id(a)))
+            yield id(a), Leaf((*path[1:], *keys), (*path[len(trees) :], *keys), slot, rules.get(id(a)))
 
 
 def _distinct(tree: Any) -> Any:
@@ -177,10 +177,19 @@ def _distinct(tree: Any) -> Any:
     return jax.tree.map(once, tree, is_leaf=_is_node)
 
 
+def _paths_inside(value: Any) -> list[tuple[Path, Any]]:
+    """The arrays of a Variable, with their paths where it holds a pytree; or the array itself."""
+    held = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+    leaves, _ = jax.tree_util.tree_flatten_with_path(held) if held is not value else ([((), value)], None)
+    return [
+        (tuple(jax.tree_util.keystr((key,), simple=True) for key in keys), a)
+        for keys, a in leaves
+        if isinstance(a, jax.Array)
+    ]
+
+
 def _arrays(value: Any) -> list[Any]:
-    """The arrays of a Variable, or the array itself."""
-    leaves = jax.tree.leaves(value.get_raw_value()) if isinstance(value, nnx.Variable) else [value]
-    return [a for a in leaves if isinstance(a, jax.Array)]
+    return [a for _, a in _paths_inside(value)]
 
 
 def _rules(prefix: Any, tree: Any, name: str) -> dict[int, tuple[Task | None, Sharding]]:

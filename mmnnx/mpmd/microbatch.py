@@ -19,6 +19,7 @@ from flax import nnx
 
 from mmnnx.mpmd.schedule import Action, get_schedule, schedule_names
 from mmnnx.sharding import with_sharding_constraint
+from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import check_remat
 
 
@@ -70,7 +71,12 @@ def is_transformed(scope: str) -> bool:
 
 def _summed_in(dtype: Any) -> Any:
     """The dtype that a sum is kept in: at least 32 bits wide, for many microbatches may be added up."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    return _with_float32(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _with_float32(dtype: Any) -> Any:
+    with jax.numpy_dtype_promotion("standard"):  # also where the user's own code is held to "strict"
+        return jnp.promote_types(dtype, jnp.float32)
 
 
 def _zeros(x):
@@ -78,7 +84,7 @@ def _zeros(x):
 
 
 def _zeros_for_mean(x):
-    return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.zeros(x.shape, _with_float32(x.dtype))
 
 
 def _add(acc, out):
@@ -230,7 +236,7 @@ def microbatch(
                 treedef, [next(merged) if _is_node(leaf) else leaf for leaf in leaves]
             )
             if arg_shardings is not None:
-                piece = with_sharding_constraint(piece, arg_shardings)
+                piece = _constrained(piece, arg_shardings)
             inner_args = (*inner_args[:argnum], piece, *inner_args[argnum + 1 :])
             out = fun(*inner_args, **inner_kwargs)
             graphdef_after, state_after = nnx.split(fresh)
@@ -367,12 +373,30 @@ def _count(tree: Any, dim: int, size: int) -> int:
         listing = ", ".join(f"{name}: {n}" for name, n in sizes.items())
         raise ValueError(f"microbatch: leaves of the sliced argument disagree on dimension {dim}: {listing}")
     (total,) = set(sizes.values())
-    if total == 0 or total % size:
+    if total == 0:
+        raise ValueError(f"microbatch: the sliced argument is empty: its dimension {dim} has size 0")
+    if total % size:
         raise ValueError(
             f"microbatch: size {size} does not divide dimension {dim} of the sliced argument, "
             f"which is {total}"
         )
     return total // size
+
+
+def _constrained(piece: Any, arg_shardings: Any) -> Any:
+    try:
+        return with_sharding_constraint(piece, arg_shardings)
+    except (ValueError, RuntimeError) as error:
+        mesh = current_multimesh()
+        shapes = jax.tree.map(lambda x: str(jax.typeof(x)), piece)
+        help = (
+            f"{error}. The axes are those of the TaskMeshes: {dict(mesh.shape)}"
+            if mesh is not None
+            else "it names axes of a MultiMesh: call the function in `with mesh:`, or give mm.jit(mesh=mesh)"
+        )
+        raise ValueError(
+            f"microbatch: arg_shardings={arg_shardings} for slices {shapes} of the argument: {help}"
+        ) from None
 
 
 def _pieces(x: Any, dim: int, size: int, count: int) -> jax.Array:
@@ -389,7 +413,8 @@ def _joined(stack: jax.Array, dim: int) -> jax.Array:
         return stack
     dim = dim % ndim
     stack = jnp.moveaxis(stack, 0, dim)
-    return stack.reshape(*stack.shape[:dim], -1, *stack.shape[dim + 2 :])
+    count, size = stack.shape[dim : dim + 2]
+    return stack.reshape(*stack.shape[:dim], count * size, *stack.shape[dim + 2 :])
 
 
 def _broadcast(prefix: Any, tree: Any) -> Sequence[str]:

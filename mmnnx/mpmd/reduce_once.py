@@ -31,7 +31,14 @@ Groups = tuple[tuple[Axes, int], ...]
 
 
 class Undivided(Exception):
-    """A sum that cannot be taken after the loop; the message says why, if XLA may reduce it there."""
+    """A sum that cannot be taken after the loop.
+
+    The message says why, if XLA may reduce it there; `of` is the value that is in the way, if it is one.
+    """
+
+    def __init__(self, why: str = "", of: Var | None = None):
+        super().__init__(why)
+        self.of = of
 
 
 def reduce_once(
@@ -76,7 +83,8 @@ def _divide(
         try:
             sums[n] = last, region.plan(_added(last, enters), dict(body.spots[last].mesh.shape))
         except Undivided as reason:
-            if str(reason):
+            # A larger value, which the sum is made of, is an activation: XLA reduces it for other readers.
+            if str(reason) and (reason.of is None or reason.of.aval.size == enters.aval.size):
                 undivided[loop.carries[n]] = str(reason)
     before: list[Node] = []
     after: list[Node] = []
@@ -178,7 +186,7 @@ class _Region:
         if e is None:
             raise Undivided
         if self.uses[var] != 1:
-            raise Undivided("other work in the loop reads it too")
+            raise Undivided("other work in the loop reads it too", var)
         if splits := _contracted(e, self.known, self.maker, sizes):
             self.contracted[e] = splits
             groups: Groups = tuple((axes, count) for axes, count, _ in splits)
@@ -205,14 +213,14 @@ class _Region:
 
     def _factor(self, e: Equation, sizes: Sizes) -> int:
         """Which factor of a product is the sum."""
-        reasons = []
+        reasons: list[Undivided] = []
         for n, a in enumerate(e.invars):
             try:
                 self._groups(a, sizes, [])
                 return n
             except Undivided as reason:
-                reasons.append(str(reason))
-        raise Undivided(*filter(None, reasons[:1]))
+                reasons.append(reason)
+        raise reasons[0]
 
     def _opened(self, e: Equation) -> _Region:
         """The jaxpr in an equation."""

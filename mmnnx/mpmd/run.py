@@ -60,14 +60,20 @@ def runner(
         return [(_annotated(described(n), step[0]), *step[1:]) for n, step in enumerate(steps)]
 
     def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
-        move(functools.partial(words, next(calls)))
+        call = next(calls)
+        move(functools.partial(words, call))
         slots = arrays + [None] * (size - given)
         arrays.clear()  # from here on the program alone decides how long they are kept
         named = annotated() if _compat.is_traced() else steps
-        for at[0], (execute, read, start, end, frees) in enumerate(named):  # where it is, others may ask
-            slots[start:end] = execute(*read(slots))
-            for s in frees:
-                slots[s] = None
+        try:
+            for at[0], (execute, read, start, end, frees) in enumerate(named):  # where it is, others may ask
+                slots[start:end] = execute(*read(slots))
+                for s in frees:
+                    slots[s] = None
+        except Exception as error:
+            if (what := _compat.found_by_debug_nans(error)) is not None:
+                raise FloatingPointError(f"invalid value ({what}) made by {words(call, at[0])}") from None
+            raise
         at[0] = len(steps)
         return results(slots)
 

@@ -22,7 +22,7 @@ from mmnnx.mpmd.derive import constrains, derive_shardings
 from mmnnx.mpmd.ends import Ends, find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
 from mmnnx.mpmd.gather_once import gather_once
-from mmnnx.mpmd.lift import Record
+from mmnnx.mpmd.lift import Leaf, Record
 from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.merge import merge
 from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred, without
@@ -89,6 +89,12 @@ def split(
     if not placed and multimesh is not None and constrains(traced.jaxpr):
         meshes.canonical(multimesh.mesh)
     divided = meshes.tasks()
+    if len(divided) > 1 and not (around := jax.sharding.get_abstract_mesh()).empty:
+        raise ValueError(
+            f"mm.jit under jax.set_mesh, of a mesh with axes {dict(around.shape)}: that would be the mesh of "
+            f"every task, and they have {len(divided)} of their own. Leave jax.set_mesh, and use the "
+            "MultiMesh in its place (`with mesh:`, or mm.jit(mesh=mesh))"
+        )
     if len(divided) == 1 and not meshes.moving:
         choices: Iterable[_Pieces] = [_undivided(traced.jaxpr, divided[0], meshes.names())]
     else:
@@ -219,10 +225,20 @@ def _program(pieces: _Pieces, ends: Ends, record: Record, donates: Sequence[bool
     program = build(pieces.plan, inputs, pieces.results, meshes.names(), meshes.moving, successors)
     number = {v: n for n, v in enumerate(flat.invars)}
     notes = tuple(
-        f"the sum that updates {record.inputs[number[v]]} is reduced over its mesh in every microbatch: {why}"
+        f"the sum that updates {_parameter(record, number[v])} is reduced over its mesh in every microbatch: "
+        f"{why}"
         for v, why in pieces.reduced.items()
     )
     return dataclasses.replace(program, notes=notes) if notes else program
+
+
+def _parameter(record: Record, number: int) -> Leaf | None:
+    """An argument; the parameter that it belongs to, if it is a slot of an optimizer."""
+    leaf = record.inputs[number]
+    if leaf is None or not leaf.slot:
+        return leaf
+    owners = (x for x in record.inputs if x is not None and not x.slot and x.within)
+    return next((x for x in owners if leaf.path[-len(x.within) :] == x.within), leaf)
 
 
 def _fitting(choices: Iterable[tuple[_Pieces, Program]]) -> tuple[_Pieces, Program]:
@@ -301,7 +317,10 @@ def _preparer(
         for n, donated in enumerate(donates)
         if donated and flat.invars[n] not in flat.outvars and n not in away
     ]
-    names = [str(leaf) if leaf is not None else f"argument {n}" for n, leaf in enumerate(record.inputs)]
+    names = [
+        str(leaf) if leaf is not None and leaf.within else f"argument {n if leaf is None else leaf}"
+        for n, leaf in enumerate(record.inputs)
+    ]
 
     def prepare() -> Run:
         number = agree(lambda: _in_full(program))

@@ -57,6 +57,7 @@ def path(*keys: Any) -> PathPattern:
 
     Raises:
       TypeError: a key that is none of these.
+      ValueError: a negative index.
 
     Example:
       >>> kernels = path("blocks", range(0, 2), ..., "kernel")
@@ -79,6 +80,8 @@ def is_catch_all(filter: Any) -> bool:
 
 
 def _normal_key(key: Any) -> Any:
+    if isinstance(key, int) and key < 0:
+        raise ValueError(f"path() has no use for {key}: indices are counted from the front")
     if key is ... or isinstance(key, str | int | range):
         return key
     if isinstance(key, set | frozenset | tuple | list) and all(isinstance(k, str | int) for k in key):
@@ -202,9 +205,11 @@ class TaskSharding(nnx.StateSharding):
             if index not in matched and not is_catch_all(filter)
         ]
         if unused:
+            joined = any("." in text or "/" in text for text in unused)
             raise PlacementError(
                 f"no state is placed by {', '.join(unused)}: nothing has such a path, or an earlier filter "
                 "takes it; correct the filter, move it up, or leave it out"
+                + (". path takes one key at a time: path('a', 0), not path('a.0')" if joined else "")
             )
 
     def __repr__(self) -> str:
@@ -228,9 +233,14 @@ class TaskSharding(nnx.StateSharding):
             if predicate(path, variable):
                 return index
         tried = ", ".join(map(repr, self._filters)) or "none"
+        help = f"{_suggest(path)!r} would match it, and a last `...` matches all that is left"
+        if not path:
+            help = (
+                "It has no path: paths start at the Modules and States that a function takes or returns, and "
+                "this is neither. Give it a sharding of its own, or match it by `...`"
+            )
         raise PlacementError(
-            f"no filter places {_describe(path, variable)}. Filters, in order: {tried}. "
-            f"{_suggest(path)!r} would match it, and a last `...` matches all that is left"
+            f"no filter places {_describe(path, variable)}. Filters, in order: {tried}. {help}"
         )
 
     def _metadata_spec(self, path: Path, variable: Any, task: Task, mesh: Mesh) -> PartitionSpec:

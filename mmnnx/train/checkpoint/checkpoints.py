@@ -122,8 +122,8 @@ class Checkpoints:
         Example:
           >>> checkpoints.save(200, {"model": model, "rngs": rngs}, data=batches.get_state())
         """
-        if step < 0:
-            raise ValueError(f"step={step}: steps are counted from 0")
+        if not hasattr(step, "__index__") or step < 0:
+            raise ValueError(f"step={step!r}: steps are counted from 0")
         arrays = arrays_of(nodes)
         for path, x in arrays.items():
             if isinstance(x, jax.ShapeDtypeStruct):

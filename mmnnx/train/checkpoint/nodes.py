@@ -58,6 +58,10 @@ def _keys(path: tuple[Any, ...]) -> Path:
 
 
 def _trees(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(nodes, Mapping):
+        raise TypeError(
+            f'NNX objects are given by name, as in {{"model": model}}, not {type(nodes).__name__}'
+        )
     for name, node in nodes.items():
         if not nnx.graph.is_graph_node(node) or isinstance(node, nnx.Variable):
             raise TypeError(f"{name!r} must be an NNX object (a Module, Optimizer, Rngs, ...), not {node!r}")
