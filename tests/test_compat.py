@@ -498,3 +498,49 @@ def test_load_for():
     out = _compat.load_for(compiled, second)(there)
     np.testing.assert_array_equal(out, compiled(here))
     assert out.sharding.device_set == set(second.devices.flat)
+
+
+def test_children():
+    """Those of Modules of both kinds and of what is no graph node, which `nnx.iter_children` leaves out."""
+
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.items = nnx.data([nnx.Param(jnp.ones(2)), {"x": jnp.ones(3)}])
+
+    class Old(nnx.Module, pytree=False):
+        def __init__(self):
+            self.items = [nnx.Param(jnp.ones(2))]
+
+    for holder in (Holder(), Old()):
+        assert dict(_compat.children(holder))["items"] is holder.items
+        assert [key for key, _ in nnx.iter_children(holder)] == []
+        assert dict(_compat.children(holder.items))[0] is holder.items[0]
+    assert [key for key, _ in _compat.children({"b": 1, "a": 2})] == ["a", "b"]
+    assert [key for key, _ in _compat.children(nnx.state(Holder()))] == ["items"]
+    assert _compat.children(jnp.ones(3)) == _compat.children(3) == []
+
+
+def test_jit_is_disabled():
+    assert not _compat.jit_is_disabled()
+    with jax.disable_jit():
+        assert _compat.jit_is_disabled()
+        with jax.disable_jit(False):
+            assert not _compat.jit_is_disabled()
+
+
+def test_found_by_debug_nans():
+    compiled = jax.jit(jnp.log).lower(1.0).compile()
+    with jax.debug_nans(True), pytest.raises(Exception) as error:
+        compiled(-1.0)
+    assert _compat.found_by_debug_nans(error.value) == "nan"
+    assert not isinstance(error.value, FloatingPointError)
+    assert _compat.found_by_debug_nans(ValueError("nan")) is None
+
+
+def test_the_source_line_of_what_flax_traced():
+    """The line that called Flax, not the one inside it."""
+
+    def traced_here(x):
+        return nnx.cond(x > 0, jnp.sin, jnp.cos, x)
+
+    assert "traced_here" in _compat.source_line(find(jax.make_jaxpr(traced_here)(1.0), "cond"))

@@ -7,6 +7,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
+from mmnnx.mpmd.meshes import transferred
 
 
 def localise(eqn: Any, mesh: Mesh) -> Any:
@@ -34,6 +35,8 @@ def localise(eqn: Any, mesh: Mesh) -> Any:
 
 def _moved(value: Any, mesh: Mesh) -> Any:
     if isinstance(value, NamedSharding) and value.mesh not in (mesh, mesh.abstract_mesh):
+        if isinstance(value.mesh, Mesh) and value.mesh.devices.tolist() == mesh.devices.tolist():
+            return transferred(value, mesh)  # the same devices, by axes of other names
         return NamedSharding(_alike(value.mesh, mesh), _kept_axes(value.spec, mesh))
     if isinstance(value, _compat.JAXPR_TYPES):
         return _compat.map_equations(value, lambda e: localise(e, mesh))

@@ -1,8 +1,9 @@
-"""No test leaves a registered task behind for the next one."""
+"""No test leaves a registered task behind for the next one; `mode` is there for all of them."""
 
 import pytest
 
 import mmnnx as mm
+from tests.mpmd.modes import mode  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

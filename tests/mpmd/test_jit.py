@@ -3,10 +3,6 @@ and with mm.jit over a model whose layers live on two meshes."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,44 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from tests.mpmd.parity import arrays, assert_same, born, homes, pipeline, place
-
-
-class Pair(nnx.Module):
-    """Two layers, a counter and a static attribute."""
-
-    def __init__(self, seed: int = 0):
-        rngs = nnx.Rngs(seed)
-        self.first = nnx.Linear(4, 4, rngs=rngs)
-        self.second = nnx.Linear(4, 3, rngs=rngs)
-        self.count = nnx.BatchStat(jnp.zeros((), jnp.int32))
-        self.mode = "plain"
-
-    def __call__(self, x):
-        return self.second(jnp.tanh(self.first(x)))
-
-
-@dataclasses.dataclass
-class Mode:
-    """A jit, and how to make a model for it."""
-
-    jit: Callable
-    make: Callable[[Callable], nnx.Module]
-    split: bool
-
-
-@pytest.fixture(params=["nnx.jit", "mm.jit", "mm.jit split"])
-def mode(request):
-    mesh, tasks = pipeline(2)
-    with contextlib.ExitStack() as stack:
-        if request.param == "nnx.jit":
-            yield Mode(nnx.jit, lambda make: make(), split=False)
-        elif request.param == "mm.jit":
-            yield Mode(mm.jit, lambda make: make(), split=False)
-        else:
-            stack.enter_context(mesh)
-            placement = mm.TaskSharding({mm.path("first"): tasks[0], mm.path(...): tasks[1]})
-            yield Mode(mm.jit, lambda make: born(make, placement), split=True)
+from tests.mpmd.modes import Pair
+from tests.mpmd.parity import arrays, assert_same, homes, pipeline, place
 
 
 @pytest.fixture

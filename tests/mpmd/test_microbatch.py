@@ -207,6 +207,7 @@ def test_differentiated_from_outside(run):
         (dict(size=-2), X, "size"),
         (dict(size=2), {"x": X, "y": X[:6]}, r"(?s)disagree.*'x'.*8.*'y'.*6"),
         (dict(size=2, dim=2), X, r"dimension 2"),
+        (dict(size=2), X[:0], "empty: its dimension 0 has size 0"),
         (dict(size=2), {"x": X, "scalar": np.float32(1)}, "scalar"),
         (dict(size=2), {}, "no arrays"),
         (dict(size=2, schedule="zigzag"), X, r"zigzag.*1f1b.*gpipe"),
@@ -240,6 +241,36 @@ def test_bad_input(jitted, options, batch, message):
         g = mm.microbatch(f, **options)
         (mm.jit(g) if jitted else g)(batch, A)
     assert not called or "reduce" in options
+
+
+@pytest.mark.parametrize(
+    "within, spec, words",
+    [
+        (False, P("data"), r"names axes of a MultiMesh: call the function in `with mesh:`"),
+        (True, P("dta"), r"arg_shardings=.*'dta'.* slices float32\[2,4\].*'stage': 2, 'data': 2"),
+        (True, P("data", None, None), r"arg_shardings=.* slices float32\[2,4\]"),
+        (True, {"x": P("data")}, r"arg_shardings=.* slices float32\[2,4\]"),
+    ],
+)
+def test_shardings_that_do_not_fit_the_slices(within, spec, words):
+    mesh, _ = pipeline(2, 2, axes=("data",))
+    f = mm.microbatch(lambda x: x.sum(), dim=0, size=2, arg_shardings=spec)
+    with mesh if within else contextlib.nullcontext(), pytest.raises(ValueError, match=words):
+        mm.jit(f)(X)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.int8])
+def test_under_strict_promotion(dtype):
+    x = jnp.asarray(np.arange(8).reshape(4, 2), dtype)
+    f = mm.microbatch(lambda x: (x * x).sum(), dim=0, size=2, reduce="mean")
+    expected = f(x)
+    with jax.numpy_dtype_promotion("strict"):
+        assert f(x) == expected == (14 + 126) / 2
+
+
+def test_results_that_are_empty(run):
+    f = mm.microbatch(lambda x: x[:, :0], dim=0, size=2, reduce="concat")
+    assert run(f, X).shape == (8, 0)
 
 
 def test_another_number_of_stages_than_was_asked_for():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import jax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import born, pipeline, place
+from tests.mpmd.parity import assert_same, born, pipeline, place
 
 STAGES = [("layers", (0, 1))], [("layers", (2, 3))]
 
@@ -88,3 +90,22 @@ def test_costs_of_what_is_not_there():
         program.simulate(mm.Costs({"forward": 1.0, "none": 0.0, "part0 backward": 2.0}))
     with pytest.raises(ValueError, match="cost of 'forward' is a time of 0 or more, not -1"):
         program.simulate({"forward": -1})
+
+
+def test_tasks_on_one_mesh_that_call_its_axes_by_other_names():
+    """A constraint by the names of one holds, whichever was met first."""
+    names = "data", "model"
+    tasks = [mm.Task(name, mm.TaskMesh(devices=[0, 1], axis_names=(name,))) for name in names]
+    other = mm.Task("other", mm.TaskMesh(devices=[2, 3], axis_names=("model",)))
+
+    def f(model, x):
+        y = model.layers[1](model.layers[0](x))
+        y = jax.lax.with_sharding_constraint(y, NamedSharding(tasks[1].to_mesh(), P(None, "model")))
+        return y, model.layers[2](y)
+
+    rules = {mm.path("layers", n): (task, P()) for n, task in enumerate((*tasks, other))}
+    model = mm.jit(make(models.MLP, layers=3), out_shardings=mm.TaskSharding(rules))()
+    x = models.vectors()[0]
+    y, z = mm.jit(f)(model, x)
+    assert y.sharding.shard_shape(y.shape) == (y.shape[0], y.shape[1] // 2)
+    assert_same((y, z), nnx.jit(f)(make(models.MLP, layers=3)(), x))

@@ -332,3 +332,64 @@ def test_stages_that_are_alike_over_data_and_tensor_axes():
         rtol=5e-5,
         arg_shardings=P("data"),
     )
+
+
+class Table(nnx.Module):
+    """A layer, and a table of which every example reads a column."""
+
+    def __init__(self):
+        self.first, self.second = (nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(2))
+        self.table = nnx.Param(jax.random.normal(jax.random.key(1), (4, 10)))
+
+    def __call__(self, x):
+        column = (jnp.abs(x[:, :1]) * 3).astype(jnp.int32)
+        return self.second(self.first(x) + jnp.take_along_axis(self.table[...], column, axis=1))
+
+
+def test_a_lookup_in_which_rows_are_paired():
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+    assert_parity(
+        Table,
+        lambda model, x: (model(x) ** 2).mean(),
+        np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32),
+        mm.TaskSharding({mm.path("second"): (tasks[1], P()), mm.path(...): (tasks[0], P())}),
+        mesh=mesh,
+        microbatch=4,
+        whole_batch=False,
+        arg_shardings=P("data"),
+    )
+
+
+@pytest.mark.parametrize("read_twice", [False, True])
+def test_notes_name_the_parameter_and_no_activation_is_noted(read_twice):
+    """Over a tensor axis alone nothing is a sum over examples; over a data axis one that is read twice is."""
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+
+    class Two(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List(nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(4))
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = x + jnp.tanh(layer(x))
+            return x
+
+    def grad_fn(model, x):
+        loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        norm = jnp.sum(grads["layers"][0]["kernel"][...] ** 2) if read_twice else 0.0
+        return (loss, norm), grads
+
+    def step(model, optimizer, x):
+        sliced = P("data") if read_twice else None
+        out, grads = mm.microbatch(grad_fn, 0, 4, 1, reduce="mean", arg_shardings=sliced)(model, x)
+        optimizer.update(model, grads)
+        return out
+
+    spec = P() if read_twice else P("data")
+    rules = {mm.path("layers", range(2 * n, 2 * n + 2)): (task, spec) for n, task in enumerate(tasks)}
+    with mesh:
+        model = born(Two, mm.TaskSharding(rules))
+        optimizer = mm.jit(lambda model: nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param))(model)
+        notes = mm.jit(step).program(model, optimizer, np.ones((8, 8), np.float32)).notes
+    expected = ["the sum that updates 0.layers.0.kernel is reduced over its mesh in every microbatch"]
+    assert [note.split(":")[0] for note in notes] == (expected if read_twice else [])

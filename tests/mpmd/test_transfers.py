@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx import _compat
-from tests.mpmd.parity import assert_parity, born, pipeline, place
+from mmnnx.mpmd import transfer
+from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place
 
 WIDTH = 8
 X = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
@@ -126,3 +128,47 @@ def test_a_call_returns_before_the_work_is_done(sizes):
     pending = [leaf for leaf in jax.tree.leaves((loss, grads)) if not leaf.is_ready()]
     assert pending, "the call waited for the devices"
     jax.block_until_ready(grads)
+
+
+@pytest.mark.parametrize("home", [0, 1])
+@pytest.mark.parametrize("where", ["another stage", "both"])
+def test_slices_of_a_sharded_batch_that_other_stages_read(home, where):
+    """They arrive with the layout that those stages were compiled for, whatever it is at home."""
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+    placement = place(tasks, ["heads"], ["layer"])
+
+    def loss_fn(model, batch):
+        own = model.layer(jnp.tanh(model.heads[0](batch["x"])))
+        if where == "both":
+            own = own * model.heads[0](batch["y"])
+        return jnp.mean(own * model.layer(batch["y"]))
+
+    def loss(model, batch):
+        return mm.microbatch(nnx.value_and_grad(loss_fn), dim=0, size=4, argnum=1, reduce="mean")(
+            model, batch
+        )
+
+    with mesh:
+        there = NamedSharding(mesh.slice(stage=home), P("data"))
+        batch = {"x": X, "y": jax.device_put(X, there)}
+        got = mm.jit(loss)(born(Encoded, placement), batch)
+    assert_same(got, nnx.jit(loss)(Encoded(), {"x": X, "y": X}))
+
+
+@pytest.mark.parametrize("shapes", [((2, 2), (2, 2)), ((2,), (4,)), ((4,), (2,))])
+@pytest.mark.parametrize("given", [P(), P("a"), P(None, "a")])
+@pytest.mark.parametrize("asked", [P(), P("a"), P(None, "a")])
+def test_any_layout_to_any_other(shapes, given, asked):
+    devices = np.array(jax.devices())
+    first, second = (
+        Mesh(d.reshape(shape), ("a", "b")[: len(shape)])
+        for d, shape in zip((devices[:4], devices[4:]), shapes)
+        for d in [d[: np.prod(shape)]]
+    )
+    source, target = NamedSharding(first, given), NamedSharding(second, asked)
+    x = jax.device_put(np.arange(64.0).reshape(8, 8), source)
+    (out,) = transfer.sender([(source, target, x.aval)])(x)
+    assert out.sharding.is_equivalent_to(target, 2)
+    np.testing.assert_array_equal(out, x)
+    for shard in out.addressable_shards:
+        np.testing.assert_array_equal(shard.data, np.asarray(x)[shard.index])

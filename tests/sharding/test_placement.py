@@ -106,6 +106,15 @@ class TestPath:
         with pytest.raises(TypeError, match=r"path\(\) takes attribute names"):
             path("a", key)
 
+    def test_refuses_to_count_from_the_end(self):
+        with pytest.raises(ValueError, match="counted from the front"):
+            path("blocks", -1)
+
+    def test_explains_keys_in_one(self):
+        unused = TaskSharding({path("a.b"): Task("first"), ...: Task("second")})
+        with pytest.raises(PlacementError, match=r"path\('a', 0\), not path\('a.0'\)"):
+            unused.check_used({1})
+
     def test_explains_slices(self):
         with pytest.raises(TypeError, match=r"write range\(start, stop\)"):
             path("a", slice(0, 2))

@@ -156,8 +156,11 @@ def test_what_cannot_be_saved(tmp_path):
         checkpoints.save(1, {"model": model}, data={"state": b"bytes"})
     with pytest.raises(TypeError, match="'model' must be an NNX object"):
         checkpoints.save(1, {"model": nnx.state(model).to_pure_dict()})
-    with pytest.raises(ValueError, match="steps are counted from 0"):
-        checkpoints.save(-1, {"model": model})
+    for step in (-1, "2"):
+        with pytest.raises(ValueError, match=f"step={step!r}: steps are counted from 0"):
+            checkpoints.save(step, {"model": model})
+    with pytest.raises(TypeError, match='as in {"model": model}, not Small'):
+        checkpoints.save(1, model)
     with pytest.raises(ValueError, match="no state in rngs"):
         checkpoints.save(1, {"rngs": nnx.Dict({})})
     with pytest.raises(TypeError, match="model/bias is a ShapeDtypeStruct, which has no values"):
