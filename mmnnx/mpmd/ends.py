@@ -96,6 +96,11 @@ def _rule(leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
     if leaf is None or leaf.rule is None:
         return None
     task, sharding = leaf.rule
+    if sharding.memory_kind not in (None, own := jax.local_devices()[0].default_memory().kind):
+        raise ValueError(
+            f"{leaf}: mm.jit keeps arrays in {own!r} memory, not in {sharding.memory_kind!r}: "
+            "leave memory_kind out, and move the results with jax.device_put"
+        )
     if isinstance(sharding, NamedSharding):
         return meshes.sharding(sharding, task.name if task is not None else None)
     devices = list(sharding.device_set)

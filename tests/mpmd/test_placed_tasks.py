@@ -105,7 +105,7 @@ def test_tasks_on_one_mesh_that_call_its_axes_by_other_names():
 
     rules = {mm.path("layers", n): (task, P()) for n, task in enumerate((*tasks, other))}
     model = mm.jit(make(models.MLP, layers=3), out_shardings=mm.TaskSharding(rules))()
-    x = models.vectors()[0]
+    x = models.vectors()["x"]
     y, z = mm.jit(f)(model, x)
     assert y.sharding.shard_shape(y.shape) == (y.shape[0], y.shape[1] // 2)
     assert_same((y, z), nnx.jit(f)(make(models.MLP, layers=3)(), x))

@@ -330,3 +330,10 @@ def test_tasks_that_share_devices(first, second, donate, size):
             assert homes(model) == homes_at_birth
             for moments in (optimizer.opt_state[0].mu, optimizer.opt_state[0].nu):
                 assert list(homes(moments).values()) == list(homes_at_birth.values())
+
+
+def test_a_memory_that_is_not_the_devices_own():
+    mesh, _ = pipeline(2)
+    host = NamedSharding(mesh.slice(stage=1), P(), memory_kind="pinned_host")
+    with mesh, pytest.raises(ValueError, match="'device' memory, not in 'pinned_host'"):
+        mm.jit(lambda x: 2 * x, out_shardings=host)(jnp.ones(8))
