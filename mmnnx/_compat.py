@@ -286,7 +286,7 @@ def load_for(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled:
 
 
 def found_by_debug_nans(error: Exception) -> str | None:
-    """ "nan" or "inf" for what a compiled call raises under `jax.debug_nans` or `jax.debug_infs`, else None.
+    """What `jax.debug_nans` or `jax.debug_infs` found ("nan", "inf"), if that is what a compiled call raised.
 
     `jax.jit` makes a FloatingPointError of it; a call of what was compiled ahead does not.
     """
