@@ -360,7 +360,9 @@ def _preparer(
 
 
 def _placed(x: Any, bind: Callable[[Any], jax.Array] | None) -> Any:
-    return own_copy(x if bind is None else bind(x))
+    """A constant where it is read, in no buffer that somebody else may give away."""
+    here = x if bind is None else bind(x)
+    return own_copy(here) if isinstance(x, jax.Array) else here
 
 
 def _in_full(program: Program) -> str:
