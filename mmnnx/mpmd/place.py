@@ -375,8 +375,8 @@ class _Region:
     def _place_effects(self) -> None:
         """Callbacks that depend on no placed state happen once: where the flow begins."""
         begin = Spot(self.positions[0].mesh, 0) if self.positions else next(iter(self.spots.values()), None)
-        for e in self._all(_FORWARD) + self._all(_LATE) + self._all(_BACKWARD):
-            if e.eqn.effects and e not in self.spots and begin is not None:
+        for e in self.nodes:
+            if isinstance(e, Equation) and e.eqn.effects and e not in self.spots and begin is not None:
                 self._set(e, begin, self.forward_phase if self.positions else "none")
 
     def _place_backward(self, e: Equation) -> None:

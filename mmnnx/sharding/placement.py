@@ -200,14 +200,16 @@ class TaskSharding(nnx.StateSharding):
         A rule for all that is left may find nothing left.
         """
         unused = [
-            f"{filter!r} ({task})"
+            (filter, task)
             for index, (filter, (task, _)) in enumerate(zip(self._filters, self._rules, strict=True))
             if index not in matched and not is_catch_all(filter)
         ]
         if unused:
-            joined = any("." in text or "/" in text for text in unused)
+            keys = [key for filter, _ in unused if isinstance(filter, PathPattern) for key in filter.keys]
+            joined = any(isinstance(key, str) and ("." in key or "/" in key) for key in keys)
+            listing = ", ".join(f"{filter!r} ({task})" for filter, task in unused)
             raise PlacementError(
-                f"no state is placed by {', '.join(unused)}: nothing has such a path, or an earlier filter "
+                f"no state is placed by {listing}: nothing has such a path, or an earlier filter "
                 "takes it; correct the filter, move it up, or leave it out"
                 + (". path takes one key at a time: path('a', 0), not path('a.0')" if joined else "")
             )

@@ -114,6 +114,10 @@ class TestPath:
         unused = TaskSharding({path("a.b"): Task("first"), ...: Task("second")})
         with pytest.raises(PlacementError, match=r"path\('a', 0\), not path\('a.0'\)"):
             unused.check_used({1})
+        for plain in (path("a", ..., "b"), nnx.Param):  # which print dots of their own
+            with pytest.raises(PlacementError) as error:
+                TaskSharding({plain: Task("first"), ...: Task("second")}).check_used({1})
+            assert "one key at a time" not in str(error.value)
 
     def test_explains_slices(self):
         with pytest.raises(TypeError, match=r"write range\(start, stop\)"):
