@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend import core as jex
 
+from mmnnx import _compat
 from mmnnx.mpmd.schedule import Action, get_schedule, schedule_names
 from mmnnx.sharding import with_sharding_constraint
 from mmnnx.sharding.mesh import current_multimesh
@@ -251,13 +253,14 @@ def microbatch(
         pieces = jax.tree.map(lambda x: _pieces(x, dim, size, count), args[argnum])
         changed: list[bool] = []
 
-        def probe(state_leaves, piece):
+        def one(state_leaves, piece):
             out, after = call(state_leaves, piece)
             changed[:] = [a is not b for a, b in zip(after, state_leaves)]
-            return out
+            return out, after
 
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pieces)
-        out_shape = jax.eval_shape(probe, state_leaves, first)
+        jaxpr, (out_shape, _) = jax.make_jaxpr(one, return_shape=True)(state_leaves, first)
+        traced = jex.jaxpr_as_fun(jaxpr)  # `fun` is traced once, for the loop below too
         out_leaves, out_def = jax.tree.flatten(out_shape)
         names = [
             "float0" if o.dtype == jax.dtypes.float0 else n  # gradients of integers hold nothing
@@ -269,8 +272,11 @@ def microbatch(
             moving, accumulated = carry
             moving_leaf = iter(moving)
             now = [next(moving_leaf) if c else s for c, s in zip(changed, state_leaves)]
-            out, after = call(now, piece)
-            results = jax.tree.leaves(out)
+            if _compat.jit_is_disabled():  # whoever asks for that wants to see values in `fun`
+                found = jax.tree.leaves(call(now, piece))
+            else:
+                found = traced(*jax.tree.leaves((now, piece)))
+            results, after = found[: len(out_leaves)], found[len(out_leaves) :]
             accumulated = [
                 step(a, r)
                 for a, r, (_, (_, step, _)) in zip(

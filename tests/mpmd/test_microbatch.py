@@ -134,6 +134,42 @@ def test_one_microbatch_is_the_function_itself(run):
     assert_same(run(mm.microbatch(f, 0, 8, argnum=1), (A, B), X), f((A, B), X))
 
 
+def test_the_function_is_traced_once(run):
+    traces = []
+
+    def f(params, x):
+        traces.append(x)
+        return jax.value_and_grad(lambda params: jnp.mean(two_layers(*params, x) ** 2))(params)
+
+    run(mm.microbatch(f, 0, 2, argnum=1), (A, B), X)
+    assert len(traces) == 1
+
+
+def test_what_the_function_closes_over_is_differentiated():
+    """The loop's body is traced ahead of the loop: what it closes over are then tracers from around it."""
+
+    def loss(a):
+        return mm.microbatch(lambda x: jnp.mean(two_layers(a, B, x) ** 2), 0, 2)(X)
+
+    whole = lambda a: 4 * jnp.mean(two_layers(a, B, X) ** 2)
+    for jit in (lambda f: f, nnx.jit):
+        assert_same(jit(jax.value_and_grad(loss))(A), jax.value_and_grad(whole)(A))
+    assert_same(jax.vmap(loss)(jnp.stack([A, 2 * A])), jnp.stack([whole(A), whole(2 * A)]))
+
+
+def test_without_jit_the_function_sees_values():
+    seen = []
+
+    def f(x):
+        seen.append(x)
+        return jnp.sum(x)
+
+    with jax.disable_jit():
+        total = mm.microbatch(f, 0, 2)(X)
+    assert [isinstance(x, jax.core.Tracer) for x in seen] == [True, False, False, False, False]
+    np.testing.assert_allclose(total, X.sum(), rtol=1e-5)
+
+
 class Counter(nnx.Module):
     """An exponential average and a count: what they hold afterwards depends on the order of microbatches."""
 
