@@ -1,5 +1,6 @@
 """How long does the first step take? The same train step traced and compiled whole under `nnx.jit`, on one
-device, and by `mm.jit` as a pipeline; each time in a process of its own, in turn.
+device, as a pipeline by `mm.jit`, and as a pipeline written by hand, whose functions JAX compiles as it meets
+them; each time in a process of its own, in turn.
 
 python benchmarks/compile.py --model lm --layers 8 --tensor 2
 """
@@ -19,6 +20,8 @@ from typing import Any, Literal
 
 import jax
 import tyro
+from contenders.by_hand import by_hand
+from contenders.contender import Contender
 from contenders.problem import OPTIMIZER, Problem, lm, mlp
 from flax import nnx
 
@@ -44,7 +47,7 @@ class Options:
     """Processes of each kind."""
     cache: bool = False
     """Start each pipeline a second time, with JAX's persistent compilation cache."""
-    run: Literal["nnx.jit", "mm.jit"] | None = None
+    run: Literal["nnx.jit", "mm.jit", "by hand"] | None = None
     """Take one first step in this process, and print its times as JSON."""
 
 
@@ -80,6 +83,13 @@ def first_step(options: Options) -> dict[str, float]:
     def make_optimizer(model: Any) -> nnx.Optimizer:
         return nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
 
+    if options.run == "by hand":
+        contender = by_hand(what, jax.devices())
+        jax.block_until_ready(contender.state())
+        counts.clear()
+        (total, cpu), (run, run_cpu) = (measured(contender, what.batch) for _ in range(2))
+        return {"total": total - run, "CPU": cpu - run_cpu, **compiled(counts)}
+
     mesh = mm.MultiMesh(axis_sizes=(options.stages, options.tensor), axis_names=("stage", "model"))
     if options.run == "nnx.jit":
         model = nnx.jit(what.make)()
@@ -109,8 +119,18 @@ def first_step(options: Options) -> dict[str, float]:
     names = ("trace", "lower", "compile")
     walls = {name: b[0] - a[0] for name, a, b in zip(names, marks, marks[1:])}
     used = {f"{name} CPU": b[1] - a[1] for name, a, b in zip(names, marks, marks[1:])}
-    programs = {"programs": counts["backend_compile_duration"], "hits": counts["cache_hits"]}
-    return {"total": end - start, "CPU": cpu_end - cpu, **walls, **used, **programs}
+    return {"total": end - start, "CPU": cpu_end - cpu, **walls, **used, **compiled(counts)}
+
+
+def compiled(counts: Counter[str]) -> dict[str, int]:
+    return {"programs": counts["backend_compile_duration"], "hits": counts["cache_hits"]}
+
+
+def measured(contender: Contender, batch: Any) -> tuple[float, float]:
+    """Seconds and CPU seconds of one step, until all of it is done."""
+    start, cpu = time.perf_counter(), time.process_time()
+    jax.block_until_ready((contender.step(batch), contender.state()))
+    return time.perf_counter() - start, time.process_time() - cpu
 
 
 def started(options: Options, run: str, microbatches: int, folder: str | None = None) -> dict[str, float]:
@@ -132,12 +152,14 @@ def started(options: Options, run: str, microbatches: int, folder: str | None = 
     return json.loads(ran.stdout)
 
 
+PARTS = ("trace", "lower", "compile", "trace CPU", "lower CPU", "compile CPU")
+
+
 def row(name: str, microbatches: int, runs: list[dict[str, float]], ratio: str) -> str:
     best = {key: min(run[key] for run in runs) for key in runs[0]}
     return (
         f"{name:16}{microbatches:13}{best['total']:9.2f}{best['CPU']:9.2f}"
-        + "".join(f"{best[key]:9.2f}" for key in ("trace", "lower", "compile"))
-        + "".join(f"{best[f'{key} CPU']:9.2f}" for key in ("trace", "lower", "compile"))
+        + "".join(f"{best[key]:9.2f}" if key in best else " " * 9 for key in PARTS)
         + f"{best['programs']:10.0f}{best['hits']:6.0f}{ratio:>9}"
     )
 
@@ -158,19 +180,23 @@ def main() -> None:
     )
     for microbatches in options.microbatches:
         runs: dict[str, list[dict[str, float]]] = {"nnx.jit": [], "mm.jit": []}
+        if options.tensor == 1:
+            runs["by hand"] = []
         for _ in range(options.rounds):
             for run, found in runs.items():
                 found.append(started(options, run, microbatches))
-        ratios = [ours["total"] / whole["total"] for whole, ours in zip(*runs.values())]
-        for (name, found), ratio in zip(runs.items(), ("", f"{statistics.median(ratios):.2f}")):
-            print(row(name, microbatches, found, ratio), flush=True)
+        for name, found in runs.items():
+            ratio = statistics.median(
+                each["total"] / whole["total"] for each, whole in zip(found, runs["nnx.jit"])
+            )
+            print(row(name, microbatches, found, f"{ratio:.2f}"), flush=True)
         if options.cache:
             for name in ("nnx.jit", "mm.jit"):
                 with tempfile.TemporaryDirectory() as folder:
                     started(options, name, microbatches, folder)
                     again = [started(options, name, microbatches, folder)]
                 print(row(f"{name}, again", microbatches, again, ""), flush=True)
-    print("ratio: of the totals, median over the rounds")
+    print("ratio: of the totals to that of nnx.jit, median over the rounds")
 
 
 if __name__ == "__main__":
