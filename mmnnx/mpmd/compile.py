@@ -19,7 +19,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.donate import donations
 from mmnnx.mpmd.fragments import Fragment, Held
 from mmnnx.mpmd.lower import Lowered, lower
-from mmnnx.mpmd.meshes import spec_of, transferred
+from mmnnx.mpmd.meshes import same_shape, spec_of, transferred
 from mmnnx.mpmd.processes import hear_specs, is_here, tell_specs
 from mmnnx.mpmd.program import Call, Instruction, Program, Transfer
 
@@ -150,7 +150,7 @@ class _Known:
         self.of[slot] = sharding
         for i in self.readers.get(slot, ()):
             if isinstance(i, Transfer):
-                same = _same_shape(i.source_mesh, i.target_mesh)
+                same = same_shape(i.source_mesh, i.target_mesh)
                 there = NamedSharding(i.target_mesh, PartitionSpec())
                 self.learn(i.outputs[0], transferred(sharding, i.target_mesh) if same else there)
             else:
@@ -164,10 +164,6 @@ class _Known:
                 self.learn(s, NamedSharding(f.mesh, spec))
 
 
-def _same_shape(a: Mesh, b: Mesh) -> bool:
-    return a.devices.shape == b.devices.shape
-
-
 def _replicated(program: Program, fixed: Mapping[Held, NamedSharding]) -> dict[Held, NamedSharding]:
     """Values that go to a mesh of another shape, and all values of one-device meshes: one copy a device."""
     found: dict[Held, NamedSharding] = {}
@@ -176,6 +172,6 @@ def _replicated(program: Program, fixed: Mapping[Held, NamedSharding]) -> dict[H
             found[held] = NamedSharding(held[1], PartitionSpec())
     for t in program.transfers:
         held = program.values[t.inputs[0]]
-        if not _same_shape(t.source_mesh, t.target_mesh) and held not in fixed:
+        if not same_shape(t.source_mesh, t.target_mesh) and held not in fixed:
             found[held] = NamedSharding(t.source_mesh, PartitionSpec())
     return {held: s for held, s in found.items() if held not in fixed}

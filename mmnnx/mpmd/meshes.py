@@ -25,6 +25,11 @@ def mesh_of(sharding: NamedSharding) -> Mesh:
     raise ValueError(f"{sharding} is over an AbstractMesh, which has no devices: give mm.jit one over a Mesh")
 
 
+def same_shape(a: Mesh, b: Mesh) -> bool:
+    """Whether each shard on one mesh has a place of its own on the other."""
+    return a.devices.shape == b.devices.shape
+
+
 def transferred(sharding: NamedSharding, mesh: Mesh) -> NamedSharding:
     """The sharding of a copy on another mesh of the same shape: the same spec, axis by axis."""
     renamed = dict(zip(sharding.mesh.axis_names, mesh.axis_names))

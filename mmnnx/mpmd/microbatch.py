@@ -82,11 +82,11 @@ def _with_float32(dtype: Any) -> Any:
 
 
 def _zeros(x):
-    return jnp.zeros(x.shape, _summed_in(x.dtype))
+    return jnp.zeros_like(x, _summed_in(x.dtype))
 
 
 def _zeros_for_mean(x):
-    return jnp.zeros(x.shape, _with_float32(x.dtype))
+    return jnp.zeros_like(x, _with_float32(x.dtype))
 
 
 def _add(acc, out):
@@ -103,16 +103,12 @@ def _divided(acc, x, n):
 
 def _lowest(x):
     if x.dtype == jnp.bool_:
-        return jnp.zeros(x.shape, x.dtype)
+        return jnp.zeros_like(x)
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.full(x.shape, -jnp.inf, x.dtype)
+        return jnp.full_like(x, -jnp.inf)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"microbatch: reduce='max' has no meaning for {x.dtype}")
-    return jnp.full(x.shape, jnp.iinfo(x.dtype).min, x.dtype)
-
-
-def _empty(x):
-    return jnp.zeros(x.shape, x.dtype)
+    return jnp.full_like(x, jnp.iinfo(x.dtype).min)
 
 
 def _last(acc, out):
@@ -128,7 +124,7 @@ _REDUCTIONS: dict[str, tuple[Callable, Callable, Callable]] = {
     "sum": (_zeros, _add, _narrowed),
     "mean": (_zeros_for_mean, _add, _divided),
     "max": (_lowest, jnp.maximum, _unchanged),
-    "last": (_empty, _last, _unchanged),
+    "last": (jnp.zeros_like, _last, _unchanged),
 }
 _NAMES = (*_REDUCTIONS, "concat")
 
@@ -258,7 +254,7 @@ def microbatch(
             changed[:] = [a is not b for a, b in zip(after, state_leaves)]
             return out, after
 
-        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pieces)
+        first = jax.eval_shape(lambda pieces: jax.tree.map(lambda x: x[0], pieces), pieces)
         jaxpr, (out_shape, _) = jax.make_jaxpr(one, return_shape=True)(state_leaves, first)
         traced = jex.jaxpr_as_fun(jaxpr)  # `fun` is traced once, for the loop below too
         out_leaves, out_def = jax.tree.flatten(out_shape)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from mmnnx import _compat
 from mmnnx.mpmd import transport
-from mmnnx.mpmd.meshes import mesh_of, transferred
+from mmnnx.mpmd.meshes import mesh_of, same_shape, transferred
 from mmnnx.mpmd.processes import elsewhere, holders, is_here
 
 Way = tuple[NamedSharding, NamedSharding, Any]  # (sharding, that of the copy on another mesh, type)
@@ -44,7 +44,7 @@ def sender(ways: Sequence[Way]) -> Callable[..., Any]:
 
 def _goes_with_others(source: NamedSharding, target: NamedSharding, aval: Any) -> bool:
     """Whether arrays of a mesh are copied by one call that takes several."""
-    if not _are_alike(source, target) or _is_key(aval.dtype):
+    if not same_shape(mesh_of(source), mesh_of(target)) or _is_key(aval.dtype):
         return False
     if not source.is_equivalent_to(transferred(target, mesh_of(source)), len(aval.shape)):
         return False
@@ -68,7 +68,7 @@ def _batch(ways: Sequence[Way]) -> Callable[..., Any]:
 
 def _one(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[jax.Array], Any]:
     """What copies arrays one by one."""
-    alike = _are_alike(source, target)
+    alike = same_shape(mesh_of(source), mesh_of(target))
     if not alike and not target.is_fully_replicated:
         send = _one(source, NamedSharding(target.mesh, PartitionSpec()), aval)
         return lambda array: _resharded(send(array), target)
@@ -81,10 +81,6 @@ def _one(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[j
     if _is_key(aval.dtype):
         return lambda array: jax.device_put(array, target)  # typed PRNG keys
     return lambda array: spread(array, target)
-
-
-def _are_alike(source: NamedSharding, target: NamedSharding) -> bool:
-    return source.mesh.devices.shape == target.mesh.devices.shape
 
 
 def _is_key(dtype: Any) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
@@ -155,6 +155,21 @@ def test_what_the_function_closes_over_is_differentiated():
     for jit in (lambda f: f, nnx.jit):
         assert_same(jit(jax.value_and_grad(loss))(A), jax.value_and_grad(whole)(A))
     assert_same(jax.vmap(loss)(jnp.stack([A, 2 * A])), jnp.stack([whole(A), whole(2 * A)]))
+
+
+@pytest.mark.parametrize("reduce", [*REDUCTIONS])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Manual])
+def test_where_types_say_how_arrays_are_sharded(kind, reduce):
+    """With explicit axes, and in `jax.shard_map`, which checks over which axes values differ."""
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,))
+    loop = mm.microbatch(lambda x: jnp.tanh(x) * jnp.ones_like(x), 0, 2, reduce=reduce)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, P(None, "model"))
+        if kind is AxisType.Manual:
+            loop = jax.shard_map(loop, in_specs=P(None, "model"), out_specs=P(None, "model"))
+        got = jax.jit(loop)(x)
+    assert got.sharding.spec == P(None, "model")
+    np.testing.assert_array_equal(got, mm.microbatch(jnp.tanh, 0, 2, reduce=reduce)(X))
 
 
 def test_without_jit_the_function_sees_values():
