@@ -6,6 +6,7 @@ Each entry says why a public API will not do and where the versions differ (JAX 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -91,6 +92,11 @@ def copy_to(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Shardi
         list(shardings),
         [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(arrays),
     )
+
+
+def asked_transfers() -> contextlib.AbstractContextManager[None]:
+    """Inside it `jax.transfer_guard` takes copies between devices as asked for, as `jax.device_put` is."""
+    return jax_config.explicit_device_put_scope()
 
 
 NODE: type = nnx.extract.NodeStates

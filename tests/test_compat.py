@@ -528,6 +528,17 @@ def test_jit_is_disabled():
             assert not _compat.jit_is_disabled()
 
 
+def test_asked_transfers():
+    here, there = (jax.sharding.SingleDeviceSharding(d) for d in jax.devices()[:2])
+    x = jax.device_put(jnp.ones(3), here)
+    with jax.transfer_guard("disallow"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed device-to-device"):
+            _compat.copy_to([x], [there])
+        with _compat.asked_transfers():
+            (copy,) = _compat.copy_to([x], [there])
+    assert copy.sharding == there
+
+
 def test_found_by_debug_nans():
     compiled = jax.jit(jnp.log).lower(1.0).compile()
     with jax.debug_nans(True), pytest.raises(Exception) as error:

@@ -347,7 +347,8 @@ def _preparer(
                     )
             values = [*leaves, *kept]
             arrays = [values[n] if bind is None else bind(values[n]) for n, bind in bindings]
-            made = apart()(arrays) if is_measured() else execute(arrays)
+            with _compat.asked_transfers():
+                made = apart()(arrays) if is_measured() else execute(arrays)
             out = [give(values, held) for give, held in zip(deliveries, made)]
             for n in gone:
                 if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():

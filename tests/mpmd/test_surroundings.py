@@ -187,6 +187,18 @@ def test_without_compiling(mode):
     assert homes(model) == at_birth
 
 
+def test_what_goes_between_meshes_was_asked_for(mode):
+    """`jax.transfer_guard` finds copies that nobody asked for; those of a program are no such."""
+    table = np.ones((4, 4), np.float32)
+    f = mode.jit(lambda model, x: descend(model, x @ table))
+    model, x = mode.make(Pair), jnp.asarray(X)
+    with jax.transfer_guard("disallow"):
+        first, second = f(model, x), f(model, x)
+    alone = Pair()
+    assert_same((first, second), tuple(descend(alone, X @ table) for _ in range(2)))
+    assert_same(model, alone)
+
+
 def test_leaks_are_not_found(mode):
     inner = mode.jit(lambda model, x: model(x))
     model = mode.make(Pair)
