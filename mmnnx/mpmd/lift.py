@@ -62,6 +62,13 @@ class Record:
     results: list[Leaf | None] = dataclasses.field(default_factory=list)
     out_tree: Any = None
 
+    def names(self) -> list[str]:
+        """What messages call the inputs: "0.blocks.3.mlp.kernel", "argument 2"."""
+        return [
+            str(leaf) if leaf is not None and leaf.within else f"argument {n if leaf is None else leaf}"
+            for n, leaf in enumerate(self.inputs)
+        ]
+
 
 @dataclasses.dataclass
 class _Seen:

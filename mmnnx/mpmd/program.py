@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import graphlib
 import numbers
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -110,6 +111,7 @@ class Program:
       successors: for values that may be overwritten when they are not needed any more: the value that takes
         their place, such as the next value of a sum or of donated state.
       notes: what could not be done as it should, in words.
+      arguments: for slots of inputs, what they are given, by path: "0.blocks.3.mlp.kernel".
       run: runs it for arguments and measures; see `profile`.
     """
 
@@ -121,6 +123,7 @@ class Program:
     loops: tuple[LoopRuns, ...] = ()
     successors: dict[Var, Var] = dataclasses.field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
+    arguments: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
     run: Callable[..., Profile] | None = dataclasses.field(default=None, repr=False)
 
     @property
@@ -401,6 +404,9 @@ class Program:
             else:
                 line += f": %{i.inputs[0]} -> %{i.outputs[0]}"
             lines.append(line + (f"; frees {self._slots(i.frees)}" if i.frees else ""))
+        for mesh, name in self.names.items():
+            given = [f"%{s} {path}" for s, path in self.arguments.items() if self.values[s][1] == mesh]
+            lines += _wrapped(f"  {name} is given ", given)
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def _slots(self, slots: Sequence[int]) -> str:
@@ -411,10 +417,19 @@ class Program:
         return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
     def _value(self, slot: int) -> str:
-        return f"%{slot} ({self._type(slot)}) of {self._mesh(self.values[slot][1])}"
+        what = ", ".join([self._type(slot), *([self.arguments[slot]] if slot in self.arguments else [])])
+        return f"%{slot} ({what}) of {self._mesh(self.values[slot][1])}"
 
     def _mesh(self, mesh: Mesh) -> str:
         return f"{self.names.get(mesh, 'mesh')} (devices {[d.id for d in mesh.devices.flat]})"
+
+
+def _wrapped(intro: str, items: Sequence[str]) -> list[str]:
+    """Lines of at most 110 characters, none of which ends within an item."""
+    whole = ", ".join(item.replace(" ", "\xa0") for item in items)
+    lines = textwrap.wrap(whole, 110 - len(intro), break_long_words=False, break_on_hyphens=False)
+    starts = [intro, *(" " * len(intro) for _ in lines[1:])]
+    return [start + line.replace("\xa0", " ") for start, line in zip(starts, lines)]
 
 
 def _is_copied(t: Transfer) -> bool:

@@ -229,7 +229,9 @@ def _program(pieces: _Pieces, ends: Ends, record: Record, donates: Sequence[bool
         f"{why}"
         for v, why in pieces.reduced.items()
     )
-    return dataclasses.replace(program, notes=notes) if notes else program
+    names = dict(zip(flat.invars, record.names()))
+    arguments = {slot: names.get(v, "a constant") for slot, (v, _) in program.inputs.items()}
+    return dataclasses.replace(program, notes=notes, arguments=arguments)
 
 
 def _parameter(record: Record, number: int) -> Leaf | None:
@@ -317,10 +319,7 @@ def _preparer(
         for n, donated in enumerate(donates)
         if donated and flat.invars[n] not in flat.outvars and n not in away
     ]
-    names = [
-        str(leaf) if leaf is not None and leaf.within else f"argument {n if leaf is None else leaf}"
-        for n, leaf in enumerate(record.inputs)
-    ]
+    names = record.names()
 
     def prepare() -> Run:
         number = agree(lambda: _in_full(program))

@@ -255,6 +255,18 @@ def test_a_program_prints_line_by_line(program):
     assert "free" in text
 
 
+def test_a_printed_program_says_which_slot_is_given_what(program):
+    """Every array of the arguments, by its path, and the mesh where it is read."""
+    text = str(program[1])
+    given = text[text.index("  stage0 is given %") :]
+    for slot, name in program[1].arguments.items():
+        assert f"%{slot} {name}" in " ".join(given.split())
+    assert max(map(len, given.splitlines())) <= 110
+    names = set(program[1].arguments.values())
+    assert {"0.blocks.1.norm1.scale", "a constant", "1.step"} < names and len(names) > 20, names
+    assert any(name.split(".")[0] == "2" for name in names), names
+
+
 def test_a_program_is_made_without_running(program):
     """program() neither runs nor changes anything, and verify() finds nothing wrong."""
     mesh, tasks = pipeline(2)
