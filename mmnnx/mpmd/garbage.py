@@ -1,4 +1,4 @@
-"""Python's garbage collector, held back while a function is traced and cut."""
+"""Python's garbage collector, held back while a function is traced, cut and compiled."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 def uncollected() -> Iterator[None]:
     """Holds back cyclic garbage collection.
 
-    To trace a model and to cut it makes a million objects that are kept, and hardly any garbage. The
-    collector counts what is made, and walks through all of it time and again: for a third of the time.
+    To trace a model, to cut it and to lower its fragments makes a million objects that are kept, and hardly
+    any garbage. The collector counts what is made, and walks through all of it time and again: for a third
+    of the time.
 
     Example:
       >>> with uncollected():

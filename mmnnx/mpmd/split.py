@@ -21,6 +21,7 @@ from mmnnx.mpmd.compile import compile_program
 from mmnnx.mpmd.derive import constrains, derive_shardings
 from mmnnx.mpmd.ends import Ends, find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
+from mmnnx.mpmd.garbage import uncollected
 from mmnnx.mpmd.gather_once import gather_once
 from mmnnx.mpmd.lift import Leaf, Record
 from mmnnx.mpmd.localise import localise
@@ -321,6 +322,7 @@ def _preparer(
     ]
     names = record.names()
 
+    @uncollected()
     def prepare() -> Run:
         number = agree(lambda: _in_full(program))
         merged, numbers = merge(program)
