@@ -504,6 +504,105 @@ class TestModules:
         assert shapes(mapped(2).init(KEY, X))["params"]["mod"]["params"]["kernel"] == (16, 9, 2)
 
 
+class Two(nn.Module):
+    a: nn.Module
+    b: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return self.b(nn.tanh(self.a(x)))
+
+
+class Around(nn.Module):
+    inner: nn.Module
+
+    def __call__(self, x):
+        return nn.tanh(self.inner(x))
+
+
+class TestFields:
+    """Modules that are given as fields, which are part of the task."""
+
+    def same_under_mod(self, wrapped, plain):
+        variables, expected = wrapped.init(KEY, X), plain.init(KEY, X)
+        assert set(variables) == set(expected)
+        for name, tree in variables.items():
+            assert shapes(tree) == {"mod": {name: shapes(expected[name])}}
+        assert_equal(wrapped.apply(variables, X), plain.apply(expected, X))
+        return variables
+
+    def test_one_module_in_two_fields_has_one_set_of_parameters(self):
+        def tied(cls):
+            layer = nn.Dense(9)
+            return cls(layer, layer)
+
+        variables = self.same_under_mod(tied(task(Two, task=STAGE)), tied(Two))
+        assert len(jax.tree.leaves(variables)) == 2
+
+    def test_one_module_in_a_field_and_inside_of_another(self):
+        def tied(cls):
+            layer = nn.Dense(9)
+            return cls(layer, Around(layer))
+
+        variables = self.same_under_mod(tied(task(Two, task=STAGE)), tied(Two))
+        assert len(jax.tree.leaves(variables)) == 2
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            lambda: (Around(Around(nn.Dense(3))), nn.Dense(4)),
+            lambda: (nn.Sequential([nn.Sequential([nn.Dense(3)]), jnp.tanh]), Around(nn.Dense(4))),
+            lambda: (Around(nn.BatchNorm(use_running_average=True)), nn.Dense(4)),
+        ],
+    )
+    def test_modules_inside_of_fields(self, fields):
+        self.same_under_mod(task(Two, task=STAGE)(*fields()), Two(*fields()))
+
+
+class TestSubclasses:
+    """Subclasses of the class that `task` returns are like subclasses of the module class."""
+
+    def subclass(self, base):
+        class Scaled(base):
+            by: float = 2.0
+
+            def setup(self):
+                super().setup()
+                self.more = nn.Dense(9)
+
+            def hidden(self, x):
+                scopes.append(getattr(current_task(), "name", None))
+                return self.by * super().hidden(self.more(x))
+
+        scopes = []
+        return Scaled, scopes
+
+    class Base(nn.Module):
+        def setup(self):
+            self.layer = nn.Dense(9)
+
+        def hidden(self, x):
+            return nn.tanh(x)
+
+        def __call__(self, x):
+            return self.layer(self.hidden(x))
+
+    @pytest.mark.parametrize("lift", [lambda cls: cls, nn.remat, nn.jit])
+    def test_what_it_overrides_adds_and_calls(self, lift):
+        (wrapped, scopes), (plain, _) = self.subclass(task(self.Base, task=STAGE)), self.subclass(self.Base)
+        wrapped, plain = lift(wrapped)(by=3.0), lift(plain)(by=3.0)
+        variables, expected = wrapped.init(KEY, X), plain.init(KEY, X)
+        assert shapes(variables) == {"params": {"mod": {"params": shapes(expected["params"])}}}
+        assert_equal(wrapped.apply(variables, X), plain.apply(expected, X))
+        assert set(scopes) == {"stage"}
+        hidden = wrapped.apply(variables, X, method="hidden")
+        assert_equal(hidden, plain.apply(expected, X, method="hidden"))
+
+    def test_copied(self):
+        scaled = self.subclass(task(self.Base, task=STAGE))[0](by=3.0)
+        assert copy.deepcopy(scaled) == scaled and type(copy.deepcopy(scaled)) is type(scaled)
+
+
 class TestArguments:
     def test_the_name_is_that_of_the_class_unless_given(self):
         names = {}

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, cast
 
@@ -63,52 +63,96 @@ def module_class(cls: Any, task: Task) -> Any:
       >>> module_class(nn.Dense, Task("dense")).__name__
       'Task[Dense]'
     """
-    name = f"Task[{cls.__name__}]"
     about = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    inner = types.new_class(name, (cls,), {}, lambda body: body.update(about))
-    body: dict[str, Any] = {method: _in_task(inner, method, task) for method in _methods(cls)}
-    body["setup"] = nn.Module.setup  # that of the class is called inside the task alone
-    body["__reduce__"] = nn.nowrap(lambda self: (_unpickled, (cls, task), vars(self)))
-    return types.new_class(name, (cls,), {}, lambda namespace: namespace.update(about | body))
+
+    def __init_subclass__(subclass: Any, **kwargs: Any) -> None:
+        super(made, subclass).__init_subclass__(**kwargs)
+        if not subclass.is_in_task:
+            for name, method in _own_methods(subclass, vars(subclass)).items():
+                if not hasattr(method, "is_of_task"):  # or a lifted transformation made it of one that is
+                    setattr(subclass, name, _in_task(method, task))
+
+    def __reduce__(self: nn.Module) -> Any:
+        how = (_unpickled, (cls, task)) if type(self) is made else (object.__new__, (type(self),))
+        return (*how, vars(self))
+
+    inherited = {name: value for base in reversed(_bases(cls)) for name, value in vars(base).items()}
+    names = _own_methods(cls, inherited)
+    body: dict[str, Any] = {name: _in_task(getattr(cls, name), task) for name in names}
+    body |= {"__init_subclass__": classmethod(__init_subclass__), "__reduce__": nn.nowrap(__reduce__)}
+    body["is_in_task"] = False
+    made: Any = types.new_class(f"Task[{cls.__name__}]", (cls,), {}, lambda space: space.update(about | body))
+    return made
 
 
 def _unpickled(cls: Any, task: Task) -> nn.Module:
     return object.__new__(module_class(cls, task))
 
 
-def _methods(cls: type[nn.Module]) -> set[str]:
-    """The names of the public methods that a module class and its bases define."""
-    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
-    defined = {name for base in bases for name, value in vars(base).items() if inspect.isfunction(value)}
-    others = {"setup", *(field.name for field in fields(cls))}  # a field may have a function as default
+def _bases(cls: type[nn.Module]) -> list[type]:
+    return [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+
+
+def _own_methods(cls: Any, namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the functions in a namespace of a module class that are its public methods, and `setup`."""
+    others = {field.name for field in fields(cls)}  # a field may have a function as default
     return {
-        name
-        for name in defined - others
-        if (name == "__call__" or not name.startswith("_")) and not hasattr(getattr(cls, name), "nowrap")
+        name: value
+        for name, value in namespace.items()
+        if inspect.isfunction(value) and name not in others and not hasattr(value, "nowrap")
+        if name == "__call__" or not name.startswith("_")
     }
 
 
-def _in_task(inner: type[nn.Module], name: str, task: Task) -> Callable[..., Any]:
-    method = getattr(inner, name)
+def _in_task(method: Any, task: Task) -> Callable[..., Any]:
+    """A method that has a module like its own, whose variables are under "mod", do the work in the task."""
 
     @functools.wraps(method)
-    def in_task(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def in_task(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_in_task:
+            return method(self, *args, **kwargs)
+        if method.__name__ == "setup":  # is for where the work is done
+            return None
         if self.scope is None:
             return method(self, *args, **kwargs)  # Flax says what is wrong, if it needs variables
         if not self.is_initializing():  # which is often traced, for shapes alone
             warn_unsplit(task)
         with task_scope(task), _scope_under_mod(self.scope) as scope:
-            values = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "parent"}
-            values = jax.tree.map(functools.partial(_free, self.scope), values)
-            return method(inner(parent=scope, **values), *args, **kwargs)
+            worker = _worker(cast(Any, type(self)))(parent=scope, **_free_fields(self, self.scope, {}))
+            return method(worker, *args, **kwargs)
 
-    return in_task
+    made: Any = in_task
+    made.is_of_task = True
+    return made
 
 
-def _free(scope: Scope, value: Any) -> Any:
-    """A module that `scope` has adopted, as nn.remat makes it do, is free again: its place is under "mod"."""
-    adopted = isinstance(value, nn.Module) and value.scope is not None and value.scope.parent == scope
-    return value.clone(name=None) if adopted else value
+@functools.cache  # as is that of the task class
+def _worker(cls: Any) -> Any:
+    """The class of the modules that do the work of those of a task class."""
+    about = {"__module__": cls.__module__, "__doc__": cls.__doc__, "is_in_task": True}
+    return types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(about))
+
+
+def _free_fields(module: nn.Module, scope: Scope, freed: dict[int, nn.Module]) -> dict[str, Any]:
+    """The fields of a module. Of modules that `scope` and those below it have adopted there are copies, free
+    to have their place under "mod"; one that is in several fields has one copy.
+    """
+
+    def free(value: Any) -> Any:
+        if not isinstance(value, nn.Module) or not _is_within(value.scope, scope):
+            return value
+        if id(value) not in freed:
+            freed[id(value)] = value.clone(**_free_fields(value, scope, freed) | {"name": None})
+        return freed[id(value)]
+
+    values = {
+        f.name: getattr(module, f.name) for f in fields(cast(Any, module)) if f.init and f.name != "parent"
+    }
+    return jax.tree.map(free, values)
+
+
+def _is_within(inner: Scope | None, outer: Scope) -> bool:
+    return inner is not None and (inner.parent == outer or _is_within(inner.parent, outer))
 
 
 @contextlib.contextmanager
