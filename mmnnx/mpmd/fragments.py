@@ -230,7 +230,11 @@ class _Cutter:
                     self.copied_into.add((atom, mesh, fragment))
                     pending += maker.invars
                 continue
-            self.needs.setdefault(atom, {})[mesh] = group
+            needed = self.needs.setdefault(atom, {})
+            # The earliest reader counts. What a forward reads is no part of a backward, whose equations may
+            # stand further in front: with its value, a function's derivative is computed there.
+            if group[1] == "forward" or mesh not in needed or needed[mesh][1] != "forward":
+                needed[mesh] = group
             if maker is not None and fragment is not None:
                 held = (atom, self._made_on(atom, mesh))
                 self.readers[held] = self.readers.get(held, 0) | 1 << fragment

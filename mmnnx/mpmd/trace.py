@@ -385,16 +385,19 @@ class _Opener:
             if not is_var(atom) or atom not in made or atom in results:
                 (atom,) = self._emit(jnp.copy, [atom], scope, body)
             results.append(atom)
-        carry_out, ys = results[:num_carry], results[num_carry:]
         invariant, varying = _split_invariant(prune(body, results), {*carry_in, *slice_vars})
         out += invariant
+        ahead = {v for node in invariant for v in node.outvars}
+        copies: list[Any] = []
+        results = [self._emit(jnp.copy, [v], scope, copies)[0] if v in ahead else v for v in results]
+        carry_out, ys = results[:num_carry], results[num_carry:]
         carries = tuple(jex.Var(v.aval) for v in carry_in)
         stacks = tuple(tuple(jex.Var(y.aval) for _ in range(length)) for y in ys)
         self.origin.update((v, ACTIVATION) for v in carries)
         self.origin.update((v, ACTIVATION) for row in stacks for v in row)
         loop = Loop(
             dataclasses.replace(spec, length=length),
-            tuple(varying),
+            (*varying, *copies),
             tuple(init),
             tuple(carry_in),
             tuple(carry_out),
