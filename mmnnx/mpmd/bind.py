@@ -88,6 +88,8 @@ def deliver(
     if number is not None:
         return lambda values, arrays: _at(asked, values[number])
     value = jnp.asarray(var.val, var.aval.dtype)
+    if var.aval.weak_type and (weak := jnp.asarray(value.item())).dtype == value.dtype:
+        value = weak  # as what Python computes is
     return copied(lambda values, arrays: _at(asked, value))
 
 

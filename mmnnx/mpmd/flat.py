@@ -176,7 +176,7 @@ class FlatJit:
         return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        return self.nested.eval_shape(*args, **kwargs)
+        return self.trace(*args, **kwargs).out_info
 
 
 class FlatTraced:
@@ -245,9 +245,10 @@ class FlatTraced:
             if not isinstance(entry, _compat.NODE):
                 return next(shardings)[0]
             found = [next(shardings) for _ in jax.tree.leaves(entry)]
-            return nnx.from_flat_state(
-                [(leaf.path[len(path) - 1 :], s) for s, leaf in found if leaf is not None]
-            )
+            flat = [(leaf.path[len(path) - 1 :], s) for s, leaf in found if leaf is not None]
+            if len(flat) == 1 and not flat[0][0]:
+                return flat[0][1]  # a Variable by itself
+            return nnx.from_flat_state(flat)
 
         tree = jax.tree.unflatten(self.tree, self.leaves)
         return jax.tree_util.tree_map_with_path(give, tree, is_leaf=lambda x: isinstance(x, _compat.NODE))
@@ -280,6 +281,12 @@ class FlatLowered:
         self.prepare()
         return FlatCompiled(self)
 
+    def compiler_ir(self, dialect: str | None = None) -> None:
+        """None: there is no one representation of several XLA programs."""
+
+    def cost_analysis(self) -> None:
+        """None: there is none of several XLA programs; `Program.profile` measures."""
+
 
 class FlatCompiled:
     """A compiled program, to be called with arguments of the types and homes it was compiled for."""
@@ -293,6 +300,17 @@ class FlatCompiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = jax.tree.leaves(self.lowered.traced.owner.static.divide(args, kwargs)[0])
         return jax.tree.unflatten(self.lowered.traced.out_tree, self.lowered.prepare()(leaves))
+
+    @property
+    def input_shardings(self) -> Any:
+        """Where the arguments would best live: a tree (args, kwargs)."""
+        return self.lowered.traced.input_shardings()
+
+    def memory_analysis(self) -> None:
+        """None: there is none of several XLA programs; `Program.simulate` has the bytes on each mesh."""
+
+    def runtime_executable(self) -> None:
+        """None: there are several."""
 
 
 def _restore(moving: tuple, held: tuple) -> list[Any]:

@@ -34,11 +34,13 @@ def parallelize(
     Args:
       fun: a pure function of parameters, then an input batch; either may be missing. Both are pytrees.
       init_params: makes the parameters. It is traced, and the parameters are made sharded.
-      get_input_batch: makes an input batch. It is called anew for each batch, outside any trace.
+      get_input_batch: makes an input batch. It is called anew for each batch, outside any trace; the first
+        time right away, for shapes and dtypes: the function that is returned hands out that batch first.
       initial_batch: an input batch, instead of a function that makes one. An array that is committed to
         devices stays there; any other goes where it is read.
-      devices: those to run on, and what device numbers count. Default: those of the current MultiMesh or of
-        `jax.set_mesh`, else all of `jax.devices()`, as one axis without a name.
+      devices: those to run on, and what device numbers count. Default: those of the current MultiMesh, else
+        all of `jax.devices()`, as one axis without a name; of a function without tasks also those of
+        `jax.set_mesh`.
 
     Returns:
       (fun, init_params, get_input_batch), sharded; without `get_input_batch`, (fun, init_params); None stands
@@ -76,10 +78,11 @@ def parallelize(
 
     with mesh, tracing_shapes():
         operands = [jax.eval_shape(init_params)] if init_params is not None else []
-        if get_input_batch is not None:
-            operands.append(jax.eval_shape(get_input_batch))
-        elif initial_batch is not None:
-            operands.append(initial_batch)
+    if get_input_batch is not None:
+        made = [get_input_batch()]  # the first to be handed out: a loader may not give it twice
+        operands.append(jax.eval_shape(lambda batch: batch, *made))
+    elif initial_batch is not None:
+        operands.append(initial_batch)
     try:
         scoped, traced = constrained, mm.jit(constrained, mesh=mesh)
         divided = bool(traced.tasks(*operands))
@@ -97,7 +100,11 @@ def parallelize(
     init = mm.jit(init_params, mesh=mesh, out_shardings=shardings[0]) if init_params is not None else None
     if get_input_batch is None:
         return sharded, init
-    return sharded, init, lambda: jax.device_put(get_input_batch(), shardings[-1])
+
+    def get_batch() -> Any:
+        return jax.device_put(made.pop() if made else get_input_batch(), shardings[-1])
+
+    return sharded, init, get_batch
 
 
 def _whole(devices: Any) -> mm.MultiMesh:
@@ -122,4 +129,6 @@ def _plain(fun: Callable[..., Any], shardings: Any, mesh: mm.MultiMesh, ignored:
         with mesh:
             return jitted(*jax.device_put(args, shardings))
 
-    return plain
+    stages: Any = plain
+    stages.trace, stages.lower, stages.eval_shape = jitted.trace, jitted.lower, jitted.eval_shape
+    return stages

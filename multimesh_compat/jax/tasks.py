@@ -17,15 +17,15 @@ from multimesh_compat.jax.options import make_task, submesh
 from multimesh_compat.jax.unsplit import warn_unsplit
 
 
-def task(fun_or_class: Any, name: str | None = None, *, task: mm.Task | None = None, **kwargs: Any) -> Any:
+def task(fun: Any, name: str | None = None, *, task: mm.Task | None = None, **kwargs: Any) -> Any:
     """Makes what a function or a class computes, forward and backward, belong to a task (multimesh.jax.task).
 
     The task runs on one of `mesh` and `devices`; with neither, on the current MultiMesh or on all devices.
-    Called outside `parallelize` and `mm.jit` the result computes what `fun_or_class` does, unsplit; when JAX
+    Called outside `parallelize` and `mm.jit` the result computes what `fun` does, unsplit; when JAX
     traces it there, as in `jax.jit`, a warning says so, once.
 
     Args:
-      fun_or_class: a function: the result is a function. A class with a `__call__`: the result is a subclass
+      fun: a function: the result is a function. A class with a `__call__`: the result is a subclass
         called `Task[Name]`, whose `__call__` belongs to the task (and whose `__init__` does, if it is an
         `nnx.Module`). A linen Module class: see `multimesh_compat.jax.flax.task`. An `nnx.Module`: the result
         is another that shares its attributes and Variables.
@@ -50,24 +50,24 @@ def task(fun_or_class: Any, name: str | None = None, *, task: mm.Task | None = N
       >>> double(3)
       6
     """
-    cls: Any = fun_or_class if isinstance(fun_or_class, type) else type(fun_or_class)
-    if isinstance(fun_or_class, linen.Module):
+    cls: Any = fun if isinstance(fun, type) else type(fun)
+    if isinstance(fun, linen.Module):
         raise TypeError(
             f"a task is made of the linen Module class {cls.__name__}, not of an instance: "
             "give the fields to the class that task returns"
         )
-    if not callable(fun_or_class) and not isinstance(fun_or_class, nnx.Module):
-        raise TypeError(f"a task wraps a function or a class with __call__, not {fun_or_class!r}")
-    made = make_task(getattr(fun_or_class, "__name__", cls.__name__), name, task, kwargs)
-    if cls is fun_or_class:
+    if not callable(fun) and not isinstance(fun, nnx.Module):
+        raise TypeError(f"a task wraps a function or a class with __call__, not {fun!r}")
+    made = make_task(getattr(fun, "__name__", cls.__name__), name, task, kwargs)
+    if cls is fun:
         if issubclass(cls, linen.Module):
             return module_class(cls, made)
         return _task_class(cls, made)
-    if isinstance(fun_or_class, nnx.Module):
+    if isinstance(fun, nnx.Module):
         wrapped: Any = object.__new__(_task_class(cls, made))
-        vars(wrapped).update(vars(fun_or_class))
+        vars(wrapped).update(vars(fun))
         return wrapped
-    return _warning(mm.task(fun_or_class, task=made), made)
+    return _warning(mm.task(fun, task=made), made)
 
 
 @functools.cache  # one class for one pair, so that graph definitions of equal modules stay equal

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests.mpmd.modes import Pair
-from tests.mpmd.parity import arrays, assert_same, homes, pipeline, place
+from tests.mpmd.parity import arrays, assert_same, born, homes, pipeline, place
 
 
 @pytest.fixture
@@ -366,6 +366,29 @@ def test_eval_shape(mode, model):
     assert int(model.count[...]) == 0
 
 
+def test_eval_shape_of_a_model_with_dropout():
+    """Its keys are on the mesh of their task, and what counts them is on all meshes."""
+
+    class Dropped(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+            self.drops = nnx.List([nnx.Dropout(0.5, rngs=rngs) for _ in range(2)])
+
+        def __call__(self, x):
+            for layer, drop in zip(self.layers, self.drops):
+                x = drop(layer(x))
+            return x
+
+    mesh, tasks = pipeline(2)
+    places = {mm.path({"layers", "drops"}, n): task for n, task in enumerate(tasks)}
+    with mesh:
+        model = born(Dropped, mm.TaskSharding(places))
+        f = mm.jit(lambda model, x: model(x))
+        out, made = f.eval_shape(model, X), f(model, X)
+    assert (out.shape, out.dtype) == (made.shape, made.dtype)
+
+
 def test_trace_lower_compile(mode, model):
     @mode.jit
     def f(model, x):
@@ -376,6 +399,10 @@ def test_trace_lower_compile(mode, model):
     for lowered in (f.lower(model, X), f.trace(model, X).lower()):
         assert isinstance(lowered.as_text(), str) and len(lowered.as_text()) > 0
         compiled = lowered.compile()
+        positional, by_name = compiled.input_shardings
+        assert len(positional) == 2 and not by_name
+        figures = lowered.cost_analysis, lowered.compiler_ir, compiled.memory_analysis
+        assert [figure() is None for figure in figures] == [mode.split] * 3
         count = int(model.count[...])
         np.testing.assert_allclose(compiled(model, X), expected, rtol=1e-5)
         assert int(model.count[...]) == count + 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -289,8 +292,53 @@ class TestArguments:
     def test_batches_are_made_anew(self):
         made = iter(range(10))
         _, _, get_batch = parallelize(lambda x: x, get_input_batch=lambda: np.full(4, next(made)))
-        first, second = get_batch(), get_batch()
-        assert int(second[0]) == int(first[0]) + 1
+        assert [int(get_batch()[0]) for _ in range(3)] == [0, 1, 2]
+
+    def test_a_loader_is_called_outside_of_any_trace(self):
+        def load():
+            return np.asarray(jax.random.normal(jax.random.key(0), (16, 8)))
+
+        f = task(lambda x: jnp.tanh(x), "f", devices=[2, 3])
+        sharded, _, get_batch = parallelize(f, get_input_batch=load)
+        assert devices(get_batch()) == [2, 3]
+        np.testing.assert_allclose(sharded(get_batch()), np.tanh(load()), rtol=1e-6)
+
+    @pytest.mark.parametrize("kind", ["State", "Variables"])
+    def test_parameters_in_variables(self, kind):
+        def make():
+            leaves = {f"w{n}": nnx.Param(w) for n, w in enumerate(init())}
+            return nnx.State(leaves) if kind == "State" else leaves
+
+        first, second = (task(lambda w, x: jnp.tanh(x @ w[...]), f"t{n}", devices=[n]) for n in range(2))
+
+        def f(w, x):
+            return second(w["w1"], first(w["w0"], x))
+
+        sharded, sharded_init, get_batch = parallelize(f, make, batch)
+        assert [devices(sharded_init()[f"w{n}"].get_value()) for n in range(2)] == [[0], [1]]
+        np.testing.assert_allclose(sharded(sharded_init(), get_batch()), f(make(), batch()), rtol=1e-5)
+
+    def test_scalars_of_python_stay_weak(self):
+        def make():
+            return {"w": jnp.ones(3, jnp.bfloat16), "rate": 0.5, "steps": 3}
+
+        def scale(w, x):
+            return x * w
+
+        def step(first, second, p, x):
+            update = second(p["rate"], first(p["w"], x))
+            return p | {"w": p["w"] - update.sum().astype(jnp.bfloat16) * p["rate"]}
+
+        tasks = [task(scale, f"t{n}", devices=[n]) for n in range(2)]
+        whole = jax.jit(functools.partial(step, scale, scale))
+        sharded, sharded_init, get_batch = parallelize(
+            functools.partial(step, *tasks), make, lambda: np.ones(3, np.float32)
+        )
+        params, expected = sharded_init(), jax.jit(make)()
+        for _ in range(2):
+            params, expected = sharded(params, get_batch()), whole(expected, np.ones(3, np.float32))
+            types = lambda tree: jax.tree.map(lambda x: (x.dtype, x.weak_type), tree)
+            assert types(params) == types(expected)
 
     def test_errors(self):
         with pytest.raises(TypeError, match="fun is a function, not 3"):
@@ -314,6 +362,7 @@ class TestContexts:
     def test_without_tasks_it_is_plain_jit_unless_told_otherwise(self):
         sharded, _, get_batch = parallelize(lambda x: x * 2, get_input_batch=batch)
         assert not hasattr(sharded, "program")
+        assert sharded.eval_shape(batch()).shape == sharded.lower(batch()).out_info.shape == (16, 8)
         with enable_fast_path(False):
             split, _, _ = parallelize(lambda x: x * 2, get_input_batch=batch)
         assert len(split.program(get_batch()).fragments) == 1
