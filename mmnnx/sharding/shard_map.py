@@ -14,7 +14,7 @@ from mmnnx.sharding.task import current_task
 
 
 def shard_map(
-    fun: Callable[..., Any] | None = None,
+    f: Callable[..., Any] | None = None,
     *,
     mesh: Mesh | AbstractMesh | MultiMesh | None = None,
     in_specs: Any,
@@ -24,7 +24,7 @@ def shard_map(
     """`nnx.shard_map`: a function over shards, lifted to NNX objects.
 
     Args:
-      fun: the function; without it, a decorator is returned.
+      f: the function; without it, a decorator is returned.
       mesh: what to map over. Default: the mesh of the task this is called in, else the current MultiMesh.
       in_specs, out_specs: PartitionSpecs, `nnx.StateSharding` or `TaskSharding`, or prefix trees of them.
       **options: those of `nnx.shard_map` (`axis_names`, `check_vma`, `graph`, `graph_updates`).
@@ -37,15 +37,14 @@ def shard_map(
       ... def total(x):
       ...     return jax.lax.psum(jnp.sum(x), "model")
     """
-    if fun is None:
+    if f is None:
         return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
-    @functools.wraps(fun)
+    @functools.wraps(f)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         chosen = _mesh(mesh)
-        return nnx.shard_map(fun, mesh=chosen, in_specs=in_specs, out_specs=out_specs, **options)(
-            *args, **kwargs
-        )
+        of_shards = nnx.shard_map(f, mesh=chosen, in_specs=in_specs, out_specs=out_specs, **options)
+        return of_shards(*args, **kwargs)
 
     return mapped
 

@@ -116,7 +116,8 @@ def test_a_function_or_a_decorator(multimesh):
         return jax.lax.psum(jnp.sum(x), "model")
 
     options = dict(mesh=multimesh, in_specs=P("model"), out_specs=P())
-    for f in (mm.shard_map(total, **options), mm.shard_map(**options)(total)):
+    made = mm.shard_map(total, **options), mm.shard_map(f=total, **options), mm.shard_map(**options)(total)
+    for f in made:
         assert (f.__name__, f.__doc__) == ("total", "The sum over all shards.")
         assert float(f(X)) == X.sum()
 
