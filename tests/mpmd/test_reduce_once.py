@@ -170,10 +170,8 @@ LOGICAL = {"batch": "data", "heads": "model", "kv_heads": "model", "mlp": "model
     [
         ({}, True),
         ({"scan": 2}, False),
-        ({"remat": True}, True),
         ({"scan": 2, "remat": True}, True),
         ({"tied": True}, False),
-        ({"tied": True}, True),
     ],
     ids=lambda x: ("data", "fsdp")[x] if isinstance(x, bool) else "-".join(x) or "plain",
 )
