@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ def runner(
     groups = [own for own in _together(program.instructions) if _concerns(program, own)]
     place = {s: n for n, s in enumerate(program.inputs)}  # of slots, in a list that all arrays are kept in
     steps = [_quick(_step(compiled, own), place) for own in groups]
-    given, nones = len(program.inputs), [None] * len(place)
+    given, size = len(program.inputs), len(place)
     there = (s for held in program.outputs for s in held if not _is_local(program, s))
     away = {s: _absent(compiled, s) for s in there}
 
@@ -62,14 +62,14 @@ def runner(
     def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
         call = next(calls)
         move(functools.partial(words, call))
-        slots = arrays + nones[given:]
+        slots = arrays + [None] * (size - given)
         arrays.clear()  # from here on the program alone decides how long they are kept
         named = annotated() if _compat.is_traced() else steps
         try:
             for at[0], (execute, read, start, end, frees) in enumerate(named):  # where it is, others may ask
                 slots[start:end] = execute(*read(slots))
-                for dropped in frees:
-                    slots[dropped] = nones[dropped]
+                for s in frees:
+                    slots[s] = None
         except Exception as error:
             if (what := _compat.found_by_debug_nans(error)) is not None:
                 raise FloatingPointError(f"invalid value ({what}) made by {words(call, at[0])}") from None
@@ -81,9 +81,7 @@ def runner(
 
 
 # (function, what picks its arguments, first place of its results, place after them, places that are dropped).
-_Quick = tuple[
-    Callable[..., Sequence[Any]], Callable[[list[Any]], Sequence[Any]], int, int, tuple[slice, ...]
-]
+_Quick = tuple[Callable[..., Sequence[Any]], Callable[[list[Any]], Sequence[Any]], int, int, tuple[int, ...]]
 
 
 def _quick(step: Step, place: dict[int, int]) -> _Quick:
@@ -91,14 +89,7 @@ def _quick(step: Step, place: dict[int, int]) -> _Quick:
     execute, inputs, outputs, frees = step
     read, start = _picker([place[s] for s in inputs]), len(place)
     place.update((s, start + n) for n, s in enumerate(outputs))
-    return execute, read, start, len(place), _spans(place[s] for s in frees if s in place)
-
-
-def _spans(places: Iterable[int]) -> tuple[slice, ...]:
-    """Places as slices, each of some that follow each other: many arrays are dropped at once."""
-    runs = itertools.groupby(enumerate(sorted(places)), key=lambda numbered: numbered[1] - numbered[0])
-    spans = [[place for _, place in run] for _, run in runs]
-    return tuple(slice(span[0], span[-1] + 1) for span in spans)
+    return execute, read, start, len(place), tuple(place[s] for s in frees if s in place)
 
 
 def _picker(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:

@@ -129,6 +129,13 @@ def _plain(fun: Callable[..., Any], shardings: Any, mesh: mm.MultiMesh, ignored:
         with mesh:
             return jitted(*jax.device_put(args, shardings))
 
-    stages: Any = plain
-    stages.trace, stages.lower, stages.eval_shape = jitted.trace, jitted.lower, jitted.eval_shape
-    return stages
+    def stage(name: str) -> Callable[..., Any]:
+        def of_jitted(*args: Any) -> Any:
+            with mesh:
+                return getattr(jitted, name)(*args)
+
+        return of_jitted
+
+    for name in ("trace", "lower", "eval_shape"):
+        setattr(plain, name, stage(name))
+    return plain

@@ -371,6 +371,16 @@ class TestContexts:
             assert devices(f(x)) == list(range(8))
             np.testing.assert_allclose(f(x), batch() * 2)
 
+    def test_stages_of_plain_jit_have_the_constraints(self):
+        def f(w, x):
+            return x @ with_sharding_constraint(w, P(None, "y"))
+
+        with MultiMesh(axis_sizes=(2, 4), axis_names=("x", "y")):
+            sharded, sharded_init, get_batch = parallelize(f, lambda: jnp.ones((8, 4)), batch)
+        arguments = sharded_init(), get_batch()
+        for stage in (sharded.lower, lambda *args: sharded.trace(*args).lower()):
+            assert "sharding_constraint" in stage(*arguments).as_text()
+
     def test_constraints_are_physical_where_autoshard_is_off(self):
         def f(x):
             with autoshard(False):
