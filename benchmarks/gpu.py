@@ -82,17 +82,10 @@ def tasks() -> list[mm.Task]:
     return [mm.Task(f"stage{n}", mesh=mesh) for n, mesh in enumerate(meshes)]
 
 
-def one_by_one(microbatches: int) -> list[list[mm.Action]]:
-    """The schedule in which a microbatch begins when the one before it is done."""
-    phases = ("forward", "backward")
-    return [[mm.Action(n, phase, m) for m in range(microbatches) for phase in phases] for n in range(TASKS)]
-
-
 def make(name: str, problem: Problem) -> Contender:
     if name == "nnx.jit":
         return nnx_jit(problem, name, jax.devices()[:1])
-    schedule = one_by_one(problem.microbatches)
-    return mm_jit(problem, tasks(), schedule="custom", custom_schedule=schedule)[0]
+    return mm_jit(problem, tasks(), schedule="sequential")[0]
 
 
 def peak(name: str, problem: Problem) -> int | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
+from mmnnx.mpmd.accumulate import running_sums
 from mmnnx.mpmd.backward import split_backward
 from mmnnx.mpmd.microbatch import LoopSpec
 from mmnnx.mpmd.place import Placement
@@ -22,7 +24,7 @@ from mmnnx.mpmd.schedule import (
     schedule_names,
     simulate,
 )
-from mmnnx.mpmd.schedule.base import PARTS
+from mmnnx.mpmd.schedule.base import PARTS, Phase
 from mmnnx.mpmd.trace import Loop, is_var
 
 
@@ -124,7 +126,37 @@ def _stages(loop: Loop, placement: Placement) -> tuple[tuple[int, ...], Stages]:
     return positions, Stages(
         tuple(meshes[placement.positions[p].mesh] for p in positions),
         tuple(tuple(sorted(number[b] for b in reads[p] if b in number and b < p)) for p in positions),
+        tuple(dict.fromkeys(_carried(loop, placement, number))),
     )
+
+
+def _carried(
+    loop: Loop, placement: Placement, number: Mapping[int, int]
+) -> Iterator[tuple[tuple[int, Phase], tuple[int, Phase]]]:
+    """`Stages.carried` of a loop. Sums are left out, for microbatches add to them in any order."""
+    enters = {
+        v: frozenset([v]) for v in loop.carry_in
+    }  # the carries that a value outside the flow is made of
+    makers: dict[Any, frozenset[tuple[int, Phase]]] = {}
+    readers: dict[Any, set[tuple[int, Phase]]] = {v: set() for v in loop.carry_in}
+    for node in loop.body:
+        atoms = [a for a in node.invars if is_var(a)]
+        carries = frozenset().union(*(enters.get(a, ()) for a in atoms))
+        made_by = frozenset().union(*(makers.get(a, ()) for a in atoms))
+        spot = placement.spots.get(node)
+        if spot is not None and spot.position is not None and spot.position in number:
+            phase: Phase = "backward" if placement.phases[node].startswith("backward") else "forward"
+            action = number[spot.position], phase
+            for v in carries:
+                readers[v].add(action)
+            carries, made_by = frozenset(), frozenset([action])
+        enters |= dict.fromkeys(node.outvars, carries)
+        makers |= dict.fromkeys(node.outvars, made_by)
+    sums = running_sums(loop)
+    for v, out in zip(loop.carry_in, loop.carry_out):
+        for maker, reader in itertools.product(sorted(makers.get(out, ())), sorted(readers[v])):
+            if v not in sums and maker != reader:
+                yield maker, reader
 
 
 def _moves(placement: Placement, position: int) -> bool:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.microbatch import LoopSpec, is_transformed, loop_spec
-from mmnnx.sharding.task import scopes
+from mmnnx.sharding.task import is_backward, scopes
 
 Var = Any
 Atom = Any
@@ -226,7 +226,7 @@ def open_calls(
         opener.origin[var] = at_home(home)
     env = dict(zip(invars, fresh)) | {v: opener._constant(value, v.aval) for v, value in consts}
     nodes: list[Node] = []
-    opener.open(eqns, env, "", nodes, in_loop=not loops)
+    opener.open(eqns, env, "", nodes, InLoop.NO if loops else InLoop.MICROBATCHES)
     out = tuple(_read(env, v) for v in outvars)
     return Flat(tuple(fresh), tuple(opener.constants), tuple(prune(nodes, out)), out)
 
@@ -243,6 +243,18 @@ def prune(nodes: Sequence[Node], outputs: Iterable[Atom]) -> list[Node]:
     return kept[::-1]
 
 
+class InLoop(enum.Enum):
+    """Whether equations are in the body of a Loop."""
+
+    NO = "no"
+    MICROBATCHES = "one of mm.microbatch"
+    ITERATIONS = "one that was a scan"
+
+
+class _HoldsLoop(Exception):
+    """The body of a scan that was to be a Loop holds another one."""
+
+
 class _Opener:
     """The state of one pass of `open_calls`: what every variable seen so far is made of."""
 
@@ -253,14 +265,14 @@ class _Opener:
         self.layout_of: dict[Var, Var] = {}  # values that only lay out another one anew
 
     def open(
-        self, eqns: Sequence[Any], env: dict[Var, Atom], prefix: str, out: list[Node], in_loop: bool
+        self, eqns: Sequence[Any], env: dict[Var, Atom], prefix: str, out: list[Node], in_loop: InLoop
     ) -> None:
         for eqn in eqns:
             scope = join(prefix, str(eqn.source_info.name_stack))
             name = eqn.primitive.name
             if name in ("jit", "pjit", "closed_call", "core_call"):
                 self._inline(eqn, _callee(eqn), env, scope, out, in_loop)
-            elif name == "scan" and not in_loop and (spec := loop_spec(scope)) is not None:
+            elif name == "scan" and in_loop is InLoop.NO and (spec := loop_spec(scope)) is not None:
                 self._loop(eqn, spec, env, scope, out)
             elif _compat.subjaxprs(eqn) and len(meshes := self._meshes(eqn, env, scope)) > 1:
                 if name == "scan" and is_transformed(scope):
@@ -271,7 +283,7 @@ class _Opener:
                         stacklevel=2,
                     )
                 if name == "scan":
-                    self._unroll(eqn, env, scope, out, in_loop)
+                    self._scan(eqn, env, scope, out, in_loop)
                 elif name in ("cond", "while"):
                     raise ValueError(_several_tasks(eqn, scope, [self.names[m] for m in meshes]))
                 elif name == "shard_map" or len(_compat.subjaxprs(eqn)) > 1:  # such as a linear solve
@@ -326,7 +338,7 @@ class _Opener:
         return var
 
     def _inline(
-        self, eqn: Any, jaxpr: Any, env: dict[Var, Atom], scope: str, out: list[Node], in_loop: bool
+        self, eqn: Any, jaxpr: Any, env: dict[Var, Atom], scope: str, out: list[Node], in_loop: InLoop
     ) -> None:
         eqns, outvars, inner = self._bind(jaxpr, [_read(env, a) for a in eqn.invars])
         self.open(eqns, inner, scope, out, in_loop)
@@ -340,19 +352,32 @@ class _Opener:
         out += flat
         return results
 
-    def _unroll(self, eqn: Any, env: dict[Var, Atom], scope: str, out: list[Node], in_loop: bool) -> None:
+    def _scan(self, eqn: Any, env: dict[Var, Atom], scope: str, out: list[Node], in_loop: InLoop) -> None:
+        """A scan over several tasks that is no loop of `mm.microbatch`."""
+        if in_loop is not InLoop.MICROBATCHES and _is_own_loop(eqn, scope):
+            if in_loop is InLoop.ITERATIONS:
+                raise _HoldsLoop
+            try:
+                return self._loop(eqn, LoopSpec(), env, scope, out)
+            except _HoldsLoop:
+                pass  # loops do not nest; the inner one is where work can overlap
+        self._unroll(eqn, env, scope, out, in_loop)
+
+    def _unroll(self, eqn: Any, env: dict[Var, Atom], scope: str, out: list[Node], in_loop: InLoop) -> None:
         """A scan over several tasks whose trip count is known: its body, once per iteration."""
         num_consts, num_carry = _compat.scan_counts(eqn.params)
         args = [_read(env, a) for a in eqn.invars]
         consts, carry, xs = args[:num_consts], args[num_consts:][:num_carry], args[num_consts + num_carry :]
         length = eqn.params["length"]
         order = reversed(range(length)) if eqn.params["reverse"] else range(length)
+        slices = self._slices(xs, length, scope, out)
         rows: dict[int, list[Atom]] = {}
         for i in order:
-            row = [self._emit(lambda x, i=i: x[i], [x], scope, out)[0] for x in xs]
+            row = [each[i] for each in slices]
             eqns, outvars, inner = self._bind(eqn.params["jaxpr"], [*consts, *carry, *row])
             self.open(eqns, inner, scope, out, in_loop)
             results = [_read(inner, v) for v in outvars]
+            self._carried(results[:num_carry], carry)
             carry, rows[i] = results[:num_carry], results[num_carry:]
         columns = [[rows[i][j] for i in range(length)] for j in range(len(eqn.outvars) - num_carry)]
         stacked = [self._emit(lambda *ys: jnp.stack(ys), ys, scope, out)[0] for ys in columns]
@@ -363,20 +388,20 @@ class _Opener:
         args = [_read(env, a) for a in eqn.invars]
         consts, init, xs = args[:num_consts], args[num_consts:][:num_carry], args[num_consts + num_carry :]
         length = eqn.params["length"]
-        # Positions are values, not literals: XLA then compiles one kernel for all slices of an array.
-        positions = [self._constant(np.int32(m), jax.typeof(np.int32(m))) for m in range(length if xs else 0)]
-        slices = [tuple(self._emit(_slices, [x, *positions], scope, out)) for x in xs]
+        turn = -1 if eqn.params["reverse"] else 1
+        slices = [tuple(row[::turn]) for row in self._slices(xs, length, scope, out)]
         for x, row in zip(xs, slices):
             self.layout_of.update((v, self.layout_of.get(x, x)) for v in row if is_var(x))
         # Each carry starts in a buffer of its own, so that it can be updated in place.
         init = [self._emit(jnp.copy, [a], scope, out)[0] for a in init]
         body_vars = [jex.Var(v.aval) for v in _compat.open_jaxpr(eqn.params["jaxpr"])[0][num_consts:]]
         carry_in, slice_vars = body_vars[:num_carry], body_vars[num_carry:]
-        self.origin.update((v, ACTIVATION) for v in carry_in)
+        self._carried(carry_in, init)
         self.origin.update((v, self.of(a)) for v, a in zip(slice_vars, xs))
         eqns, outvars, inner = self._bind(eqn.params["jaxpr"], [*consts, *body_vars])
         body: list[Node] = []
-        self.open(eqns, inner, scope, body, in_loop=True)
+        inside = InLoop.ITERATIONS if loop_spec(scope) is None else InLoop.MICROBATCHES
+        self.open(eqns, inner, scope, body, inside)
         results: list[Var] = []
         made = {v for node in body for v in node.outvars}
         for var in outvars:
@@ -393,7 +418,7 @@ class _Opener:
         carry_out, ys = results[:num_carry], results[num_carry:]
         carries = tuple(jex.Var(v.aval) for v in carry_in)
         stacks = tuple(tuple(jex.Var(y.aval) for _ in range(length)) for y in ys)
-        self.origin.update((v, ACTIVATION) for v in carries)
+        self._carried(carries, init)
         self.origin.update((v, ACTIVATION) for row in stacks for v in row)
         loop = Loop(
             dataclasses.replace(spec, length=length),
@@ -413,8 +438,29 @@ class _Opener:
             },
         )
         out.append(loop)
-        stacked = [self._emit(lambda *ys: jnp.stack(ys), row, scope, out)[0] for row in stacks]
+        stacked = [self._emit(lambda *ys: jnp.stack(ys), row[::turn], scope, out)[0] for row in stacks]
         env.update(zip(eqn.outvars, [*carries, *stacked]))
+
+    def _carried(self, carries: Sequence[Atom], before: Sequence[Atom]) -> None:
+        """State that a loop carries is at home where it was before."""
+        for v, origin in zip(carries, map(self.of, before)):
+            if is_var(v) and origin.home is not None:
+                self.origin[v] = origin
+            elif is_var(v):
+                self.origin.setdefault(v, ACTIVATION)
+
+    def _slices(self, xs: Sequence[Atom], length: int, scope: str, out: list[Node]) -> list[list[Var]]:
+        """Each of `xs` taken apart along its first dimension."""
+        # Positions are values, not literals: XLA then compiles one kernel for all slices of an array.
+        positions = [self._constant(np.int32(m), jax.typeof(np.int32(m))) for m in range(length if xs else 0)]
+        return [self._emit(_slices, [x, *positions], scope, out) for x in xs]
+
+
+def _is_own_loop(eqn: Any, scope: str) -> bool:
+    """Whether a scan can be a Loop: it is no part of a derivative, and holds no loop of `mm.microbatch`."""
+    derivative = is_backward(scope) or "jvp(" in scope
+    inside = (s for jaxpr in _compat.subjaxprs(eqn) for s in scopes_in(jaxpr, scope))
+    return eqn.params["length"] > 0 and not derivative and all(loop_spec(s) is None for s in inside)
 
 
 def _slices(x: jax.Array, *positions: jax.Array) -> list[jax.Array]:

@@ -25,7 +25,7 @@ from tests.mpmd.parity import OneDevice, assert_parity, born, on_one_device, pip
 
 LOOPING = ["interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble"]
 VEES = ["zbv", "dualpipe-v"]
-ANYWHERE = ["gpipe", "1f1b", "eager-1f1b", "wavefront", "zero-bubble-h1", "zero-bubble-h2"]
+ANYWHERE = ["sequential", "gpipe", "1f1b", "eager-1f1b", "wavefront", "zero-bubble-h1", "zero-bubble-h2"]
 NAMES = [*ANYWHERE, *LOOPING, *VEES]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import importlib
 import itertools
@@ -28,6 +29,7 @@ from mmnnx.mpmd.timeline import Event, Timeline
 
 LETTERS = {"F": "forward", "B": "backward", "I": "backward-input", "W": "backward-weight"}
 NAMES = [
+    "sequential",
     "gpipe",
     "1f1b",
     "eager-1f1b",
@@ -74,6 +76,7 @@ def played(name: str, stages: Stages, num_microbatches: int, **options: int) -> 
 
 # From so many microbatches on, the bubble is this share of the time.
 BUBBLES = {
+    "sequential": (lambda P: 1, lambda P, V, M: (P - 1) / P),
     "gpipe": (lambda P: 1, lambda P, V, M: (P - 1) / (M + P - 1)),
     "1f1b": (lambda P: 1, lambda P, V, M: (P - 1) / (M + P - 1)),
     "eager-1f1b": (lambda P: 1, lambda P, V, M: (P - 1) / (M + P - 1)),
@@ -94,6 +97,7 @@ def longest_turn(P: int, M: int) -> int:
 
 # The most (stage, microbatch) pairs of residuals that a mesh holds.
 HELD = {
+    "sequential": lambda P, V, M, p: 1,
     "gpipe": lambda P, V, M, p: M,
     "1f1b": lambda P, V, M, p: P - p,
     "eager-1f1b": lambda P, V, M, p: 2 * (P - p) - 1,
@@ -243,6 +247,21 @@ def test_wavefront_follows_the_longest_way():
         row("2F0 2F1 2F2 2B0 2F3 2B1 2B2 2B3"),
         row("3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3"),
     ]
+
+
+def test_what_a_microbatch_reads_of_the_one_before():
+    """Where the first stage waits for the last, nothing overlaps; and backwards cannot come later."""
+    chain = Stages.chain(range(3))
+    after_forward = dataclasses.replace(chain, carried=(((2, "forward"), (0, "forward")),))
+    forwards = [[Action(s, "forward", m) for m in range(4)] for s in range(3)]
+    assert simulate(forwards, chain, {"forward": 1}).makespan == 6
+    assert simulate(forwards, after_forward, {"forward": 1}).makespan == 12
+    after_backward = dataclasses.replace(chain, carried=(((0, "backward"), (0, "forward")),))
+    assert simulate(get_schedule("sequential").table(chain, 4), after_backward).makespan > 0
+    halves = get_schedule("zero-bubble-h1").table(chain, 4)
+    for table in (get_schedule("1f1b").table(chain, 4), halves):
+        with pytest.raises(ValueError, match="wait for each other.*forward of microbatch 1 on stage 0"):
+            simulate(table, after_backward)
 
 
 def test_eager_1f1b_hides_transfers():

@@ -12,6 +12,7 @@ from mmnnx.mpmd.schedule.base import (
 
 # isort: off
 # Schedules are listed in the order in which they are imported: a reader meets the simple ones first.
+from mmnnx.mpmd.schedule.sequential import sequential
 from mmnnx.mpmd.schedule.gpipe import gpipe
 from mmnnx.mpmd.schedule.one_f_one_b import one_f_one_b
 from mmnnx.mpmd.schedule.eager_1f1b import eager_1f1b
@@ -45,6 +46,7 @@ __all__ = [
     "read_schedule",
     "register_schedule",
     "schedule_names",
+    "sequential",
     "simulate",
     "wavefront",
     "write_schedule",

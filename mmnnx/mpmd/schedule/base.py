@@ -37,6 +37,8 @@ class Stages:
     Attributes:
       meshes: for each stage, in the order in which activations reach them, the number of its TaskMesh.
       reads: for each stage, the stages before it whose activations it reads.
+      carried: what a microbatch reads of the one before it, by stage and phase ("forward" or "backward"): who
+        makes it, and who reads it.
 
     Example:
       >>> Stages.chain((0, 1, 0, 1)).after  # two stages on each of two meshes
@@ -45,6 +47,7 @@ class Stages:
 
     meshes: tuple[int, ...]
     reads: tuple[tuple[int, ...], ...]
+    carried: tuple[tuple[tuple[int, Phase], tuple[int, Phase]], ...] = ()
 
     @classmethod
     def chain(cls, meshes: Sequence[int]) -> Stages:

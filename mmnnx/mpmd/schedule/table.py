@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from mmnnx.mpmd.play import Jobs, Stuck, play
-from mmnnx.mpmd.schedule.base import PARTS, PHASES, Action, Stages, Table
+from mmnnx.mpmd.schedule.base import PARTS, PHASES, Action, Phase, Stages, Table
 from mmnnx.mpmd.timeline import UNIT_COSTS, Event, Timeline
 
 
@@ -92,6 +92,12 @@ def simulate(table: Table, stages: Stages, costs: Mapping[str, float] = UNIT_COS
         """The job that makes the gradients that stages before s wait for."""
         return job.get(Action(s, "backward-input", m), job.get(Action(s, "backward", m)))
 
+    def made(maker: tuple[int, Phase], m: int) -> int | None:
+        """The job that ends what a stage does in a phase."""
+        s, phase = maker
+        whole = job.get(Action(s, phase, m))
+        return job.get(Action(s, "backward-weight", m), whole) if phase == "backward" else whole
+
     def waits(a: Action) -> list[int]:
         s, m = a.stage, a.microbatch
         if a.phase == "forward":
@@ -100,6 +106,9 @@ def simulate(table: Table, stages: Stages, costs: Mapping[str, float] = UNIT_COS
             needed = [job.get(Action(s, "backward-input", m))]
         else:
             needed = [job.get(Action(s, "forward", m)), *(backward(r, m) for r in readers[s])]
+        needed += [
+            made(maker, m - 1) for maker, reader in stages.carried if reader == (s, a.phase.split("-")[0])
+        ]
         return [n for n in needed if n is not None]
 
     jobs = Jobs(
