@@ -27,6 +27,7 @@ from mmnnx.mpmd.lift import Leaf, Record
 from mmnnx.mpmd.localise import localise
 from mmnnx.mpmd.merge import merge
 from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred, without
+from mmnnx.mpmd.open import open_calls
 from mmnnx.mpmd.order import Moves
 from mmnnx.mpmd.place import Placement, Position, TaskOf, place
 from mmnnx.mpmd.processes import agree, are_apart, holders
@@ -34,7 +35,7 @@ from mmnnx.mpmd.profile import is_measured
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.reduce_once import reduce_once
 from mmnnx.mpmd.run import measurer, runner
-from mmnnx.mpmd.trace import FREE, Equation, Flat, Loop, Node, Var, at_home, is_var, open_calls, scopes_in
+from mmnnx.mpmd.trace import FREE, Equation, Flat, Loop, Node, Var, at_home, is_var, scopes_in
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task, find_task, place_task, placed_tasks
 
