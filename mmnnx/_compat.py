@@ -23,6 +23,7 @@ from jax._src import clusters, compiler, distributed, source_info_util, xla_brid
 from jax._src import config as jax_config
 from jax._src.api_util import InternalFloatingPointError
 from jax._src.lib import xla_client
+from jax.interpreters import partial_eval
 from jax.sharding import Mesh, NamedSharding
 
 # A ClosedJaxpr up to JAX 0.11 wraps a Jaxpr; from 0.12 the two are one class that holds its constants.
@@ -70,6 +71,35 @@ def source_line(eqn: Any) -> str:
     libraries = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (flax, optax))
     own = [f for f in frames if not f.file_name.startswith(libraries)] or frames
     return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})" if own else "an unknown line"
+
+
+def without_dead(eqn: Any) -> Any:
+    """A `cond` or `while` without the operands that nothing in it reads.
+
+    NNX hands whole modules to them. What removes them is in `jax.interpreters`, but for `while` in JAX 0.10.
+    """
+    params = dict(eqn.params)
+    if eqn.primitive.name == "cond":
+        keep = [any(used) for used in zip(*(_dce(b)[1] for b in params["branches"]))]
+        params["branches"] = tuple(_dce(b, keep)[0] for b in params["branches"])
+        operands = [a for a, k in zip(eqn.invars[1:], keep) if k]
+        return eqn.replace(invars=[eqn.invars[0], *operands], params=params)
+    invars: list[Any] = []
+    first, carries = 0, len(eqn.invars) - params["cond_nconsts"] - params["body_nconsts"]
+    for part in ("cond", "body"):
+        count, jaxpr = params[f"{part}_nconsts"], params[f"{part}_jaxpr"]
+        keep = _dce(jaxpr)[1][:count]
+        invars += [a for a, k in zip(eqn.invars[first:], keep) if k]
+        params[f"{part}_jaxpr"] = _dce(jaxpr, [*keep, *[True] * carries])[0]
+        params[f"{part}_nconsts"] = sum(keep)
+        first += count
+    return eqn.replace(invars=[*invars, *eqn.invars[first:]], params=params)
+
+
+def _dce(jaxpr: Any, keep: Sequence[bool] | bool = False) -> tuple[Any, list[bool]]:
+    """A closed jaxpr without what its results do not need, and which inputs it has left; some are kept."""
+    inner, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), keep)
+    return jaxpr.replace(jaxpr=inner), used
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from mmnnx import _compat
 from mmnnx.inspect.units import ranges_text
 from mmnnx.sharding.mesh import current_multimesh, program_devices
-from mmnnx.sharding.placement import Match, Path, PlacementError, TaskSharding
+from mmnnx.sharding.placement import Match, Path, PlacementError, TaskSharding, parts_of
 from mmnnx.sharding.task import Task, placed_tasks
 
 
@@ -66,7 +67,7 @@ class Homes:
         self._homes: dict[Any, Home] = {}
         self._matched: set[int] = set()
         self._asked = False  # about state that rules have to place
-        self._parameters: dict[tuple[Path, tuple[int, ...]], Match] = {}
+        self._parameters: dict[Path, tuple[Match, tuple[int, ...]]] = {}
 
     def find(self, paths: Sequence[Path], value: Any, arrays: Sequence[Any]) -> list[Placed | None]:
         """Where the arrays of a Variable live, or an array that is its own `value`; None where unknown.
@@ -94,30 +95,33 @@ class Homes:
         self, sharding: TaskSharding, paths: Sequence[Path], value: Any, arrays: Sequence[Any]
     ) -> Match | None:
         """The rule of `mm.jit`: slots follow their parameters, scalars need no rule."""
-        slot = _compat.is_optimizer_slot(value)
         shape = tuple(arrays[0].shape) if arrays else ()
-        endings = [path[k:] for path in paths for k in range(len(path))] if slot else list(paths)
-        if slot:
-            known = next((e for e in endings if (e, shape) in self._parameters), None)
-            if known is not None:
-                return self._parameters[known, shape]
+        if _compat.is_optimizer_slot(value):
+            match = sharding.lookup_slot(paths, value)
+            if match is not None and match.own:
+                self._matched.add(match.index)
+                return match
+            parts = [part for path in paths for part in parts_of(path)]
+            known = next((self._parameters[part] for part in parts if part in self._parameters), None)
+            if known is None:
+                return match
+            parameter, its_shape = known
+            whole = NamedSharding(parameter.sharding.mesh, PartitionSpec())
+            return parameter if its_shape == shape else dataclasses.replace(parameter, sharding=whole)
         matches, errors = [], []
-        for path in endings:
+        for path in paths:
             try:
                 matches.append(sharding.lookup(path, value))
             except PlacementError as error:
                 errors.append(error)
         if not matches:
-            if slot or all(x.shape == () for x in arrays):
+            if all(x.shape == () for x in arrays):
                 return None
             raise errors[0]
-        # A rule for all that is left matches a slot's whole path, whatever rule its parameter has.
-        particular = [match for match in matches if not match.catch_all] if slot else []
-        found = min(particular or matches, key=lambda match: match.index)
+        found = min(matches, key=lambda match: match.index)
         self._matched.add(found.index)
-        if not slot:
-            self._asked = True
-            self._parameters.update({(path, shape): found for path in paths})
+        self._asked = True
+        self._parameters.update(dict.fromkeys(paths, (found, shape)))
         return found
 
     def _everywhere(self) -> NamedSharding:

@@ -49,8 +49,13 @@ def binder(x: Any, target: NamedSharding) -> Callable[[Any], jax.Array] | None:
 
 
 def everywhere(arrays: Sequence[jax.Array], target: NamedSharding) -> jax.Array:
-    """One replicated array made of equal replicated ones, each on some of its devices. Nothing is copied."""
+    """One replicated array made of equal replicated ones, each on some of its devices.
+
+    Nothing is copied, but to devices that no task has.
+    """
     shards = {s.device: s.data for a in arrays for s in a.addressable_shards}
+    for d in target.addressable_devices - shards.keys():
+        shards[d] = jax.device_put(arrays[0].addressable_data(0), d)
     parts = [shards[d] for d in target.mesh.devices.flat if d in shards]
     return jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.lift import Leaf, Record
 from mmnnx.mpmd.meshes import Meshes, mesh_of
+from mmnnx.sharding.placement import parts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,17 +44,17 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
     placed = [None if g is None or g.mesh in spanning else g for g in given]
     homes = [None if g is None or not jnp.ndim(x) else mesh_of(g) for g, x in zip(placed, leaves)]
     shapes = [jnp.shape(x) for x in leaves]
-    by_end: dict[tuple, int] = {}
+    by_end: dict[Any, int] = {}  # by path and shape, and by path alone
     for n, leaf in enumerate(record.inputs):
         if leaf is not None and leaf.within and homes[n] is not None:
             by_end.setdefault((leaf.within, shapes[n]), n)
+            by_end.setdefault(leaf.within, n)
     # Parameters among the results, for the slots of an optimizer that is made together with its model.
-    made = {
-        (leaf.within[k:], aval.shape): rule
-        for leaf, aval, rule in zip(record.results, types, rules)
-        if leaf is not None and rule is not None and not leaf.slot
-        for k in range(min(2, len(leaf.within)))
-    }
+    made: dict[Any, NamedSharding] = {}
+    for leaf, aval, rule in zip(record.results, types, rules):
+        if leaf is not None and rule is not None and not leaf.slot:
+            for k in range(min(2, len(leaf.within))):
+                made[leaf.within[k:], aval.shape] = made[leaf.within[k:]] = rule
     follows: list[int | None] = []
     asked: list[NamedSharding | None] = []
     for leaf, aval, rule in zip(record.results, types, rules):
@@ -68,7 +69,14 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
             of_parameter = given[follow] if follow is not None else None
             if leaf.slot and of_parameter is None:
                 of_parameter = next((made[e] for e in endings if e in made), None)
-            sharding = of_parameter or rule if leaf.slot else rule or of_parameter
+            if leaf.slot and of_parameter is None and aval.shape:  # statistics of rows, a history
+                parts = parts_of(leaf.path)
+                other = next((made[p] for p in parts if p in made), None)
+                follow = next((by_end[p] for p in parts if p in by_end), None) if other is None else None
+                other = given[follow] if follow is not None else other
+                of_parameter = None if other is None else NamedSharding(other.mesh, PartitionSpec())
+            inherited = leaf.rule is not None and not leaf.rule.own
+            sharding = of_parameter or rule if inherited else rule or of_parameter
         follows.append(follow)
         asked.append(sharding)
     everywhere = [
@@ -95,7 +103,7 @@ def _given(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
 def _rule(leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
     if leaf is None or leaf.rule is None:
         return None
-    task, sharding = leaf.rule
+    task, sharding, _ = leaf.rule
     if sharding.memory_kind not in (None, own := jax.local_devices()[0].default_memory().kind):
         raise ValueError(
             f"{leaf}: mm.jit keeps arrays in {own!r} memory, not in {sharding.memory_kind!r}: "

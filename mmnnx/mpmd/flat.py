@@ -18,7 +18,7 @@ from mmnnx.mpmd.garbage import uncollected
 from mmnnx.mpmd.lift import Observer, Record
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import surroundings
-from mmnnx.mpmd.split import Run, Split, split
+from mmnnx.mpmd.split import OUTERMOST, Run, Split, split
 from mmnnx.mpmd.trace import scopes_in
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task import Task, find_task, ignoring, splitting
@@ -112,11 +112,7 @@ class FlatJit:
                 return self.nested(*args, **kwargs)
             except ValueError as error:
                 if "incompatible devices" in str(error):
-                    error.add_note(
-                        "A function of mm.jit is part of what is around it, here a transformation or another "
-                        "jit that is not divided. Put mm.jit around all of it: mm.jit(nnx.grad(f)), "
-                        "not nnx.grad(mm.jit(f))"
-                    )
+                    error.add_note(OUTERMOST)
                 raise
         if ignoring.get() or _compat.jit_is_disabled():
             return self._on_one_device(args, kwargs)
@@ -328,8 +324,8 @@ def _key(tree: Any, held: Any, leaves: Sequence[Any]) -> Any:
 
 def _signature(x: Any) -> Any:
     """What a program depends on in an argument: its type and where it lives."""
-    if isinstance(x, jax.Array):
-        return (x.aval, x.sharding if x.committed else None)
+    if isinstance(x, jax.Array) and x.committed:
+        return (x.aval, x.sharding)
     return (_aval(x), x.sharding) if isinstance(x, jax.ShapeDtypeStruct) else _aval(x)
 
 

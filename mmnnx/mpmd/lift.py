@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,20 @@ from mmnnx.sharding.task import Task
 Path = tuple[Any, ...]
 
 
+class Rule(NamedTuple):
+    """What in_shardings or out_shardings ask for.
+
+    Attributes:
+      task: the task, if one was named.
+      sharding: the sharding.
+      own: whether they ask it for this state; else for its parameter, if it is a slot of an optimizer.
+    """
+
+    task: Task | None
+    sharding: Sharding
+    own: bool = True
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One array among the arguments or results of a function.
@@ -34,14 +48,14 @@ class Leaf:
       path: from the argument (its number or name) or the result to the array.
       within: the same from the graph node that is the argument or result itself.
       slot: whether it is a slot of an optimizer.
-      rule: the sharding asked for by in_shardings or out_shardings, and the task if one was named.
+      rule: what in_shardings or out_shardings ask for it.
       updates: for the new value of an argument's state, the number of the input.
     """
 
     path: Path
     within: Path
     slot: bool = False
-    rule: tuple[Task | None, Sharding] | None = None
+    rule: Rule | None = None
     updates: int | None = None
 
     def __str__(self) -> str:
@@ -199,11 +213,11 @@ def _arrays(value: Any) -> list[Any]:
     return [a for _, a in _paths_inside(value)]
 
 
-def _rules(prefix: Any, tree: Any, name: str) -> dict[int, tuple[Task | None, Sharding]]:
+def _rules(prefix: Any, tree: Any, name: str) -> dict[int, Rule]:
     """For each array (by id) under a prefix tree of shardings, the one it is given."""
     if prefix is None:
         return {}
-    rules: dict[int, tuple[Task | None, Sharding]] = {}
+    rules: dict[int, Rule] = {}
     used: dict[int, tuple[TaskSharding, set[int]]] = {}
 
     def give(entry: Any, subtree: Any) -> None:
@@ -214,18 +228,20 @@ def _rules(prefix: Any, tree: Any, name: str) -> dict[int, tuple[Task | None, Sh
                     continue
                 task: Task | None = None
                 sharding: Sharding | None
+                own = True
                 if isinstance(entry, TaskSharding):
+                    matched = used.setdefault(id(entry), (entry, set()))[1]
                     match = _lookup(entry, paths, value)
                     if match is None:
                         continue
-                    used.setdefault(id(entry), (entry, set()))[1].add(match.index)
-                    task, sharding = match.task, match.sharding
+                    matched.add(match.index)
+                    task, sharding, own = match.task, match.sharding, match.own
                 elif isinstance(entry, nnx.StateSharding):
                     sharding = _on_mesh(entry.map_prefix(paths[0], value))
                 else:
                     sharding = _on_mesh(entry)
                 if sharding is not None:
-                    rules.update({id(a): (task, sharding) for a in arrays})
+                    rules.update({id(a): Rule(task, sharding, own) for a in arrays})
 
     pairs: list[tuple[Any, Any]] = []
     try:
@@ -273,6 +289,8 @@ def _paths(node: Any) -> list[tuple[Any, list[Path]]]:
 
 def _lookup(sharding: TaskSharding, paths: Sequence[Path], value: Any) -> Match | None:
     """Where state goes that several paths may lead to: the first rule that matches any of them."""
+    if _compat.is_optimizer_slot(value):
+        return sharding.lookup_slot(paths, value)
     matches, errors = [], []
     for path in paths:
         try:
@@ -281,8 +299,8 @@ def _lookup(sharding: TaskSharding, paths: Sequence[Path], value: Any) -> Match 
             errors.append(error)
     if matches:
         return min(matches, key=lambda match: match.index)
-    if _compat.is_optimizer_slot(value) or all(not a.shape for a in _arrays(value)):
-        return None  # it follows its parameter; counters and keys need no place
+    if all(not a.shape for a in _arrays(value)):
+        return None  # counters and keys need no place
     raise errors[0]
 
 

@@ -113,25 +113,31 @@ class _Opener:
                 self._inline(eqn, _callee(eqn), env, scope, out, in_loop)
             elif name == "scan" and in_loop is InLoop.NO and (spec := loop_spec(scope)) is not None:
                 self._loop(eqn, spec, env, scope, out)
-            elif _compat.subjaxprs(eqn) and len(meshes := self._meshes(eqn, env, scope)) > 1:
-                if name == "scan" and is_transformed(scope):
-                    warnings.warn(
-                        "a loop of mm.microbatch is inside a gradient or another transformation: its "
-                        "microbatches do not overlap, and its schedule has no effect. Have the "
-                        "transformation inside the loop, as in "
-                        "mm.microbatch(jax.value_and_grad(loss_fn), ...)",
-                        stacklevel=2,
-                    )
-                if name == "scan":
-                    self._scan(eqn, env, scope, out, in_loop)
-                elif name in ("cond", "while"):
-                    raise ValueError(_several_tasks(eqn, scope, [self.names[m] for m in meshes]))
-                elif name == "shard_map" or len(_compat.subjaxprs(eqn)) > 1:  # such as a linear solve
-                    out.append(self._keep(eqn, env, scope))
-                else:
-                    self._inline(eqn, _callee(eqn), env, scope, out, in_loop)
             else:
-                out.append(self._keep(eqn, env, scope))
+                self._open_one(eqn, env, scope, out, in_loop)
+
+    def _open_one(self, eqn: Any, env: dict[Var, Atom], scope: str, out: list[Node], in_loop: InLoop) -> None:
+        """Opens an equation if it holds computation of several tasks."""
+        name = eqn.primitive.name
+        meshes = self._meshes(eqn, env, scope)
+        if len(meshes) > 1 and name in ("cond", "while"):
+            eqn = _compat.without_dead(eqn)
+            if len(meshes := self._meshes(eqn, env, scope)) > 1:
+                raise ValueError(_several_tasks(eqn, scope, [self.names[m] for m in meshes]))
+        bodies = _compat.subjaxprs(eqn)
+        if len(meshes) < 2 or name == "shard_map" or (name != "scan" and len(bodies) != 1):
+            out.append(self._keep(eqn, env, scope))  # the last are such as a linear solve
+        elif name == "scan":
+            if is_transformed(scope):
+                warnings.warn(
+                    "a loop of mm.microbatch is inside a gradient or another transformation: its "
+                    "microbatches do not overlap, and its schedule has no effect. Have the transformation "
+                    "inside the loop, as in mm.microbatch(jax.value_and_grad(loss_fn), ...)",
+                    stacklevel=2,
+                )
+            self._scan(eqn, env, scope, out, in_loop)
+        else:
+            self._inline(eqn, bodies[0], env, scope, out, in_loop)
 
     def _keep(self, eqn: Any, env: dict[Var, Atom], scope: str) -> Equation:
         if self.task_mesh(scope) is None:  # what has a task inside (checkpoint, scan, custom_vjp) is of it
@@ -155,7 +161,9 @@ class _Opener:
         return self.origin[atom] if is_var(atom) else CONST
 
     def _meshes(self, eqn: Any, env: dict[Var, Atom], scope: str) -> set[Mesh]:
-        """The meshes of the tasks in an equation's body and of the state that it reads."""
+        """The meshes of the tasks in an equation's body and of the state that it reads; none without body."""
+        if not _compat.subjaxprs(eqn):
+            return set()
         own = self.task_mesh(scope)
         found = {own} if own is not None else set()
         inside = (s for jaxpr in _compat.subjaxprs(eqn) for s in scopes_in(jaxpr, scope))

@@ -41,6 +41,11 @@ from mmnnx.sharding.task import Task, find_task, place_task, placed_tasks
 
 Run = Callable[[Sequence[Any]], list[Any]]
 
+OUTERMOST = (
+    "A function of mm.jit is part of what is around it, here a transformation or another jit that is not "
+    "divided. Put mm.jit around all of it: mm.jit(nnx.grad(f)), not nnx.grad(mm.jit(f))"
+)
+
 
 class Split:
     """A function that was split for arguments that live in certain places.
@@ -127,7 +132,7 @@ def _placing(record: Record) -> Iterator[tuple[Task, Mesh]]:
     """The tasks of the rules that place arguments and results, with their meshes."""
     for leaf in (*record.inputs, *record.results):
         if leaf is not None and leaf.rule is not None:
-            task, sharding = leaf.rule
+            task, sharding, _ = leaf.rule
             if task is not None and isinstance(sharding, NamedSharding):
                 yield task, mesh_of(sharding)
 
@@ -349,8 +354,13 @@ def _preparer(
                     )
             values = [*leaves, *kept]
             arrays = [values[n] if bind is None else bind(values[n]) for n, bind in bindings]
-            with _compat.asked_transfers():
-                made = apart()(arrays) if is_measured() else execute(arrays)
+            try:
+                with _compat.asked_transfers():
+                    made = apart()(arrays) if is_measured() else execute(arrays)
+            except TypeError as error:
+                if "Cannot apply JAX transformations" in str(error):
+                    error.add_note(OUTERMOST)
+                raise
             out = [give(values, held) for give, held in zip(deliveries, made)]
             for n in gone:
                 if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
@@ -383,7 +393,8 @@ def _results(
 ) -> list[list[Held]]:
     """The values that hold each result; none for one that is an input as it came, or a constant."""
     covered = {d for m in divided for d in m.devices.flat}
-    whole = multimesh is not None and covered == set(multimesh.mesh.devices.flat)
+    devices = set(multimesh.mesh.devices.flat) if multimesh is not None else set()
+    whole = covered == devices or (covered < devices and len(divided) > 1 and jax.process_count() == 1)
     # Counters that nobody placed are computed on every mesh, so that none is ever sent.
     everywhere = divided if whole else divided[:1]
     inputs = {*flat.invars, *(v for v, _ in flat.constants)}

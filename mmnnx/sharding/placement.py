@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
 
@@ -108,6 +108,17 @@ def _covers(pattern: tuple[Any, ...], path: tuple[str, ...]) -> bool:
     return bool(path) and path[0] in first and _covers(rest, path[1:])
 
 
+def parts_of(path: Path) -> list[Path]:
+    """What of the path of an optimizer's slot may be the path of its parameter: the longest, and last, first.
+
+    Example:
+      >>> parts_of(("mu", "w", 0))
+      [('mu', 'w', 0), ('w', 0), ('mu', 'w'), (0,), ('w',), ('mu',)]
+    """
+    count = len(path)
+    return [path[n : n + size] for size in range(count, 0, -1) for n in range(count - size, -1, -1)]
+
+
 # ----------------------------------------------------------------------------------------------- placement
 
 
@@ -119,13 +130,13 @@ class Match:
       task: its task.
       sharding: its sharding on the task's mesh.
       index: which rule of the TaskSharding said so, from 0.
-      catch_all: whether that rule is for all that is left, and so names nothing in particular.
+      own: whether the rule is for this state: a slot of an optimizer may have that of its parameter.
     """
 
     task: Task
     sharding: NamedSharding
     index: int
-    catch_all: bool
+    own: bool = True
 
 
 class TaskSharding(nnx.StateSharding):
@@ -177,20 +188,63 @@ class TaskSharding(nnx.StateSharding):
             that the task's mesh lacks or one axis twice, or does not divide a dimension evenly.
         """
         index = self._first_match(path, variable)
+        if index is None:
+            raise PlacementError(self._nothing_matches(path, variable))
+        return self._match(index, path, variable)
+
+    def lookup_slot(self, paths: Sequence[Path], slot: nnx.Variable) -> Match | None:
+        """Where a slot of an optimizer lives: by a rule of its own, else by that of its parameter.
+
+        A rule is the slot's own if it would not match the parameter, which has the end of its path.
+
+        Args:
+          paths: all paths to it, such as ("opt_state", 0, "mu", "dense", "kernel").
+          slot: the slot.
+
+        Returns:
+          None where no rule matches it or its parameter. By the rule of a parameter whose spec does not fit a
+          slot, that is replicated over the mesh.
+
+        Raises:
+          PlacementError: a rule of its own does not fit, as for `lookup`.
+        """
+        parameter = nnx.Param(slot.get_raw_value())
+        ends = [path[n:] for path in paths for n in range(1, len(path))]
+        matching = {i for path in paths if (i := self._first_match(path, slot)) is not None}
+        own = [i for i in matching if not any(self._predicates[i](end, parameter) for end in ends)]
+        if own:
+            return self._match(min(own), paths[0], slot)
+        found = {i: end for end in ends if (i := self._first_match(end, parameter)) is not None}
+        # A rule for all that is left matches any end of the path, whatever rule the parameter has.
+        particular = [i for i in found if not is_catch_all(self._filters[i])]
+        if not found:
+            return None
+        index = min(particular or found)
+        try:
+            match = self._match(index, found[index], parameter)
+        except PlacementError:
+            task = self._rules[index][0]
+            match = Match(task, NamedSharding(task.to_mesh(), PartitionSpec()), index)
+        return replace(match, own=False)
+
+    def _match(self, index: int, path: Path, variable: Any) -> Match:
         task, spec = self._rules[index]
         mesh, origin = task.to_mesh(), f"{self._filters[index]!r}: ({task}, {spec})"
         if spec is None:
             spec, origin = self._metadata_spec(path, variable, task, mesh), f"its logical axes, for {task}"
         for leaf in jax.tree.leaves(_value(variable)):
             _check_spec(spec, _shape(leaf), mesh, f"{_describe(path, variable)} by {origin}")
-        return Match(task, NamedSharding(mesh, spec), index, is_catch_all(self._filters[index]))
+        return Match(task, NamedSharding(mesh, spec), index)
 
     def map_prefix(self, path: Path, variable: Any) -> NamedSharding:
         """The sharding of the state at `path`, where NNX asks a StateSharding for it.
 
         NNX also asks about the shards that the inside of a shard_map sees, so sizes are not checked here.
         """
-        task, spec = self._rules[self._first_match(path, variable)]
+        index = self._first_match(path, variable)
+        if index is None:
+            raise PlacementError(self._nothing_matches(path, variable))
+        task, spec = self._rules[index]
         mesh = task.to_mesh()
         return NamedSharding(mesh, self._metadata_spec(path, variable, task, mesh) if spec is None else spec)
 
@@ -230,10 +284,10 @@ class TaskSharding(nnx.StateSharding):
     def __hash__(self) -> int:
         return hash((self._filters, self._rules))
 
-    def _first_match(self, path: Path, variable: Any) -> int:
-        for index, predicate in enumerate(self._predicates):
-            if predicate(path, variable):
-                return index
+    def _first_match(self, path: Path, variable: Any) -> int | None:
+        return next((i for i, matches in enumerate(self._predicates) if matches(path, variable)), None)
+
+    def _nothing_matches(self, path: Path, variable: Any) -> str:
         tried = ", ".join(map(repr, self._filters)) or "none"
         help = f"{_suggest(path)!r} would match it, and a last `...` matches all that is left"
         if not path:
@@ -241,9 +295,7 @@ class TaskSharding(nnx.StateSharding):
                 "It has no path: paths start at the Modules and States that a function takes or returns, and "
                 "this is neither. Give it a sharding of its own, or match it by `...`"
             )
-        raise PlacementError(
-            f"no filter places {_describe(path, variable)}. Filters, in order: {tried}. {help}"
-        )
+        return f"no filter places {_describe(path, variable)}. Filters, in order: {tried}. {help}"
 
     def _metadata_spec(self, path: Path, variable: Any, task: Task, mesh: Mesh) -> PartitionSpec:
         try:

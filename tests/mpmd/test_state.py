@@ -337,3 +337,27 @@ def test_a_memory_that_is_not_the_devices_own():
     host = NamedSharding(mesh.slice(stage=1), P(), memory_kind="pinned_host")
     with mesh, pytest.raises(ValueError, match="'device' memory, not in 'pinned_host'"):
         mm.jit(lambda x: 2 * x, out_shardings=host)(jnp.ones(8))
+
+
+def test_counters_with_a_stage_to_spare():
+    """Where no task has some of the devices, scalars are on all of them nevertheless, and stay there."""
+    mesh, tasks = pipeline(3, 2)
+    with mesh:
+        model = mm.jit(
+            lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
+            out_shardings=mm.TaskSharding({mm.path("kernel"): tasks[0], mm.path("bias"): tasks[1]}),
+        )()
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param))(model)
+
+        @mm.jit
+        def step(model, optimizer, x):
+            optimizer.update(model, nnx.grad(lambda m: (m(x) ** 2).mean())(model))
+
+        def where():
+            return optimizer.step[...].sharding, optimizer.opt_state[0].count[...].sharding
+
+        before = where()
+        for n in range(2):
+            step(model, optimizer, jnp.ones((2, 4)))
+            assert where() == before and int(optimizer.step[...]) == n + 1
+        assert before[0].device_set == set(mesh.mesh.devices.flat)

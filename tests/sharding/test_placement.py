@@ -152,7 +152,7 @@ class TestRules:
         ]
         assert [match.task for match in found] == STAGES
         assert [match.index for match in found] == [0, 1, 2, 3]
-        assert [match.catch_all for match in found] == [False, False, False, True]
+        assert all(match.own for match in found)
 
     def test_any_nnx_filter_is_a_key(self):
         placement = TaskSharding(
