@@ -84,7 +84,8 @@ def _divide(
             sums[n] = last, region.plan(_added(last, enters), dict(body.spots[last].mesh.shape))
         except Undivided as reason:
             # A larger value, which the sum is made of, is an activation: XLA reduces it for other readers.
-            if str(reason) and (reason.of is None or reason.of.aval.size == enters.aval.size):
+            small = reason.of is None or reason.of.aval.size == enters.aval.size
+            if str(reason) and small and region.is_sharded(last, dict(body.spots[last].mesh.shape)):
                 undivided[loop.carries[n]] = str(reason)
     before: list[Node] = []
     after: list[Node] = []
@@ -168,6 +169,19 @@ class _Region:
         self.contracted: dict[Equation, list[Split]] = {}
         self.divided: dict[Var, Var] = {}  # filled by `rewritten`
         self.inner: dict[Equation, _Region] = {}
+
+    def is_sharded(self, last: Equation, sizes: Sizes) -> bool:
+        """Whether anything that an equation is computed from is known to be sharded."""
+        seen: set[Equation] = set()
+        pending = [last]
+        while pending:
+            for a in filter(is_var, pending.pop().invars):
+                if any(sizes.get(axis, 1) > 1 for axes in self.known.get(a, ()) for axis in axes):
+                    return True
+                if (e := self.maker.get(a)) is not None and e not in seen:
+                    seen.add(e)
+                    pending.append(e)
+        return False
 
     def plan(self, var: Var, sizes: Sizes) -> Groups:
         """Has a value divided, and what it is made of up to a sum over sharded dimensions.
@@ -321,7 +335,11 @@ Split = tuple[Axes, int, dict[int, int]]
 
 
 def _contracted(e: Equation, known: Known, maker: Mapping[Var, Equation], sizes: Sizes) -> list[Split]:
-    """The sharded dimensions that an equation sums over."""
+    """The sharded dimensions that an equation sums over.
+
+    Raises:
+      Undivided: for one that the axis does not divide.
+    """
     number = {n: k for k, n in enumerate(n for n, a in enumerate(e.invars) if is_var(a))}
     if e.name == "dot_general":
         (left, right), _ = e.eqn.params["dimension_numbers"]
@@ -342,7 +360,10 @@ def _contracted(e: Equation, known: Known, maker: Mapping[Var, Equation], sizes:
             continue  # each device makes its own part of the result, and has no use for a part of the sum
         count = math.prod(sizes.get(axis, 1) for axis in axes)
         size = e.invars[min(pair)].aval.shape[pair[min(pair)]]
-        if count > 1 and size % count == 0 and all(is_var(e.invars[n]) for n in pair):
+        if size % count:
+            names = ", ".join(f"{axis}={sizes[axis]}" for axis in axes if sizes.get(axis, 1) > 1)
+            raise Undivided(f"the {size} values that it sums up do not divide over {names}")
+        if count > 1 and all(is_var(e.invars[n]) for n in pair):
             found.append((axes, count, {number[n]: i for n, i in pair.items()}))
     return sorted(found, key=lambda split: str(split[0]))
 

@@ -18,7 +18,7 @@ import mmnnx as mm
 from mmnnx.modules import LM, LMConfig, MoELM, MoELMConfig
 from mmnnx.sharding.pipeline import pipeline_sharding
 from tests.models import make
-from tests.mpmd.parity import assert_parity, born, pipeline, train_step
+from tests.mpmd.parity import assert_parity, born, pipeline, place, train_step
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -391,3 +391,43 @@ def test_notes_name_the_parameter_and_no_activation_is_noted(read_twice):
         notes = mm.jit(step).program(model, optimizer, np.ones((8, 8), np.float32)).notes
     expected = ["the sum that updates 0.layers.0.kernel is reduced over its mesh in every microbatch"]
     assert [note.split(":")[0] for note in notes] == (expected if read_twice else [])
+
+
+def notes_of(layer, sliced, size):
+    """The notes of a step over two layers, on two stages of two devices, for a batch `sliced` so."""
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+
+    class Two(nnx.Module):
+        def __init__(self):
+            self.first, self.second = layer(nnx.Rngs(0)), layer(nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.second(jnp.tanh(self.first(x)))
+
+    def step(model, x):
+        grad_fn = nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean())
+        loss, grads = mm.microbatch(grad_fn, 0, size, 1, reduce="mean", arg_shardings=sliced)(model, x)
+        return loss, grads
+
+    with mesh:
+        model = born(Two, place(tasks, ["first"], ["second"]))
+        return mm.jit(step).program(model, np.ones((12, 6, 6, 4), np.float32)).notes
+
+
+def convolution(rngs):
+    return nnx.Conv(4, 4, (3, 3), rngs=rngs)
+
+
+def dense(rngs):
+    return nnx.Linear(4, 4, rngs=rngs)
+
+
+def test_notes_are_of_sums_over_sharded_values():
+    """What is not taken apart is noted where it is sharded, and else not."""
+    assert "'conv_general_dilated'" in " ".join(notes_of(convolution, P("data"), 4))
+    assert not notes_of(convolution, None, 4)
+
+
+def test_a_microbatch_that_does_not_divide_is_noted():
+    assert "the 3 values that it sums up do not divide over data=2" in " ".join(notes_of(dense, P("data"), 3))
+    assert not notes_of(dense, P("data"), 4)
