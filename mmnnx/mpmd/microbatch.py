@@ -388,11 +388,12 @@ def _count(tree: Any, dim: int, size: int) -> int:
 def _constrained(piece: Any, arg_shardings: Any) -> Any:
     try:
         return with_sharding_constraint(piece, arg_shardings)
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:  # JAX has one of its own for an axis that is named twice
         mesh = current_multimesh()
         shapes = jax.tree.map(lambda x: str(jax.typeof(x)), piece)
         help = (
-            f"{error}. The axes are those of the TaskMeshes: {dict(mesh.shape)}"
+            f"{str(error).rstrip('.')}. It names axes of the MultiMesh, which has {dict(mesh.shape)}; an "
+            "axis that only TaskMeshes of their own have must be one of it, by name"
             if mesh is not None
             else "it names axes of a MultiMesh: call the function in `with mesh:`, or give mm.jit(mesh=mesh)"
         )
