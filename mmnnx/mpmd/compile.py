@@ -7,8 +7,9 @@ loop, returned, or sent to a mesh of another shape has one that is decided here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -16,9 +17,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
-from mmnnx.mpmd.donate import donations
+from mmnnx.mpmd.donate import Pairs, donations
 from mmnnx.mpmd.fragments import Fragment, Held
-from mmnnx.mpmd.lower import Lowered, lower
+from mmnnx.mpmd.lower import Lowered, likeness, lower
 from mmnnx.mpmd.meshes import same_shape, spec_of, transferred
 from mmnnx.mpmd.processes import hear_specs, is_here, tell_specs
 from mmnnx.mpmd.program import Call, Instruction, Program, Transfer
@@ -75,7 +76,7 @@ def compile_program(
             mine = [c for c in ready if is_here(c.mesh)]
             for c in sorted(mine, key=lambda c: len(c.fragment.jaxpr.eqns), reverse=True):
                 f = c.fragment  # the longest is begun first
-                once.begin(f, lower(f, [known.of[s] for s in c.inputs], fixed, pairs[f]))
+                once.begin(f, [known.of[s] for s in c.inputs], fixed, pairs[f])
             for f, e in once.completed():
                 executables[f] = e
                 results = dict(zip(e.outputs, jax.tree.leaves(e.call.output_shardings)))
@@ -95,18 +96,30 @@ class _Once:
 
     def __init__(self, pool: ThreadPoolExecutor):
         self.pool = pool
+        self.lowered: dict[Any, Lowered] = {}
         self.first: dict[Any, tuple[Mesh, Future[jax.stages.Compiled]]] = {}
-        self.waiting: dict[Fragment, Lowered] = {}
+        self.waiting: dict[Fragment, tuple[Lowered, Callable[[], Lowered]]] = {}
 
-    def begin(self, f: Fragment, low: Lowered) -> None:
-        self.waiting[f] = low
+    def begin(
+        self,
+        f: Fragment,
+        shardings: Sequence[NamedSharding],
+        fixed: Mapping[Held, NamedSharding],
+        pairs: Pairs,
+    ) -> None:
+        own = functools.partial(lower, f, shardings, fixed, pairs)
+        like = likeness(f, shardings, fixed, pairs)
+        low = self.lowered.get(like) or own()
+        if like is not None:
+            self.lowered[like] = low
+        self.waiting[f] = low, own
         if low.key not in self.first:
             self.first[low.key] = f.mesh, self.pool.submit(low.stage.compile)
 
     def completed(self) -> Iterator[tuple[Fragment, Executable]]:
         """The fragments that are compiled, as soon as there are any; none if none was begun."""
-        done, _ = wait([self.first[low.key][1] for low in self.waiting.values()], None, FIRST_COMPLETED)
-        for f, low in list(self.waiting.items()):
+        done, _ = wait([self.first[low.key][1] for low, _ in self.waiting.values()], None, FIRST_COMPLETED)
+        for f, (low, own) in list(self.waiting.items()):
             mesh, future = self.first[low.key]
             if future not in done:
                 continue
@@ -115,7 +128,7 @@ class _Once:
             if mesh != f.mesh:
                 results = jax.tree.leaves(compiled.output_shardings)
                 named = all(isinstance(s, NamedSharding) for s in results)  # or nothing says how to move it
-                compiled = _compat.load_for(compiled, f.mesh) if named else low.stage.compile()
+                compiled = _compat.load_for(compiled, f.mesh) if named else own().stage.compile()
             yield f, Executable(compiled, low.inputs, low.outputs)
 
 

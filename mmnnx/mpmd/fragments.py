@@ -199,7 +199,7 @@ class _Cutter:
             large = sum(map(nbytes, node.outvars)) > _SMALL
             derived = any(self.maker.get(a) in kept for a in node.invars if is_var(a)) and not _expands(node)
             costly = node not in self.placement.spots and large and (node.name in _COSTLY or derived)
-            if costly or results & set(node.outvars) or node.eqn.effects:
+            if costly or node.kept or results & set(node.outvars) or node.eqn.effects:
                 kept.add(node)
         return kept
 

@@ -10,6 +10,7 @@ import jax
 import jax.extend.core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmnnx.mpmd.alike import computation
 from mmnnx.mpmd.donate import Pairs
 from mmnnx.mpmd.fragments import Fragment, Held
 from mmnnx.mpmd.processes import are_apart
@@ -69,9 +70,28 @@ def lower(
     key: Any = object()
     if "callback" not in text:  # which belongs to one executable
         specs = tuple(s and s.spec for s in (*shardings, *results))
-        where = (f.mesh.axis_names, f.mesh.devices.shape) if _can_be_moved(f.mesh) else f.mesh
-        key = (text, inputs, outputs, specs, where)
+        key = (text, inputs, outputs, specs, _place(f.mesh))
     return Lowered(stage, inputs, outputs, key)
+
+
+def likeness(
+    f: Fragment, shardings: Sequence[NamedSharding], fixed: Mapping[Held, NamedSharding], pairs: Pairs
+) -> Any:
+    """A key that is equal only for what `lower` makes the same of, and faster; None if there is none.
+
+    Without it, the iterations of a loop that is unrolled would all be lowered to be found equal.
+    """
+    results = [fixed.get((v, f.mesh)) for v in f.outvars]
+    specs = tuple(s and s.spec for s in (*shardings, *results))
+    try:
+        return computation(f.jaxpr), specs, tuple(pairs), _place(f.mesh)
+    except TypeError:
+        return None
+
+
+def _place(mesh: Mesh) -> Any:
+    """What a program depends on of its mesh."""
+    return (mesh.axis_names, mesh.devices.shape) if _can_be_moved(mesh) else mesh
 
 
 def _orders(f: Fragment, pairs: Pairs) -> tuple[tuple[int, ...], tuple[int, ...]]:

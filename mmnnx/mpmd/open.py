@@ -32,6 +32,7 @@ from mmnnx.mpmd.trace import (
     Atom,
     Equation,
     Flat,
+    Kind,
     Loop,
     Node,
     Origin,
@@ -224,10 +225,19 @@ class _Opener:
             self.open(eqns, inner, scope, out, in_loop)
             results = [read(inner, v) for v in outvars]
             self._carried(results[: len(carry)], carry)
-            carry = results[: len(carry)]
+            carry = [self._counted(v, scope, out) for v in results[: len(carry)]]
             rows.append(results[len(carry) :])
         stacks = zip(*rows) if rows else [()] * (len(eqn.outvars) - len(carry))
         self._stack(eqn, env, carry, [stack[:: scan.turn] for stack in stacks], scope, out)
+
+    def _counted(self, carry: Atom, scope: str, out: list[Node]) -> Atom:
+        """A carry, kept if it is a counter: who reads it is not to count from the beginning each time."""
+        if self.of(carry).kind is not Kind.FREE:
+            return carry
+        (copy,), (kept,) = inline(jnp.copy, carry, scope=scope)
+        self._record(copy, FREE)
+        out.append(dataclasses.replace(copy, kept=True))
+        return kept
 
     def _distribute(self, eqn: Any, env: dict[Var, Atom], scope: str, out: list[Node]) -> bool:
         """Writes a scan as one scan for each task, one after the other; returns whether that can be done."""

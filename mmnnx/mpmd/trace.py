@@ -22,10 +22,15 @@ Atom = Any
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Equation:
-    """One primitive application: `eqn` over the variables of the flat list, under its full name stack."""
+    """One primitive application: `eqn` over the variables of the flat list, under its full name stack.
+
+    Attributes:
+      kept: whether its result is kept for all that read it, though it be cheap.
+    """
 
     eqn: Any
     scope: str
+    kept: bool = False
 
     @property
     def invars(self) -> Sequence[Atom]:

@@ -1,0 +1,86 @@
+"""Fragments that compute the same are known by a key, and only those."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mmnnx as mm
+from mmnnx.mpmd import compile as compiling
+from mmnnx.mpmd.alike import computation
+from tests.mpmd import test_scans
+
+X = jnp.ones((3, 3))
+
+
+def key(f, *args):
+    return computation(jax.make_jaxpr(f)(*(args or (X, X))))
+
+
+SAME = {
+    "operations": lambda: lambda x, y: jnp.sin(x) @ y + 1,
+    "a loop": lambda: lambda x, y: lax.fori_loop(0, 3, lambda i, c: c @ y, x),
+    "branches": lambda: lambda x, y: lax.cond(x.sum() > 0, lambda: x, lambda: y * 2),
+    "a jitted function": lambda: jax.jit(lambda x, y: jnp.where(x > y, x, -y)),
+    "random bits": lambda: lambda x, y: jax.random.normal(jax.random.key(0), x.shape) + y,
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_traced_twice(kind):
+    assert key(SAME[kind]()) == key(SAME[kind]())
+
+
+DIFFERENT = {
+    "operands": (lambda x, y: x - y, lambda x, y: y - x),
+    "a number": (lambda x, y: x * 2, lambda x, y: x * 3),
+    "the sign of zero": (lambda x, y: x * 0.0, lambda x, y: x * -0.0),
+    "its type": (lambda x, y: x > 1, lambda x, y: x.astype(int) > 1),
+    "a parameter": (lambda x, y: x.sum(0), lambda x, y: x.sum(1)),
+    "an order": (lambda x, y: (x + y, x * y), lambda x, y: (x * y, x + y)),
+    "a result twice": (lambda x, y: (x + y, x + y), lambda x, y: [x + y] * 2),
+    "inside a loop": (
+        lambda x, y: lax.fori_loop(0, 3, lambda i, c: c @ y, x),
+        lambda x, y: lax.fori_loop(0, 3, lambda i, c: y @ c, x),
+    ),
+    "precision": (
+        lambda x, y: x @ y,
+        lambda x, y: jnp.matmul(x, y, precision="highest"),
+    ),
+    "a closed-over array": (lambda x, y: x + np.zeros(3), lambda x, y: x + np.ones(3)),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_different(kind):
+    one, other = DIFFERENT[kind]
+    assert key(one) != key(other)
+
+
+@pytest.mark.parametrize("other", [X.astype(jnp.bfloat16), jnp.ones((3, 1)), 1.0])
+def test_other_types(other):
+    assert key(jnp.add, X, X) != key(jnp.add, X, other)
+
+
+def lowerings(kind, length, monkeypatch):
+    """How many fragments of how many are lowered."""
+    lowered = []
+    lower = compiling.lower
+    mesh, *split = test_scans.made(True)
+    tokens = np.tile(test_scans.TOKENS, (2, 1, 1))[:length]
+    with mesh, monkeypatch.context() as patch:
+        patch.setattr(compiling, "lower", lambda *args: lowered.append(args[0]) or lower(*args))
+        run = mm.jit(test_scans.LOOPS[kind])
+        run.lower(*split, tokens).compile()
+        return len(lowered), len(run.program(*split, tokens).fragments)
+
+
+@pytest.mark.parametrize("kind", ["training steps of microbatches", "training steps of sums"])
+def test_an_unrolled_loop_is_lowered_once(kind, monkeypatch):
+    """However many iterations there are: those in the middle are alike."""
+    short, few = lowerings(kind, 5, monkeypatch)
+    long, many = lowerings(kind, 8, monkeypatch)
+    assert short == long < few < many
