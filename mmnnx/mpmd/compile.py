@@ -110,7 +110,7 @@ class _Once:
         own = functools.partial(lower, f, shardings, fixed, pairs)
         like = likeness(f, shardings, fixed, pairs)
         low = self.lowered.get(like) or own()
-        if like is not None:
+        if like is not None and low.is_shared:
             self.lowered[like] = low
         self.waiting[f] = low, own
         if low.key not in self.first:

@@ -24,12 +24,14 @@ class Lowered:
       stage: what compiles it.
       inputs, outputs: which input (result) of the fragment comes where.
       key: equal for fragments that are one program but for the devices that they run on.
+      is_shared: whether there may be such; not for what calls back, as a callback belongs to one executable.
     """
 
     stage: jax.stages.Lowered
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     key: Any
+    is_shared: bool
 
 
 def lower(
@@ -67,11 +69,10 @@ def lower(
         *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type) for a, s in types)
     ).lower()
     text = stage.as_text(debug_info=False).replace(f"@jit_{call.__name__} ", "@program ", 1)
-    key: Any = object()
-    if "callback" not in text:  # which belongs to one executable
-        specs = tuple(s and s.spec for s in (*shardings, *results))
-        key = (text, inputs, outputs, specs, _place(f.mesh))
-    return Lowered(stage, inputs, outputs, key)
+    specs = tuple(s and s.spec for s in (*shardings, *results))
+    is_shared = "callback" not in text
+    key = (text, inputs, outputs, specs, _place(f.mesh)) if is_shared else object()
+    return Lowered(stage, inputs, outputs, key, is_shared)
 
 
 def likeness(
