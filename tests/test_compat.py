@@ -555,3 +555,51 @@ def test_the_source_line_of_what_flax_traced():
         return nnx.cond(x > 0, jnp.sin, jnp.cos, x)
 
     assert "traced_here" in _compat.source_line(find(jax.make_jaxpr(traced_here)(1.0), "cond"))
+
+
+def lean(fun, *args):
+    """The one cond or while of a function without what nothing in it reads, and as it was."""
+    (eqn,) = [e for e in jax.make_jaxpr(fun)(*args).eqns if e.primitive.name in ("cond", "while")]
+    return _compat.without_dead(eqn), eqn
+
+
+def run_equation(eqn, *args):
+    return eqn.primitive.bind(*args, **eqn.params)
+
+
+def test_without_dead_of_a_cond():
+    x, w = jnp.ones(3), jnp.arange(3.0)
+    branches = [lambda x, w, u: x, lambda x, w, u: x * w]
+    new, old = lean(lambda n, x, w, u: jax.lax.switch(n, branches, x, w, u), 1, x, w, w)
+    assert len(old.invars) == 4 and len(new.invars) == 3
+    assert all(a is b for a, b in zip(new.invars, old.invars))
+    for n in (0, 1):
+        np.testing.assert_array_equal(run_equation(new, np.int32(n), x, w)[0], x * w if n else x)
+    same, _ = lean(lambda p, x, w: jax.lax.cond(p, lambda: x, lambda: w), True, x, w)
+    assert len(same.invars) == 3
+
+
+def test_without_dead_of_a_while():
+    """Constants of the condition and of the body that nothing needs go; carries stay."""
+    x, w, u = jnp.full(3, 2.0), jnp.ones(3), jnp.ones((3, 3))
+
+    def fun(x, w, u):
+        more = lambda c: (c[1] < (u @ x).shape[0]) & (w[0] > 0)
+        return jax.lax.while_loop(
+            more, lambda c: (c[0] * (x + 0 * (u @ w).shape[0]), c[1] + 1, c[2]), (w, 0, 1.0)
+        )
+
+    new, old = lean(fun, x, w, u)
+    assert [a.aval.shape for a in new.invars] == [(3,), (3,), (3,), ()]
+    assert len(old.invars) > 4
+    found = run_equation(new, w, x, w, 0)
+    np.testing.assert_array_equal(found[0], x**3)
+    assert int(found[1]) == 3
+
+
+def test_dce():
+    jaxpr = jax.make_jaxpr(lambda x, y, z: (jnp.sin(y), x + 1)[1])(1.0, 2.0, 3.0)
+    small, used = _compat._dce(jaxpr)
+    assert used == [True, False, False] and len(small.eqns) == 1 and len(small.in_avals) == 1
+    small, used = _compat._dce(jaxpr, [False, True, False])
+    assert used == [True, True, False] and len(small.in_avals) == 2

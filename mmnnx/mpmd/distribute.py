@@ -10,9 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from mmnnx import _compat
 from mmnnx.mpmd.trace import Equation, Var, is_var, nbytes
 
 
@@ -106,6 +111,26 @@ def _knots(needs: Sequence[Collection[int]]) -> list[list[int]]:
     return found
 
 
+def branch(
+    takes: Sequence[Var], eqns: Sequence[Any], asked: Sequence[Any], types: Sequence[Any]
+) -> Callable[..., list[jax.Array]]:
+    """A branch of one of the conds that a cond is divided into.
+
+    Args:
+      takes: variables that it is given.
+      eqns: what of the branch is computed in this cond.
+      asked: its results; None for what another branch makes, in place of which it has zeros.
+      types: of the results.
+    """
+    jaxpr = _compat.close_jaxpr(takes, [a for a in asked if a is not None], eqns)
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        found = iter(jex.jaxpr_as_fun(jaxpr)(*args))
+        return [jnp.zeros(t.shape, t.dtype) if a is None else next(found) for a, t in zip(asked, types)]
+
+    return run
+
+
 def _meshes(
     nodes: Sequence[Equation],
     operands: Sequence[Sequence[Var]],
@@ -115,7 +140,8 @@ def _meshes(
     tie: Callable[[Equation], Mesh | None],
     near: Callable[[Var], Sequence[Mesh]],
 ) -> list[Mesh | None] | None:
-    """For each knot the mesh it is tied to; else one that has what it reads, where the flow has got to."""
+    """For each knot the mesh it is tied to; else one that has most of what it reads, later in the flow."""
+    of = {n: k for k, knot in enumerate(knots) for n in knot}
     meshes: list[Mesh | None] = []
     moves: list[int] = []  # how often the flow has moved on until here
     loose: set[int] = set()  # single equations that nothing ties down
@@ -128,17 +154,27 @@ def _meshes(
             return None
         close = [found for n in knot for a in operands[n] if a not in made_by and (found := near(a))]
         choices = [mesh for mesh in (close[0] if close else ()) if all(mesh in found for found in close)]
-        last = max((b for b in before[k] if meshes[b] is not None), key=lambda b: (moves[b], b), default=None)
-        latest = None if last is None else meshes[last]
+        weight: Counter[Mesh] = Counter()  # of what it reads, by mesh
+        reached: dict[Mesh, int] = {}
+        for a in dict.fromkeys(a for n in knot for a in operands[n] if a in made_by):
+            b = of[made_by[a]]
+            if b != k and (there := meshes[b]) is not None:
+                weight[there] += nbytes(a)
+                reached[there] = max(reached.get(there, 0), moves[b])
+        latest = max(weight, key=lambda mesh: (weight[mesh], reached[mesh]), default=None)
         loose.update([k] if len(knot) == 1 and not tied and not choices else [])
         mesh = tied.pop() if tied else latest if latest in choices or not choices else choices[0]
         meshes.append(mesh)
         moves.append(max((moves[b] + (meshes[b] not in (None, mesh)) for b in before[k]), default=0))
-    for k in reversed(range(len(knots))):  # what spreads a smaller value is computed where it is read
-        spreads = sum(map(nbytes, nodes[knots[k][0]].outvars)) > sum(map(nbytes, operands[knots[k][0]]))
-        there = {meshes[a] for a in after[k]}
-        if k in loose and (spreads or meshes[k] is None) and len(there) == 1:
-            meshes[k] = there.pop()
+    for k in reversed(range(len(knots))):  # what is made of smaller values is made where it is read
+        readers = {meshes[a] for a in after[k]}
+        if k not in loose or len(readers) != 1:
+            continue
+        mesh = readers.pop()
+        inside = {a for a in operands[knots[k][0]] if a in made_by}
+        sent = [a for a in inside if meshes[of[made_by[a]]] not in (None, mesh)]
+        if meshes[k] is None or sum(map(nbytes, nodes[knots[k][0]].outvars)) > sum(map(nbytes, sent)):
+            meshes[k] = mesh
     return meshes
 
 

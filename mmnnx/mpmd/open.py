@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.distribute import distribute
+from mmnnx.mpmd.distribute import branch, distribute
 from mmnnx.mpmd.microbatch import LoopSpec, is_transformed, loop_spec
 from mmnnx.mpmd.trace import (
     ACTIVATION,
@@ -124,6 +124,8 @@ class _Opener:
         if len(meshes) > 1 and name in ("cond", "while"):
             eqn = _compat.without_dead(eqn)
             if len(meshes := self._meshes(eqn, env, scope)) > 1:
+                if name == "cond" and self._distribute_branches(eqn, env, scope, out):
+                    return
                 raise ValueError(_several_tasks(eqn, scope, [self.names[m] for m in meshes]))
         bodies = _compat.subjaxprs(eqn)
         if len(meshes) < 2 or name == "shard_map" or (name != "scan" and len(bodies) != 1):
@@ -247,13 +249,10 @@ class _Opener:
         carry_out, ys = results[: len(carry_in)], results[len(carry_in) :]
         columns = dict(zip(slice_vars, scan.xs))  # of a variable, its values in all iterations
 
-        def tie(e: Equation) -> Mesh | None:
-            homes = [(nbytes(a), home) for a in e.invars if (home := self.of(a).home) is not None]
-            return self.task_mesh(e.scope) or max(homes, key=lambda item: item[0], default=(0, None))[1]
+        def near(v: Var) -> Sequence[Mesh]:
+            return self.near.get(columns.get(v, v), ())
 
-        parts = distribute(
-            equations, carry_in, carry_out, tie, lambda v: self.near.get(columns.get(v, v), ())
-        )
+        parts = distribute(equations, carry_in, carry_out, self._tie, near)
         if parts is None or any(e.eqn.effects for e in equations):
             return False
         # What is handed on and is a result as well, is one value.
@@ -279,6 +278,67 @@ class _Opener:
                 readers = [each.mesh for each in parts if v in each.takes]
                 self.near[columns[v]] = [mesh for mesh in (part.mesh, *readers) if mesh is not None]
         env.update(zip(eqn.outvars, [*(carries[v] for v in carry_out), *(columns[y] for y in ys)]))
+        return True
+
+    def _tie(self, e: Equation) -> Mesh | None:
+        """The mesh of an equation's task, or of most of the state that it reads."""
+        homes = [(nbytes(a), home) for a in e.invars if (home := self.of(a).home) is not None]
+        return self.task_mesh(e.scope) or max(homes, key=lambda item: item[0], default=(0, None))[1]
+
+    def _distribute_branches(self, eqn: Any, env: dict[Var, Atom], scope: str, out: list[Node]) -> bool:
+        """Writes a cond as one cond for each task, one after the other; returns whether that can be done.
+
+        What one of them hands to the next is zeros where another branch is taken.
+        """
+        index, *operands = (read(env, a) for a in eqn.invars)
+        bodies: list[list[Node]] = []  # of each branch
+        results: list[list[Atom]] = []
+        for jaxpr in eqn.params["branches"]:
+            eqns, outvars, inner = self._bind(jaxpr, operands)
+            bodies.append([])
+            self.open(eqns, inner, scope, bodies[-1], InLoop.MICROBATCHES)
+            results.append([read(inner, v) for v in outvars])
+        inside = {v for body in bodies for e in body for v in e.outvars}
+        for k, column in enumerate(zip(*results)):
+            if inside.isdisjoint(filter(is_var, column)):  # no branch computes it: it is chosen at home
+                at_home = [n for n, a in enumerate(column) if self.of(a).home is not None]
+                n = at_home[0] if at_home else 0
+                (results[n][k],) = self._emit(jnp.copy, [column[n]], scope, bodies[n])
+        pruned = [prune(body, row) for body, row in zip(bodies, results)]
+        nodes = [[e for e in body if isinstance(e, Equation)] for body in pruned]  # which are all
+        makers = [{v: e for e in body for v in e.outvars} for body in nodes]
+        equations = [e for body in nodes for e in body]
+        parts = distribute(equations, [], [], self._tie, lambda v: self.near.get(v, ()))
+        if parts is None or any(e.eqn.effects for e in equations):
+            return False
+        number = {v: p for p, part in enumerate(parts) for e in part.nodes for v in e.outvars}
+        # A result comes from the last of the parts that make it in one branch or another.
+        columns = list(zip(*results))
+        last = [max((number[v] for v in column if v in number), default=0) for column in columns]
+        made: dict[Var, Var] = {}
+        final: dict[int, Var] = {}
+        for p, part in enumerate(parts):
+            mine = [k for k, where in enumerate(last) if where == p]
+            early = [v for k, where in enumerate(last) for v in columns[k] if number.get(v) == p < where]
+            gives = list(dict.fromkeys([*part.gives, *early]))
+            own = {v for e in part.nodes for v in e.outvars}
+            read_in = [*(a for e in part.nodes for a in e.invars), *(a for k in mine for a in columns[k])]
+            takes = list(dict.fromkeys(a for a in read_in if is_var(a) and a not in own))
+            branches = []
+            for n, maker in enumerate(makers):
+                asked = [*(v if v in maker else None for v in gives), *(results[n][k] for k in mine)]
+                types = [*(v.aval for v in gives), *(eqn.outvars[k].aval for k in mine)]
+                eqns = [e.eqn for e in part.nodes if maker.get(e.outvars[0]) is e]
+                branches.append(branch(takes, eqns, asked, types))
+            within = next((e.scope for e in part.nodes if self.task_mesh(e.scope) is not None), scope)
+            atoms = [index, *(made.get(v, v) for v in takes)]
+            found = self._emit(functools.partial(_switch, branches), atoms, within, out)
+            made.update(zip(gives, found))
+            final.update(zip(mine, found[len(gives) :]))
+            for v in gives:
+                readers = [each.mesh for each in parts if v in each.takes]
+                self.near[made[v]] = [mesh for mesh in (part.mesh, *readers) if mesh is not None]
+        env.update((v, final[k]) for k, v in enumerate(eqn.outvars))
         return True
 
     def _loop(self, eqn: Any, spec: LoopSpec, env: dict[Var, Atom], scope: str, out: list[Node]) -> None:
@@ -408,6 +468,10 @@ def _run(
     return [*carry, *ys]
 
 
+def _switch(branches: Sequence[Callable[..., Any]], index: jax.Array, *operands: jax.Array) -> Any:
+    return jax.lax.switch(index, branches, *operands)
+
+
 def _is_own_loop(eqn: Any, scope: str) -> bool:
     """Whether a scan can be a Loop: it is no part of a derivative, and holds no loop of `mm.microbatch`."""
     derivative = is_backward(scope) or "jvp(" in scope
@@ -460,11 +524,12 @@ def _callee(eqn: Any) -> Any:
 
 def _several_tasks(eqn: Any, scope: str, tasks: Sequence[str]) -> str:
     name, where = eqn.primitive.name, f" under scope {scope!r}" if scope else ""
+    help = (
+        "How often it runs is known on one TaskMesh only. Use a lax.scan or fori_loop of a fixed length"
+        if name == "while"
+        else "It prints or calls back, which one TaskMesh would do for another. Leave that out"
+    )
     return (
-        f"a {name!r}{where} contains computation of {len(tasks)} tasks: {', '.join(sorted(tasks))}. "
-        "Which branch or how many iterations run is known on one TaskMesh only. "
-        f"Put the whole {name!r} in one task (mm.task), move the other tasks' work out of it, choose with "
-        "jnp.where, or use a lax.scan or Python loop with a fixed trip count, which mm.jit unrolls. "
-        "(optax.MultiSteps and optax.apply_if_finite are such a cond over a whole optimizer: accumulate with "
-        f"mm.microbatch, guard with jnp.where.) It was traced at {_compat.source_line(eqn)}"
+        f"a {name!r}{where} contains computation of {len(tasks)} tasks: {', '.join(sorted(tasks))}. {help}, "
+        f"or put the whole {name!r} in one task (mm.task). It was traced at {_compat.source_line(eqn)}"
     )

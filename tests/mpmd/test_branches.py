@@ -1,16 +1,17 @@
-"""`cond` and `while`: in one task whatever they are handed, and refused where several tasks are in them."""
+"""`cond` and `while`: in one task whatever they are handed; a `cond` of several becomes one for each."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
 
 import mmnnx as mm
-from tests.mpmd.parity import born, pipeline, place
+from tests.mpmd.parity import assert_same, born, pipeline, place, values
 
 
 class Model(nnx.Module):
@@ -40,12 +41,42 @@ IN_ONE_TASK = {
         lambda c: c[1] < m.b(x).shape[0], lambda c: (m.a(c[0]), c[1] + 1), (x, 0)
     )[0],
 }
-IN_TWO = {
-    "cond": lambda m, x: nnx.cond(x.sum() > 0, lambda m, x: m.a(x), lambda m, x: m.b(x), m, x),
-    "while": lambda m, x: nnx.while_loop(
-        lambda c: c[1] < 3, lambda c: (c[0], c[1] + 1, c[0].b(c[0].a(c[2]))), (m, 0, x)
-    )[2],
-}
+
+
+def either(m, x, n):
+    """Branches that go through the tasks in one order, in the other, and not at all."""
+    branches = [lambda m, x: m.b(jnp.tanh(m.a(x))), lambda m, x: m.a(jnp.tanh(m.b(x))), lambda m, x: 2 * x]
+    return nnx.switch(n, branches, m, x)
+
+
+def chosen(m, x, n):
+    """No branch computes anything, and each result is of another task."""
+    kernels = m.a.kernel[...], m.b.kernel[...]
+    a, b = lax.cond(n > 0, lambda a, b: (a, b), lambda a, b: (2.0 * a, 3.0 * b), *kernels)
+    return jax.nn.relu(x @ a) @ b
+
+
+def written(m, x, n):
+    def write(m, x):
+        m.count[...] += x.sum()
+        m.b.bias[...] = m.b.bias[...] + m.a(x).mean(0)
+        return m.b(x)
+
+    return nnx.cond(n > 0, write, lambda m, x: m.a(x), m, x)
+
+
+def within(m, x, n):
+    """In a loop and in each other."""
+
+    def body(c, i):
+        inner = lambda c: lax.cond(i > 1, lambda c: m.b(c), lambda c: c + 1, m.a(c))
+        return lax.cond(i < n + 2, inner, lambda c: c * 2, c), c.sum()
+
+    c, sums = lax.scan(body, x, jnp.arange(4))
+    return c + sums.sum()
+
+
+IN_TWO_TASKS = {f.__name__: f for f in (either, chosen, written, within)}
 
 
 def placed():
@@ -69,9 +100,81 @@ def test_in_one_task(kind, sign):
         assert {t.shape for t in run.program(model, x).transfers} == {(2, 4)}
 
 
-@pytest.mark.parametrize("kind", IN_TWO)
-def test_in_two_tasks(kind):
+@pytest.mark.parametrize("n", [0, 1, 2])
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("kind", IN_TWO_TASKS)
+def test_in_two_tasks(kind, differentiated, n):
+    """One cond for each task, whichever branch is taken."""
+
+    def run(m, x, n):
+        if not differentiated:
+            return IN_TWO_TASKS[kind](m, x, n)
+        return nnx.value_and_grad(lambda m: (IN_TWO_TASKS[kind](m, x, n) ** 2).mean())(m)
+
+    x = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
+    whole = Model()
+    expected = values((nnx.jit(run)(whole, x, n), nnx.state(whole)))
+    mesh, model = placed()
+    with mesh:
+        assert_same(values((mm.jit(run)(model, x, n), nnx.state(model))), expected, 1e-5)
+        assert model.b.bias[...].sharding.device_set == {mesh.mesh.devices[1]}
+
+
+OPTIMIZERS = {
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+    "MultiSteps of a chain": lambda: optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)), 3
+    ),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
+    "novograd": lambda: optax.novograd(1e-2),
+    "mechanize": lambda: optax.contrib.mechanize(optax.adam(1e-2)),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers_that_hold_a_cond(kind):
+    """Over four steps, in one of which the gradients are not finite."""
+
+    def step(model, optimizer, x):
+        grad_fn = nnx.value_and_grad(lambda m, x: (m.b(jnp.tanh(m.a(x))) ** 2).mean())
+        loss, grads = mm.microbatch(grad_fn, 0, 2, argnum=1, reduce="mean")(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    def make(model):
+        return nnx.Optimizer(model, OPTIMIZERS[kind](), wrt=nnx.Param)
+
+    x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    batches = [x, x * (np.inf if kind == "apply_if_finite" else 2), x, x]
+    whole = Model()
+    optimizer = make(whole)
+    mesh, split = placed()
+    with mesh:
+        split_optimizer = mm.jit(make)(split)
+        run = mm.jit(step)
+        for batch in batches:
+            nnx.jit(step)(whole, optimizer, batch)
+            run(split, split_optimizer, batch)
+            expected = values((nnx.state(whole), nnx.state(optimizer)))
+            assert_same(values((nnx.state(split), nnx.state(split_optimizer))), expected, 1e-4)
+        transfers = run.program(split, split_optimizer, x).transfers
+    if kind.startswith("MultiSteps"):  # which work on each task's state by itself
+        assert {t.shape for t in transfers if t.microbatch is None} <= {()}
+
+
+@pytest.mark.parametrize("kind", ["while", "cond"])
+def test_refused(kind):
+    def run(m, x):
+        if kind == "while":
+            body = lambda c: (c[0], c[1] + 1, c[0].b(c[0].a(c[2])))
+            return nnx.while_loop(lambda c: c[1] < 3, body, (m, 0, x))[2]
+
+        def said(x):
+            jax.debug.print("{}", x.sum())
+            return m.b(m.a(x))
+
+        return lax.cond(x.sum() > 0, said, lambda x: x, x)
+
     mesh, model = placed()
     with mesh, pytest.raises(ValueError, match=f"{kind}.* contains computation of 2 tasks: stage0.*stage1"):
-        mm.jit(IN_TWO[kind])(model, jnp.ones((2, 4)))
-    assert isinstance(jax.device_get(model.a.kernel[...]), np.ndarray)
+        mm.jit(run)(model, jnp.ones((2, 4)))
