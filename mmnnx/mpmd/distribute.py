@@ -2,7 +2,8 @@
 
 That can be done where nothing flows back from one task to another: what the iterations of one scan hand to
 those of the next is then stacked up in between. (Kuck et al. 1981, "Dependence graphs and compiler
-optimizations"; the strongly connected parts of the dependences between iterations stay together.)
+optimizations"; the strongly connected parts of the dependences between iterations stay together.) The
+branches of a cond are divided the same way, and that always goes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mmnnx.mpmd.trace import Equation, Var, is_var, nbytes
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The body of one of the scans.
+    """The body of one of the scans, or of one of the conds.
 
     Attributes:
       mesh: where it is tied to, None where it is tied to nothing.
@@ -47,10 +48,10 @@ def distribute(
     tie: Callable[[Equation], Mesh | None],
     near: Callable[[Var], Sequence[Mesh]],
 ) -> list[Part] | None:
-    """Divides the body of a scan.
+    """Divides the body of a scan, or all branches of a cond.
 
     Args:
-      nodes: its equations, in order; each of `carry_out` is made by one of them.
+      nodes: their equations, in order; each of `carry_out` is made by one of them.
       carry_in, carry_out: variables, the carries before and after an iteration.
       tie: the mesh that an equation is tied to, if any.
       near: the meshes that have a variable from outside at hand; none if that is not known.
