@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
 from mmnnx import _compat
@@ -254,6 +255,8 @@ class Jit:
                 "profile: these arguments are not like those that the program was made for: "
                 + ("; ".join(differ[:3]) or f"{len(found)} arrays, not {len(expected)}")
             )
+        if jax.process_count() > 1:
+            raise ValueError("a program is profiled in one process: run the script without mm.initialize")
         with measuring() as profiles:
             self(*args, **kwargs)
         if not profiles:

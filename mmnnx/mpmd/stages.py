@@ -182,7 +182,7 @@ def _table(
             raise IndexError(choice)
         name = ranked[choice]
     else:
-        name = "gpipe"  # forwards alone, in order
+        name = "sequential" if stages.carried else "gpipe"  # forwards alone, in order
     if not stages.num_stages:
         return name, []  # all is in moving tasks, and follows by dependency
     table = get_schedule(name).table(stages, spec.length, **dict(spec.options))

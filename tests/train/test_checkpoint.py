@@ -171,6 +171,8 @@ def test_what_cannot_be_saved(tmp_path):
         checkpoints.save(1, {"odd": nnx.Dict({"a": nnx.Dict(b=nnx.Param(1.0)), "a.b": nnx.Param(2.0)})})
     with pytest.raises(ValueError, match="keep=0"):
         Checkpoints(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="gs://bucket/run: .* not by URL"):
+        Checkpoints("gs://bucket/run")
     assert not (tmp_path / "none").exists()
 
 

@@ -64,6 +64,9 @@ class Checkpoints:
       keep: how many of the latest are kept.
       best: the name of a metric of which the lowest is best; that checkpoint is kept too.
 
+    Raises:
+      ValueError: for a URL, or to keep none.
+
     Example:
       >>> with Checkpoints("run/checkpoints", best="loss") as checkpoints:
       ...     checkpoints.save(100, {"model": model, "optimizer": optimizer}, metrics={"loss": 2.5})
@@ -74,6 +77,8 @@ class Checkpoints:
     def __init__(self, folder: str | FilePath, *, keep: int = 1, best: str | None = None):
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint is kept")
+        if "://" in str(folder):
+            raise ValueError(f"{folder}: checkpoints are kept on a file system, local or shared, not by URL")
         self.folder = FilePath(folder).absolute()
         self._keep, self._best, self._saved = keep, best, False
 
