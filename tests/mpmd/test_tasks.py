@@ -229,33 +229,45 @@ def kernels_on_two_meshes(mesh):
     return [jax.device_put(k, NamedSharding(mesh.slice(stage=i), P())) for i, k in enumerate(kernels)]
 
 
-@pytest.mark.parametrize("control, name", [(branch, "cond"), (loop, "while")])
-def test_cond_and_while_over_two_tasks_are_refused_by_name(control, name):
-    """How often such a loop runs is known only when it runs: no program can be made of it, and the error says
-    so.
-    """
-    mesh, tasks = pipeline(2)
-
+def in_two_tasks(control, tasks):
     def f(a, b, x):
         first = mm.task(lambda x: jnp.tanh(x @ a), task=tasks[0])
         second = mm.task(lambda x: jnp.tanh(x @ b), task=tasks[1])
         return control(lambda x: second(first(x)), x)
 
-    with mesh, pytest.raises(ValueError, match=name) as error:
-        mm.jit(f)(*kernels_on_two_meshes(mesh), jnp.ones((2, 8)))
+    return f
+
+
+def with_state_of_two_meshes(control, tasks):
+    return lambda a, b, x: control(lambda x: jnp.tanh(jnp.tanh(x @ a) @ b), x)
+
+
+@pytest.mark.parametrize("make_function", [in_two_tasks, with_state_of_two_meshes])
+def test_a_while_over_two_tasks_is_refused_by_name(make_function):
+    """How often such a loop runs is known only when it runs: no program can be made of it, and the error says
+    so.
+    """
+    mesh, tasks = pipeline(2)
+    with mesh, pytest.raises(ValueError, match="while") as error:
+        mm.jit(make_function(loop, tasks))(*kernels_on_two_meshes(mesh), jnp.ones((2, 8)))
     assert "stage0" in str(error.value) and "stage1" in str(error.value)
 
 
-@pytest.mark.parametrize("control, name", [(branch, "cond"), (loop, "while")])
-def test_cond_and_while_with_state_of_two_meshes_are_refused_by_name(control, name):
-    """Without scopes inside, it is the state that it uses which makes it the work of two meshes."""
-    mesh, _ = pipeline(2)
-
-    def f(a, b, x):
-        return control(lambda x: jnp.tanh(jnp.tanh(x @ a) @ b), x)
-
-    with mesh, pytest.raises(ValueError, match=rf"{name}.*\[0\].*\[1\]"):
-        mm.jit(f)(*kernels_on_two_meshes(mesh), jnp.ones((2, 8)))
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("make_function", [in_two_tasks, with_state_of_two_meshes])
+def test_a_cond_over_two_tasks(make_function, sign):
+    """Each task computes its own part of the branch."""
+    mesh, tasks = pipeline(2)
+    x = sign * np.ones((2, 8), np.float32)
+    with mesh:
+        kernels = kernels_on_two_meshes(mesh)
+        f = mm.jit(make_function(branch, tasks))
+        a, b = map(np.asarray, kernels)
+        expected = np.tanh(np.tanh(x @ a) @ b) if sign > 0 else 2 * x
+        np.testing.assert_allclose(f(*kernels, x), expected, rtol=1e-5)
+        program = f.program(*kernels, x)
+        assert {frag.task for frag in program.fragments} == {"stage0", "stage1"}
+        assert max(t.nbytes for t in program.transfers) == x.nbytes
 
 
 # Meshes
