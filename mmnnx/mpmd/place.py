@@ -400,6 +400,10 @@ class _Region:
                 choices = {Spot(mesh, self._position(mesh, task, 0) if position is None else position)}
         elif residuals:
             choices = set.intersection(*residuals.values())
+            if incoming and len(choices) > 1 and all(self._of(a).kind is Kind.FREE for a in residuals):
+                # A scalar that several stages use, say, is at hand wherever this comes to be.
+                self._set(e, min(incoming, key=_rank), "backward")
+                return
             if not choices:
                 # No mesh has them all: the one that has most bytes of them.
                 held: dict[Spot, int] = {}

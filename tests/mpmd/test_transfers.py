@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from mmnnx import _compat
 from mmnnx.mpmd import transfer
-from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place
+from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place, values
 
 WIDTH = 8
 X = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
@@ -172,3 +174,37 @@ def test_any_layout_to_any_other(shapes, given, asked):
     np.testing.assert_array_equal(out, x)
     for shard in out.addressable_shards:
         np.testing.assert_array_equal(shard.data, np.asarray(x)[shard.index])
+
+
+class Scaled(nnx.Module):
+    """A residual chain, every step of it scaled by one number."""
+
+    def __init__(self, kind):
+        self.layers = nnx.List(nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(4))
+        self.scale = {"parameter": nnx.Param, "variable": nnx.Variable}.get(kind, lambda x: x)(
+            jnp.float32(0.5)
+        )
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x)) * self.scale
+        return x
+
+
+@pytest.mark.parametrize("kind", ["number", "variable", "parameter"])
+def test_a_scalar_of_all_stages_brings_no_second_gradient(kind):
+    """One activation goes forward and one gradient comes back, though each stage scales it."""
+    mesh, tasks = pipeline(4)
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+
+    def step(model, x):
+        grad_fn = nnx.value_and_grad(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+        return mm.microbatch(grad_fn, 0, 2, argnum=1, reduce="mean", schedule="1f1b")(model, x)
+
+    expected = nnx.jit(step)(Scaled(kind), x)
+    with mesh:
+        model = born(lambda: Scaled(kind), place(tasks, *([("layers", n)] for n in range(4))))
+        run = mm.jit(step)
+        assert_same(values(run(model, x)), values(expected))
+        sent = Counter((t.source, t.target) for t in run.program(model, x).transfers if t.shape == (2, 8))
+    assert set(sent.values()) == {4} and len(sent) == 6
