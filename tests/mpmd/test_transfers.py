@@ -181,9 +181,8 @@ class Scaled(nnx.Module):
 
     def __init__(self, kind):
         self.layers = nnx.List(nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(4))
-        self.scale = {"parameter": nnx.Param, "variable": nnx.Variable}.get(kind, lambda x: x)(
-            jnp.float32(0.5)
-        )
+        make = {"parameter": nnx.Param, "variable": nnx.Variable}.get(kind)
+        self.scale = 0.5 if make is None else make(jnp.float32(0.5))
 
     def __call__(self, x):
         for layer in self.layers:
