@@ -190,6 +190,29 @@ class Scaled(nnx.Module):
         return x
 
 
+def test_a_value_of_an_earlier_trace():
+    """NNX leaves a plain array that a Module makes inside of a jit as a tracer."""
+    mesh, tasks = pipeline(2)
+
+    def make():
+        model = Scaled("number")
+        model.scale = jnp.float32(0.5)
+        return model
+
+    def step(model, x):
+        grad_fn = nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))
+        return mm.microbatch(grad_fn, 0, 2, argnum=1, reduce="mean")(model, x)
+
+    with mesh:
+        paths = [[("layers", range(2))], [("layers", range(2, 4))]]
+        model = born(make, place(tasks, *paths))
+        if isinstance(model.scale, jax.core.Tracer):
+            with pytest.raises(ValueError, match="step reads a value of another trace.*Make it a Variable"):
+                mm.jit(step)(model, jnp.ones((8, 8)))
+        else:
+            assert jnp.isfinite(mm.jit(step)(model, jnp.ones((8, 8)))[0])
+
+
 @pytest.mark.parametrize("kind", ["number", "variable", "parameter"])
 def test_a_scalar_of_all_stages_brings_no_second_gradient(kind):
     """One activation goes forward and one gradient comes back, though each stage scales it."""
