@@ -80,7 +80,7 @@ def split(
     if len(traced.jaxpr.in_avals) > len(leaves):  # JAX hands it over as an argument
         raise ValueError(
             f"{traced.fun_name} reads a value of another trace, which has ended: such as an array that a "
-            "Module made inside of a jit and keeps as a plain attribute. Make it a Variable, or a Python number"
+            "Module made inside of a jit and keeps as a plain attribute. Make it a Variable, or a number"
         )
     meshes = Meshes(multimesh)
 
