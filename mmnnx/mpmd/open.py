@@ -3,7 +3,7 @@
 `open_calls` takes the jaxpr of a function and inlines what stands between the user's equations and the
 places they belong to: nested jits always; remat, custom derivatives and loops where more than one TaskMesh
 is involved. A loop made by `mm.microbatch` becomes a `Loop`, and so does any other that is in no Loop and no
-derivative; there it is distributed, or else unrolled.
+derivative; there it is distributed, or else unrolled. The branches of a `cond` are distributed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def open_calls(
       loops: whether microbatch loops become a Loop; otherwise they stay a scan.
 
     Raises:
-      ValueError: for a `cond` or `while` that contains more than one task.
+      ValueError: for a `while` that contains more than one task, or such a `cond` that prints or calls back.
     """
     invars, outvars, eqns, consts = _compat.open_jaxpr(jaxpr)
     fresh = [jex.Var(v.aval) for v in invars]
