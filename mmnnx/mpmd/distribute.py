@@ -11,14 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
-import jax
-import jax.extend.core as jex
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from mmnnx import _compat
 from mmnnx.mpmd.trace import Equation, Var, is_var, nbytes
 
 
@@ -110,26 +105,6 @@ def _knots(needs: Sequence[Collection[int]]) -> list[list[int]]:
             elif following in on_stack:
                 low[n] = min(low[n], number[following])
     return found
-
-
-def branch(
-    takes: Sequence[Var], eqns: Sequence[Any], asked: Sequence[Any], types: Sequence[Any]
-) -> Callable[..., list[jax.Array]]:
-    """A branch of one of the conds that a cond is divided into.
-
-    Args:
-      takes: variables that it is given.
-      eqns: what of the branch is computed in this cond.
-      asked: its results; None for what another branch makes, in place of which it has zeros.
-      types: of the results.
-    """
-    jaxpr = _compat.close_jaxpr(takes, [a for a in asked if a is not None], eqns)
-
-    def run(*args: jax.Array) -> list[jax.Array]:
-        found = iter(jex.jaxpr_as_fun(jaxpr)(*args))
-        return [jnp.zeros(t.shape, t.dtype) if a is None else next(found) for a, t in zip(asked, types)]
-
-    return run
 
 
 def _meshes(
