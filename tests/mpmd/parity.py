@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,18 @@ def place(tasks: Sequence[mm.Task], *paths: Iterable[Any], spec: P | None = P())
 
 def born(make_model: Callable[[], Any], placement: mm.TaskSharding | None) -> Any:
     """The model, each Variable made on its own mesh; without a placement, an ordinary model."""
-    return nnx.jit(make_model)() if placement is None else mm.jit(make_model, out_shardings=placement)()
+    return _birth(make_model, placement)()
+
+
+@functools.lru_cache(64)
+def _birth(make_model: Callable[[], Any], placement: mm.TaskSharding | None) -> Callable[[], Any]:
+    """What makes a model, compiled once for all tests that ask for the same."""
+    return nnx.jit(make_model) if placement is None else mm.jit(make_model, out_shardings=placement)
+
+
+@functools.lru_cache(64)
+def _optimizer_birth(optimizer: optax.GradientTransformation, wrt: Any) -> Callable[[Any], nnx.Optimizer]:
+    return mm.jit(lambda model: nnx.Optimizer(model, optimizer, wrt=wrt))
 
 
 def values(tree: Any) -> dict[str, np.ndarray]:
@@ -207,7 +219,7 @@ def _train_on_one_device(
     **options: Any,
 ) -> OneDevice:
     """Trains with `nnx.jit`; `options` are more of `train_step`. No schedule makes a difference to it."""
-    init = nnx.jit(make_model)
+    init = _birth(make_model, None)
     model = init()
     state = nnx.Optimizer(model, optimizer or ADAMW, wrt=wrt)
     step_fn = train_step(nnx.jit, loss_fn, has_aux=has_aux, wrt=wrt, **options)
@@ -276,7 +288,7 @@ def assert_parity(
     with mesh or contextlib.nullcontext():
         model = init() if init is not None else born(make_model, placement)
         assert_same(model, expected.birth, rtol, "states at birth")
-        state = mm.jit(lambda model: nnx.Optimizer(model, optimizer or ADAMW, wrt=wrt))(model)
+        state = _optimizer_birth(optimizer or ADAMW, wrt)(model)
         step_fn = train_step(mm.jit, loss_fn, schedule=schedule, loop=loop, **options)
         at_birth = homes(model)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,6 +64,12 @@ class Recurrent(nnx.Module):
         return ys.sum(0) + final["n"] + final["sum"] + final["second"][0][:, :3]
 
 
+@functools.cache
+def recurrent(kind: str) -> Callable[[], Recurrent]:
+    """A function that makes the model: the same for the same kind, so that tests share what it compiles."""
+    return lambda: Recurrent(kind)
+
+
 KINDS = ["stacked", "delayed", "counted", "remat", "last first", "feedback"]
 
 
@@ -96,7 +104,7 @@ def made(kind: str, devices: int | None):
     }
     rules |= {mm.path("first"): (tasks[0], P()), mm.path(...): (tasks[1], P())}
     with mesh:
-        model = born(lambda: Recurrent(kind), mm.TaskSharding(rules) if devices else None)
+        model = born(recurrent(kind), mm.TaskSharding(rules) if devices else None)
         optimizer = (mm.jit if devices else nnx.jit)(
             lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param)
         )(model)

@@ -51,14 +51,14 @@ def test_tasks_by_scope(microbatch):
     """No placement at all: wrapped modules, instances and functions say where they compute."""
     mesh, tasks = pipeline(4)
     assert_parity(
-        make(TaskMLP, tasks), models.squared_error, models.vectors(), mesh=mesh, microbatch=microbatch
+        make(TaskMLP, tuple(tasks)), models.squared_error, models.vectors(), mesh=mesh, microbatch=microbatch
     )
 
 
 def test_scopes_bring_state_home():
     """After a first step, state that started on the default device lives where its task computes."""
     mesh, tasks = pipeline(4)
-    model = make(TaskMLP, tasks)()
+    model = make(TaskMLP, tuple(tasks))()
     with mesh:
 
         @mm.jit
