@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.distribute import distribute
+from mmnnx.mpmd.follow import follow
 from mmnnx.mpmd.trace import Atom, Equation, Node, Var, is_var, prune
 from mmnnx.mpmd.writer import InLoop, Writer
 
@@ -40,7 +42,20 @@ def open_cond(writer: Writer, eqn: Any, scope: str, out: list[Node]) -> list[Ato
     nodes = [[e for e in body if isinstance(e, Equation)] for body in pruned]  # which are all
     makers = [{v: e for e in body for v in e.outvars} for body in nodes]
     equations = [e for body in nodes for e in body]
-    parts = distribute(equations, [], [], writer.tie, lambda v: writer.near.get(v, ()))
+    # Gradients and their updates are made nowhere in particular yet: they follow their parameters.
+    led = [(writer.leads[y], column) for y, column in zip(eqn.outvars, zip(*results)) if y in writer.leads]
+    leads = {a: writer.leads[a] for a in filter(is_var, operands) if a in writer.leads}
+    leads |= {v: home for home, column in led for v in column if is_var(v)}
+    for body in nodes:
+        follow(body, leads, writer.state_home)
+
+    def tie(e: Equation) -> Mesh | None:
+        return writer.tie(e) or next((leads[v] for v in e.outvars if v in leads), None)
+
+    def near(v: Var) -> Sequence[Mesh]:
+        return writer.near.get(v, [leads[v]] if v in leads else ())
+
+    parts = distribute(equations, [], [], tie, near)
     if parts is None or any(e.eqn.effects for e in equations):
         return None
     number = {v: p for p, part in enumerate(parts) for e in part.nodes for v in e.outvars}

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.branches import open_cond
+from mmnnx.mpmd.follow import follow
 from mmnnx.mpmd.loops import open_scan
 from mmnnx.mpmd.microbatch import loop_spec
 from mmnnx.mpmd.trace import (
@@ -26,6 +27,7 @@ from mmnnx.mpmd.trace import (
     Var,
     at_home,
     combine,
+    is_var,
     join,
     prune,
     read,
@@ -67,12 +69,16 @@ class _Opener(Writer):
     def open(
         self, eqns: Sequence[Any], env: dict[Var, Atom], prefix: str, out: list[Node], in_loop: InLoop
     ) -> None:
+        if any(eqn.primitive.name == "cond" for eqn in eqns):
+            follow([Equation(e, "") for e in eqns], self.leads, lambda a: self.state_home(read(env, a)))
         for eqn in eqns:
             scope = join(prefix, str(eqn.source_info.name_stack))
             results = self._opened(
                 eqn.replace(invars=[read(env, a) for a in eqn.invars]), scope, out, in_loop
             )
             env.update(zip(eqn.outvars, results))
+            led = ((self.leads.get(v), r) for v, r in zip(eqn.outvars, results) if is_var(r))
+            self.leads.update((r, home) for home, r in led if home is not None)
 
     def _opened(self, eqn: Any, scope: str, out: list[Node], in_loop: InLoop) -> Sequence[Atom]:
         """Appends an equation, opened if it is a jit or holds computation of several tasks."""
@@ -85,12 +91,14 @@ class _Opener(Writer):
         if len(meshes) > 1 and name in ("cond", "while"):
             eqn = _compat.without_dead(eqn)
             meshes = self._meshes(eqn, scope)
+        if name == "cond" and len(meshes | self._ahead(eqn, scope)) > 1:
+            results = open_cond(self, eqn, scope, out)
+            if results is not None:
+                return results
         if len(meshes) < 2 or name == "shard_map":
             return self._kept(eqn, scope, out)
         if name == "scan":
             return open_scan(self, eqn, scope, out, in_loop)
-        if name == "cond" and (results := open_cond(self, eqn, scope, out)) is not None:
-            return results
         if name in ("cond", "while"):
             raise ValueError(_several_tasks(eqn, scope, [self.names[m] for m in meshes]))
         if len(bodies) != 1:  # such as a linear solve
@@ -107,6 +115,11 @@ class _Opener(Writer):
         self.record(node, ACTIVATION if placed else combine(map(self.of, node.invars)))
         out.append(node)
         return node.outvars
+
+    def _ahead(self, eqn: Any, scope: str) -> set[Mesh]:
+        """The homes of the state that the operands and results of an equation outside tasks are for."""
+        around = [v for v in (*eqn.invars, *eqn.outvars) if is_var(v) and v in self.leads]
+        return {self.leads[v] for v in around} if self.task_mesh(scope) is None else set()
 
     def _meshes(self, eqn: Any, scope: str) -> set[Mesh]:
         """The meshes of the tasks in an equation's body and of the state that it reads; none without body."""

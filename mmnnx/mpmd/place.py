@@ -26,6 +26,7 @@ from typing import Literal
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.cut import sink_side
+from mmnnx.mpmd.follow import follow
 from mmnnx.mpmd.trace import (
     CONST,
     FREE,
@@ -146,7 +147,9 @@ class _Region:
         autodiff = self.in_loop or _BACKWARD in self.classes.values()
         self.forward_phase = "forward" if autodiff else "none"
         self.out.follows.update(follows)
-        self._follow_state(inputs)
+        late = [n for n in nodes if isinstance(n, Equation) and self.classes[n] == _LATE]
+        state = {v for v, o in inputs.items() if o.kind is Kind.STATE}
+        follow(late, self.out.follows, lambda a: a if is_var(a) and a in state else None)
 
     def run(self) -> Placement:
         forward = self._all(_FORWARD)
@@ -196,22 +199,6 @@ class _Region:
             if classes[node] != _FORWARD:
                 after.update(node.outvars)
         return classes
-
-    def _follow_state(self, inputs: dict[Var, Origin]) -> None:
-        """A gradient belongs where the parameter is that it will update: walks back from the updates."""
-        follows = self.out.follows
-        for node in reversed(self.nodes):
-            if not isinstance(node, Equation) or self.classes[node] != _LATE:
-                continue
-            for v in node.outvars:
-                if node.name == "reduce_sum" and v in follows:  # of a gradient that is kept in parts
-                    follows.setdefault(node.invars[0], follows[v])
-                alike = [a for a in node.invars if is_var(a) and a.aval.shape == v.aval.shape != ()]
-                state = [a for a in alike if a in inputs and inputs[a].kind is Kind.STATE]
-                target = state[0] if state else follows.get(v)
-                if target is not None:
-                    for a in alike:
-                        follows.setdefault(a, target)
 
     # -- one equation -------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from mmnnx.mpmd.trace import (
     LAYOUT,
     Atom,
     Equation,
+    Kind,
     Node,
     Origin,
     Var,
@@ -46,6 +47,7 @@ class Writer(abc.ABC):
       constants: variables for arrays that the function captured, and the arrays.
       layout_of: of values that only lay out another one anew, the other one.
       near: for what a distributed scan or cond made, the meshes that have it at hand.
+      leads: beside conds, of what is nowhere in particular yet, the home of the state that it is for.
     """
 
     def __init__(self, task_mesh: Callable[[str], Mesh | None], names: dict[Mesh, str]):
@@ -54,6 +56,7 @@ class Writer(abc.ABC):
         self.constants: list[tuple[Var, Any]] = []
         self.layout_of: dict[Var, Var] = {}
         self.near: dict[Var, Sequence[Mesh]] = {}
+        self.leads: dict[Var, Mesh] = {}
 
     @abc.abstractmethod
     def open(
@@ -63,6 +66,11 @@ class Writer(abc.ABC):
 
     def of(self, atom: Atom) -> Origin:
         return self.origin[atom] if is_var(atom) else CONST
+
+    def state_home(self, atom: Atom) -> Mesh | None:
+        """Where an atom lives if it is state of one home."""
+        origin = self.origin.get(atom, CONST) if is_var(atom) else CONST
+        return origin.home if origin.kind is Kind.STATE else None
 
     def record(self, node: Equation, origin: Origin) -> None:
         self.origin.update((v, origin) for v in node.outvars)

@@ -1,0 +1,51 @@
+"""What an optimizer does to a gradient is done where the parameter is: a walk back from the updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from mmnnx import _compat
+from mmnnx.mpmd.trace import Atom, Equation, Var, is_var
+
+T = TypeVar("T")
+
+
+def follow(
+    equations: Sequence[Equation], follows: dict[Var, T], state_of: Callable[[Atom], T | None]
+) -> None:
+    """Adds to `follows` the values that are combined with state of their shape, directly or further on.
+
+    Args:
+      equations: in order.
+      follows: what variables are known to follow: a state variable, or its home.
+      state_of: what an atom stands for if it is such state, else None.
+    """
+    for e in reversed(equations):
+        if e.name == "cond":
+            for branch in e.eqn.params["branches"]:
+                _through(branch, e, follows, state_of)
+            continue
+        for v in e.outvars:
+            if e.name == "reduce_sum" and v in follows:  # of a gradient that is kept in parts
+                follows.setdefault(e.invars[0], follows[v])
+            alike = [a for a in e.invars if is_var(a) and a.aval.shape == v.aval.shape != ()]
+            state = [s for a in alike if (s := state_of(a)) is not None]
+            target = state[0] if state else follows.get(v)
+            if target is not None:
+                for a in alike:
+                    follows.setdefault(a, target)
+
+
+def _through(
+    branch: Any, cond: Equation, follows: dict[Var, T], state_of: Callable[[Atom], T | None]
+) -> None:
+    """Follows the results of a cond through a branch to its operands."""
+    invars, outvars, eqns, _ = _compat.open_jaxpr(branch)
+    given = dict(zip(invars, cond.invars[1:]))
+    inside = {o: follows[v] for o, v in zip(outvars, cond.outvars) if v in follows and is_var(o)}
+    equations = [Equation(e, cond.scope) for e in eqns]
+    follow(equations, inside, lambda a: state_of(given[a]) if a in given else None)
+    for v, operand in given.items():
+        if v in inside and is_var(operand):
+            follows.setdefault(operand, inside[v])
