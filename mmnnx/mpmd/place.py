@@ -218,7 +218,11 @@ class _Region:
         """Places what is made of free values alone (nowhere) or of one home's state (there), else False."""
         if self.task_of(e.scope) is not None:
             return False
-        origin = combine(self._of(a) for a in e.invars)
+        origins = [self._of(a) for a in e.invars]
+        origin = combine(origins)
+        if origin.kind is Kind.ACTIVATION and not self.in_loop:
+            # State and a free scalar are state still, such as a moment times its decay.
+            origin = combine(o for a, o in zip(e.invars, origins) if o.kind is not Kind.FREE or a.aval.shape)
         if origin.kind is Kind.ACTIVATION:
             return False
         if origin.kind is Kind.STATE:

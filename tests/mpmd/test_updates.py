@@ -1,0 +1,117 @@
+"""What an optimizer does after the gradients: where they are, in one program for each task."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+from tests.mpmd.parity import assert_same, born, pipeline, values
+
+STAGES, WIDTH = 3, 8
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(STAGES)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x
+
+
+BY_THEMSELVES = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0, 10)),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+    "lamb": lambda: optax.lamb(1e-2),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+}
+TOGETHER = {  # by what is known of all gradients
+    "clip_by_global_norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.sgd(1e-2)),
+    "prodigy": lambda: optax.contrib.prodigy(),
+}
+OPTIMIZERS = BY_THEMSELVES | TOGETHER
+MESH, TASKS = pipeline(STAGES)
+PLACEMENT = mm.TaskSharding({mm.path("layers", n): (TASKS[n], P()) for n in range(STAGES)})
+BATCH = np.random.default_rng(0).normal(size=(6, WIDTH)).astype(np.float32)
+
+
+def step_with(microbatch):
+    def step(model, optimizer, x):
+        grad_fn = nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean())
+        if microbatch:
+            grad_fn = mm.microbatch(grad_fn, 0, microbatch, argnum=1, reduce="mean", schedule="1f1b")
+        loss, grads = grad_fn(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    return step
+
+
+def made(kind):
+    return lambda model: nnx.Optimizer(model, OPTIMIZERS[kind](), wrt=nnx.Param)
+
+
+@pytest.fixture(scope="module")
+def model():
+    with MESH:
+        return born(Model, PLACEMENT)
+
+
+def program(kind, microbatch, model):
+    with MESH:
+        return mm.jit(step_with(microbatch)).program(model, mm.jit(made(kind))(model), BATCH)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_no_gradient_is_sent(kind, model):
+    sent = [t for t in program(kind, 2, model).transfers if t.microbatch is None]
+    assert max((math.prod(t.shape) for t in sent), default=0) <= 2
+    assert not sent or kind in TOGETHER
+
+
+@pytest.mark.parametrize("kind", BY_THEMSELVES)
+def test_one_program_for_each_task(kind, model):
+    """After the loop; the other one makes the zeros that gradients are added to."""
+    calls = [c for c in program(kind, 2, model).calls if c.microbatch is None]
+    assert len(calls) == 2 * STAGES
+
+
+@pytest.mark.parametrize("kind", BY_THEMSELVES)
+def test_nothing_of_it_is_computed_beside_the_forward(kind, model):
+    """A moment times its decay would be kept through the whole step."""
+
+    def kept(kind):
+        calls = program(kind, None, model).calls
+        return [[v.aval.shape for v in c.fragment.outvars] for c in calls if c.phase == "forward"]
+
+    assert kept(kind) == kept("adamw")
+
+
+@pytest.mark.parametrize("microbatch", [None, 2])
+@pytest.mark.parametrize("kind", ["inject_hyperparams", "adafactor", "prodigy"])
+def test_parity(kind, microbatch):
+    step, whole = step_with(microbatch), nnx.jit(Model)()
+    optimizer = made(kind)(whole)
+    with MESH:
+        split = born(Model, PLACEMENT)
+        split_optimizer, run = mm.jit(made(kind))(split), mm.jit(step)
+        for _ in range(3):
+            nnx.jit(step)(whole, optimizer, BATCH)
+            run(split, split_optimizer, BATCH)
+    found, expected = (values(nnx.state(x)) for x in ((split, split_optimizer), (whole, optimizer)))
+    assert_same(found, expected, 1e-4)
+    assert {d for x in jax.tree.leaves(nnx.state(split)) for d in x.devices()} == set(MESH.mesh.devices.flat)
