@@ -146,6 +146,7 @@ class _Region:
         self.classes = self._classify()
         autodiff = self.in_loop or _BACKWARD in self.classes.values()
         self.forward_phase = "forward" if autodiff else "none"
+        self.for_updates = self._for_updates()
         self.out.follows.update(follows)
         late = [n for n in nodes if isinstance(n, Equation) and self.classes[n] == _LATE]
         state = {v for v, o in inputs.items() if o.kind is Kind.STATE}
@@ -200,6 +201,15 @@ class _Region:
                 after.update(node.outvars)
         return classes
 
+    def _for_updates(self) -> set[Node]:
+        """What nobody reads but what comes after the backward: no part of the flow."""
+        found: set[Node] = set()
+        for node in reversed(self.nodes):
+            users = [u for v in node.outvars for u in self.users.get(v, ())]
+            if users and all(u in found or self.classes[u] == _LATE for u in users):
+                found.add(node)
+        return found
+
     # -- one equation -------------------------------------------------------------------------------------
 
     def _of(self, atom: Atom) -> Origin:
@@ -220,7 +230,7 @@ class _Region:
             return False
         origins = [self._of(a) for a in e.invars]
         origin = combine(origins)
-        if origin.kind is Kind.ACTIVATION and not self.in_loop:
+        if origin.kind is Kind.ACTIVATION and (self.forward_phase == "none" or e in self.for_updates):
             # State and a free scalar are state still, such as a moment times its decay.
             origin = combine(o for a, o in zip(e.invars, origins) if o.kind is not Kind.FREE or a.aval.shape)
         if origin.kind is Kind.ACTIVATION:
