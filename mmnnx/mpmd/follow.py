@@ -22,9 +22,10 @@ def follow(
       state_of: what an atom stands for if it is such state, else None.
     """
     for e in reversed(equations):
-        if e.name == "cond":
-            for branch in e.eqn.params["branches"]:
-                _through(branch, e, follows, state_of)
+        if e.name in ("cond", "jit", "pjit"):
+            operands = e.invars[1:] if e.name == "cond" else e.invars
+            for body in _compat.subjaxprs(e.eqn):
+                _through(body, operands, e.outvars, follows, state_of)
             continue
         for v in e.outvars:
             if e.name == "reduce_sum" and v in follows:  # of a gradient that is kept in parts
@@ -38,14 +39,17 @@ def follow(
 
 
 def _through(
-    branch: Any, cond: Equation, follows: dict[Var, T], state_of: Callable[[Atom], T | None]
+    body: Any,
+    operands: Sequence[Atom],
+    results: Sequence[Var],
+    follows: dict[Var, T],
+    state_of: Callable[[Atom], T | None],
 ) -> None:
-    """Follows the results of a cond through a branch to its operands."""
-    invars, outvars, eqns, _ = _compat.open_jaxpr(branch)
-    given = dict(zip(invars, cond.invars[1:]))
-    inside = {o: follows[v] for o, v in zip(outvars, cond.outvars) if v in follows and is_var(o)}
-    equations = [Equation(e, cond.scope) for e in eqns]
-    follow(equations, inside, lambda a: state_of(given[a]) if a in given else None)
+    """Follows the results of a call or a cond through a body of it to the operands."""
+    invars, outvars, eqns, _ = _compat.open_jaxpr(body)
+    given = dict(zip(invars, operands))
+    inside = {o: follows[v] for o, v in zip(outvars, results) if v in follows and is_var(o)}
+    follow([Equation(e, "") for e in eqns], inside, lambda a: state_of(given[a]) if a in given else None)
     for v, operand in given.items():
         if v in inside and is_var(operand):
             follows.setdefault(operand, inside[v])

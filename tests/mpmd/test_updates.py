@@ -115,3 +115,23 @@ def test_parity(kind, microbatch):
     found, expected = (values(nnx.state(x)) for x in ((split, split_optimizer), (whole, optimizer)))
     assert_same(found, expected, 1e-4)
     assert {d for x in jax.tree.leaves(nnx.state(split)) for d in x.devices()} == set(MESH.mesh.devices.flat)
+
+
+def test_an_update_by_hand(model):
+    """Chosen by a cond over all gradients, and added to all parameters in one jitted function."""
+
+    def step(model, x):
+        grads = nnx.grad(lambda model, x: (model(x) ** 2).mean())(model, x)
+        small = sum((g**2).sum() for g in jax.tree.leaves(grads)) < 1e6
+        scaled, zeros = (lambda grads, k=k: jax.tree.map(lambda g: k * g, grads) for k in (-0.1, 0.0))
+        updates = jax.lax.cond(small, scaled, zeros, grads)
+        nnx.update(model, jax.jit(optax.apply_updates)(nnx.state(model, nnx.Param), updates))
+
+    with MESH:
+        sent = mm.jit(step).program(model, BATCH).transfers
+        split = born(Model, PLACEMENT)
+        mm.jit(step)(split, BATCH)
+    whole = nnx.jit(Model)()
+    nnx.jit(step)(whole, BATCH)
+    assert_same(values(nnx.state(split)), values(nnx.state(whole)), 1e-4)
+    assert {t.shape for t in sent} == {(), BATCH.shape}  # activations, their gradients, and sums of squares
