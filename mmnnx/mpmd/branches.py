@@ -31,6 +31,7 @@ def open_cond(writer: Writer, eqn: Any, scope: str, out: list[Node]) -> list[Ato
     results: list[list[Atom]] = []
     for jaxpr in eqn.params["branches"]:
         bodies.append([])
+        writer.lead_into(jaxpr, eqn.outvars)
         results.append(writer.inline(jaxpr, operands, scope, bodies[-1], InLoop.MICROBATCHES))
     inside = {v for body in bodies for e in body for v in e.outvars}
     for k, column in enumerate(zip(*results)):
@@ -60,7 +61,7 @@ def open_cond(writer: Writer, eqn: Any, scope: str, out: list[Node]) -> list[Ato
         return None
     number = {v: p for p, part in enumerate(parts) for e in part.nodes for v in e.outvars}
     # A result comes from the last of the parts that make it in one branch or another.
-    columns = list(zip(*results))
+    columns = [list(filter(is_var, column)) for column in zip(*results)]
     last = [max((number[v] for v in column if v in number), default=0) for column in columns]
     made: dict[Var, Var] = {}
     final: dict[int, Var] = {}

@@ -43,6 +43,7 @@ def open_calls(
     homes: Sequence[Mesh | None],
     task_mesh: Callable[[str], Mesh | None],
     names: dict[Mesh, str],
+    follows: Sequence[int | None] = (),
     loops: bool = True,
 ) -> Flat:
     """Inlines the calls of `jaxpr` that stand across tasks.
@@ -52,6 +53,7 @@ def open_calls(
       homes: for each of its inputs, the mesh where that state lives, None for inputs that live nowhere.
       task_mesh: from a name stack to the mesh of the task it lies in, None outside tasks.
       names: what messages call each mesh.
+      follows: for results, the input whose home will be theirs, if that is known.
       loops: whether microbatch loops become a Loop; otherwise they stay a scan.
 
     Raises:
@@ -60,6 +62,9 @@ def open_calls(
     fresh = [jex.Var(v.aval) for v in _compat.open_jaxpr(jaxpr)[0]]
     opener = _Opener(task_mesh, names)
     opener.origin.update((v, at_home(home)) for v, home in zip(fresh, homes))
+    results = zip(_compat.open_jaxpr(jaxpr)[1], follows)
+    ahead = ((v, homes[n]) for v, n in results if n is not None and is_var(v))
+    opener.leads.update((v, home) for v, home in ahead if home is not None)
     nodes: list[Node] = []
     out = opener.inline(jaxpr, fresh, "", nodes, InLoop.NO if loops else InLoop.MICROBATCHES)
     return Flat(tuple(fresh), tuple(opener.constants), tuple(prune(nodes, out)), tuple(out))
@@ -69,7 +74,7 @@ class _Opener(Writer):
     def open(
         self, eqns: Sequence[Any], env: dict[Var, Atom], prefix: str, out: list[Node], in_loop: InLoop
     ) -> None:
-        if any(eqn.primitive.name == "cond" for eqn in eqns):
+        if _holds_cond(eqns):
             follow([Equation(e, "") for e in eqns], self.leads, lambda a: self.state_home(read(env, a)))
         for eqn in eqns:
             scope = join(prefix, str(eqn.source_info.name_stack))
@@ -84,6 +89,7 @@ class _Opener(Writer):
         """Appends an equation, opened if it is a jit or holds computation of several tasks."""
         name, bodies = eqn.primitive.name, _compat.subjaxprs(eqn)
         if name in ("jit", "pjit", "closed_call", "core_call"):
+            self.lead_into(bodies[0], eqn.outvars)
             return self.inline(bodies[0], eqn.invars, scope, out, in_loop)
         if name == "scan" and in_loop is InLoop.NO and loop_spec(scope) is not None:
             return open_scan(self, eqn, scope, out, in_loop)
@@ -132,6 +138,12 @@ class _Opener(Writer):
         if own is None:
             found |= {home for a in eqn.invars if (home := self.of(a).home) is not None}
         return found
+
+
+def _holds_cond(eqns: Sequence[Any]) -> bool:
+    calls = [e for e in eqns if e.primitive.name in ("jit", "pjit")]
+    bodies = (_compat.open_jaxpr(body)[2] for e in calls for body in _compat.subjaxprs(e))
+    return any(e.primitive.name == "cond" for e in eqns) or any(map(_holds_cond, bodies))
 
 
 def _several_tasks(eqn: Any, scope: str, tasks: Sequence[str]) -> str:

@@ -188,7 +188,7 @@ def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, meshes: Meshes) -> Iterator
         found = task_of(scope)
         return found[1] if found is not None else None
 
-    flat = open_calls(jaxpr, ends.homes, task_mesh, meshes.labels())
+    flat = open_calls(jaxpr, ends.homes, task_mesh, meshes.labels(), ends.follows)
     for loop in (node for node in flat.nodes if isinstance(node, Loop)):
         for mesh_for in meshes.moving.values():
             for m in range(loop.spec.length):

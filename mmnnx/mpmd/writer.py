@@ -72,6 +72,14 @@ class Writer(abc.ABC):
         origin = self.origin.get(atom, CONST) if is_var(atom) else CONST
         return origin.home if origin.kind is Kind.STATE else None
 
+    def lead_into(self, body: Any, results: Sequence[Var]) -> None:
+        """Hands what the results of an equation are for to those of a body that is about to be opened."""
+        _, outvars, eqns, _ = _compat.open_jaxpr(body)
+        for v in (v for e in eqns for v in e.outvars):
+            self.leads.pop(v, None)  # of another call of the same function
+        ahead = [(o, self.leads[v]) for o, v in zip(outvars, results) if v in self.leads and is_var(o)]
+        self.leads.update(ahead)
+
     def record(self, node: Equation, origin: Origin) -> None:
         self.origin.update((v, origin) for v in node.outvars)
         if node.name in LAYOUT and node.name != "broadcast_in_dim" and is_var(node.invars[0]):
