@@ -13,15 +13,18 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.distribute import distribute
-from mmnnx.mpmd.follow import follow
+from mmnnx.mpmd.follow import follow_back
 from mmnnx.mpmd.trace import Atom, Equation, Node, Var, is_var, prune
 from mmnnx.mpmd.writer import InLoop, Writer
 
 
-def open_cond(writer: Writer, eqn: Any, scope: str, out: list[Node]) -> list[Atom] | None:
+def open_cond(
+    writer: Writer, eqn: Any, ahead: Sequence[Mesh | None], scope: str, out: list[Node]
+) -> list[Atom] | None:
     """Appends a cond of several tasks to `out`, as one cond for each task, one after the other.
 
-    What one of them hands to the next is zeros where another branch is taken.
+    What one of them hands to the next is zeros where another branch is taken. `ahead` has the homes of the
+    state that its results are for, where that is known.
 
     Returns:
       What stands for its results; None, with nothing appended, if it has effects.
@@ -31,8 +34,7 @@ def open_cond(writer: Writer, eqn: Any, scope: str, out: list[Node]) -> list[Ato
     results: list[list[Atom]] = []
     for jaxpr in eqn.params["branches"]:
         bodies.append([])
-        writer.lead_into(jaxpr, eqn.outvars)
-        results.append(writer.inline(jaxpr, operands, scope, bodies[-1], InLoop.MICROBATCHES))
+        results.append(writer.inline(jaxpr, operands, scope, bodies[-1], InLoop.MICROBATCHES, ahead))
     inside = {v for body in bodies for e in body for v in e.outvars}
     for k, column in enumerate(zip(*results)):
         if inside.isdisjoint(filter(is_var, column)):  # no branch computes it: it is chosen at home
@@ -44,11 +46,11 @@ def open_cond(writer: Writer, eqn: Any, scope: str, out: list[Node]) -> list[Ato
     makers = [{v: e for e in body for v in e.outvars} for body in nodes]
     equations = [e for body in nodes for e in body]
     # Gradients and their updates are made nowhere in particular yet: they follow their parameters.
-    led = [(writer.leads[y], column) for y, column in zip(eqn.outvars, zip(*results)) if y in writer.leads]
     leads = {a: writer.leads[a] for a in filter(is_var, operands) if a in writer.leads}
+    led = [(home, column) for home, column in zip(ahead, zip(*results)) if home is not None]
     leads |= {v: home for home, column in led for v in column if is_var(v)}
     for body in nodes:
-        follow(body, leads, writer.state_home)
+        follow_back(body, leads, writer.state_home)
 
     def tie(e: Equation) -> Mesh | None:
         return writer.tie(e) or next((leads[v] for v in e.outvars if v in leads), None)

@@ -11,7 +11,7 @@ from mmnnx.mpmd.trace import Atom, Equation, Var, is_var
 T = TypeVar("T")
 
 
-def follow(
+def follow_back(
     equations: Sequence[Equation], follows: dict[Var, T], state_of: Callable[[Atom], T | None]
 ) -> None:
     """Adds to `follows` the values that are combined with state of their shape, directly or further on.
@@ -49,7 +49,7 @@ def _through(
     invars, outvars, eqns, _ = _compat.open_jaxpr(body)
     given = dict(zip(invars, operands))
     inside = {o: follows[v] for o, v in zip(outvars, results) if v in follows and is_var(o)}
-    follow([Equation(e, "") for e in eqns], inside, lambda a: state_of(given[a]) if a in given else None)
+    follow_back([Equation(e, "") for e in eqns], inside, lambda a: state_of(given[a]) if a in given else None)
     for v, operand in given.items():
         if v in inside and is_var(operand):
             follows.setdefault(operand, inside[v])

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.branches import open_cond
-from mmnnx.mpmd.follow import follow
+from mmnnx.mpmd.follow import follow_back
 from mmnnx.mpmd.loops import open_scan
 from mmnnx.mpmd.microbatch import loop_spec
 from mmnnx.mpmd.trace import (
@@ -62,43 +62,47 @@ def open_calls(
     fresh = [jex.Var(v.aval) for v in _compat.open_jaxpr(jaxpr)[0]]
     opener = _Opener(task_mesh, names)
     opener.origin.update((v, at_home(home)) for v, home in zip(fresh, homes))
-    results = zip(_compat.open_jaxpr(jaxpr)[1], follows)
-    ahead = ((v, homes[n]) for v, n in results if n is not None and is_var(v))
-    opener.leads.update((v, home) for v, home in ahead if home is not None)
+    ahead = [None if n is None else homes[n] for n in follows]
     nodes: list[Node] = []
-    out = opener.inline(jaxpr, fresh, "", nodes, InLoop.NO if loops else InLoop.MICROBATCHES)
+    out = opener.inline(jaxpr, fresh, "", nodes, InLoop.NO if loops else InLoop.MICROBATCHES, ahead)
     return Flat(tuple(fresh), tuple(opener.constants), tuple(prune(nodes, out)), tuple(out))
 
 
 class _Opener(Writer):
     def open(
-        self, eqns: Sequence[Any], env: dict[Var, Atom], prefix: str, out: list[Node], in_loop: InLoop
+        self,
+        eqns: Sequence[Any],
+        env: dict[Var, Atom],
+        ahead: dict[Var, Mesh],
+        prefix: str,
+        out: list[Node],
+        in_loop: InLoop,
     ) -> None:
         if _holds_cond(eqns):
-            follow([Equation(e, "") for e in eqns], self.leads, lambda a: self.state_home(read(env, a)))
+            follow_back([Equation(e, "") for e in eqns], ahead, lambda a: self.state_home(read(env, a)))
         for eqn in eqns:
             scope = join(prefix, str(eqn.source_info.name_stack))
-            results = self._opened(
-                eqn.replace(invars=[read(env, a) for a in eqn.invars]), scope, out, in_loop
-            )
+            mine = [ahead.get(v) for v in eqn.outvars]
+            opened = eqn.replace(invars=[read(env, a) for a in eqn.invars])
+            results = self._opened(opened, mine, scope, out, in_loop)
             env.update(zip(eqn.outvars, results))
-            led = ((self.leads.get(v), r) for v, r in zip(eqn.outvars, results) if is_var(r))
-            self.leads.update((r, home) for home, r in led if home is not None)
+            self.leads.update((r, home) for r, home in zip(results, mine) if is_var(r) and home is not None)
 
-    def _opened(self, eqn: Any, scope: str, out: list[Node], in_loop: InLoop) -> Sequence[Atom]:
+    def _opened(
+        self, eqn: Any, ahead: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop
+    ) -> Sequence[Atom]:
         """Appends an equation, opened if it is a jit or holds computation of several tasks."""
         name, bodies = eqn.primitive.name, _compat.subjaxprs(eqn)
         if name in ("jit", "pjit", "closed_call", "core_call"):
-            self.lead_into(bodies[0], eqn.outvars)
-            return self.inline(bodies[0], eqn.invars, scope, out, in_loop)
+            return self.inline(bodies[0], eqn.invars, scope, out, in_loop, ahead)
         if name == "scan" and in_loop is InLoop.NO and loop_spec(scope) is not None:
             return open_scan(self, eqn, scope, out, in_loop)
         meshes = self._meshes(eqn, scope)
         if len(meshes) > 1 and name in ("cond", "while"):
             eqn = _compat.without_dead(eqn)
             meshes = self._meshes(eqn, scope)
-        if name == "cond" and len(meshes | self._ahead(eqn, scope)) > 1:
-            results = open_cond(self, eqn, scope, out)
+        if name == "cond" and len(meshes | self._led(eqn, ahead, scope)) > 1:
+            results = open_cond(self, eqn, ahead, scope, out)
             if results is not None:
                 return results
         if len(meshes) < 2 or name == "shard_map":
@@ -122,10 +126,10 @@ class _Opener(Writer):
         out.append(node)
         return node.outvars
 
-    def _ahead(self, eqn: Any, scope: str) -> set[Mesh]:
+    def _led(self, eqn: Any, ahead: Sequence[Mesh | None], scope: str) -> set[Mesh]:
         """The homes of the state that the operands and results of an equation outside tasks are for."""
-        around = [v for v in (*eqn.invars, *eqn.outvars) if is_var(v) and v in self.leads]
-        return {self.leads[v] for v in around} if self.task_mesh(scope) is None else set()
+        homes = [*ahead, *(self.leads.get(a) for a in eqn.invars if is_var(a))]
+        return {m for m in homes if m is not None} if self.task_mesh(scope) is None else set()
 
     def _meshes(self, eqn: Any, scope: str) -> set[Mesh]:
         """The meshes of the tasks in an equation's body and of the state that it reads; none without body."""

@@ -26,7 +26,7 @@ from typing import Literal
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.cut import sink_side
-from mmnnx.mpmd.follow import follow
+from mmnnx.mpmd.follow import follow_back
 from mmnnx.mpmd.trace import (
     CONST,
     FREE,
@@ -150,7 +150,7 @@ class _Region:
         self.out.follows.update(follows)
         late = [n for n in nodes if isinstance(n, Equation) and self.classes[n] == _LATE]
         state = {v for v, o in inputs.items() if o.kind is Kind.STATE}
-        follow(late, self.out.follows, lambda a: a if is_var(a) and a in state else None)
+        follow_back(late, self.out.follows, lambda a: a if is_var(a) and a in state else None)
 
     def run(self) -> Placement:
         forward = self._all(_FORWARD)

@@ -47,7 +47,7 @@ class Writer(abc.ABC):
       constants: variables for arrays that the function captured, and the arrays.
       layout_of: of values that only lay out another one anew, the other one.
       near: for what a distributed scan or cond made, the meshes that have it at hand.
-      leads: beside conds, of what is nowhere in particular yet, the home of the state that it is for.
+      leads: beside conds, of what is nowhere in particular, the home of the state that it is for.
     """
 
     def __init__(self, task_mesh: Callable[[str], Mesh | None], names: dict[Mesh, str]):
@@ -60,9 +60,18 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def open(
-        self, eqns: Sequence[Any], env: dict[Var, Atom], prefix: str, out: list[Node], in_loop: InLoop
+        self,
+        eqns: Sequence[Any],
+        env: dict[Var, Atom],
+        ahead: dict[Var, Mesh],
+        prefix: str,
+        out: list[Node],
+        in_loop: InLoop,
     ) -> None:
-        """Appends equations of a jaxpr to `out`, on the variables of `env`, with their calls opened."""
+        """Appends equations of a jaxpr to `out`, on the variables of `env`, with their calls opened.
+
+        `ahead` has the homes of the state that its results are for, where that is known.
+        """
 
     def of(self, atom: Atom) -> Origin:
         return self.origin[atom] if is_var(atom) else CONST
@@ -71,14 +80,6 @@ class Writer(abc.ABC):
         """Where an atom lives if it is state of one home."""
         origin = self.origin.get(atom, CONST) if is_var(atom) else CONST
         return origin.home if origin.kind is Kind.STATE else None
-
-    def lead_into(self, body: Any, results: Sequence[Var]) -> None:
-        """Hands what the results of an equation are for to those of a body that is about to be opened."""
-        _, outvars, eqns, _ = _compat.open_jaxpr(body)
-        for v in (v for e in eqns for v in e.outvars):
-            self.leads.pop(v, None)  # of another call of the same function
-        ahead = [(o, self.leads[v]) for o, v in zip(outvars, results) if v in self.leads and is_var(o)]
-        self.leads.update(ahead)
 
     def record(self, node: Equation, origin: Origin) -> None:
         self.origin.update((v, origin) for v in node.outvars)
@@ -93,12 +94,20 @@ class Writer(abc.ABC):
         return var
 
     def inline(
-        self, jaxpr: Any, args: Sequence[Atom], scope: str, out: list[Node], in_loop: InLoop
+        self,
+        jaxpr: Any,
+        args: Sequence[Atom],
+        scope: str,
+        out: list[Node],
+        in_loop: InLoop,
+        ahead: Sequence[Mesh | None] = (),
     ) -> list[Atom]:
-        """Appends the equations of `jaxpr` over `args`, opened."""
+        """Appends the equations of `jaxpr` over `args`, opened; `ahead` has the homes of the state that its
+        results are for."""
         invars, outvars, eqns, consts = _compat.open_jaxpr(jaxpr)
         env = dict(zip(invars, args)) | {v: self.constant(value, v.aval) for v, value in consts}
-        self.open(eqns, env, scope, out, in_loop)
+        homes = {v: home for v, home in zip(outvars, ahead) if is_var(v) and home is not None}
+        self.open(eqns, env, homes, scope, out, in_loop)
         return [read(env, v) for v in outvars]
 
     def emit(self, fun: Callable, atoms: Sequence[Atom], scope: str, out: list[Node]) -> list[Var]:
