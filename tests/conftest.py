@@ -40,7 +40,15 @@ if MLIR_ALONE:
     jax.config.update("jax_compilation_cache_dir", COMPILED.name)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
+# A traced model is a hundred thousand objects, and hardly any garbage: look for it seldom.
+gc.set_threshold(100_000, 50, 100)
+
 MAPS = Path("/proc/self/maps")
+
+
+def pytest_collection_finish():
+    """What is imported by now stays, and need not be searched."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,6 +14,14 @@ from mmnnx.train.stop import Stop
 from tests.processes.harness import finish, start
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Raises KeyboardInterrupt, also where a shell started the tests in the background and has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def send(number):
     os.kill(os.getpid(), number)
 
