@@ -53,6 +53,8 @@ class Watch:
         self._ending, self._flushed = threading.Event(), threading.Event()
         self._loop = asyncio.new_event_loop()
         self._tasks: asyncio.TaskGroup
+        self._watching: asyncio.Task[None]
+        self._thread: threading.Thread
 
     def start(self, meeting: Coroutine[Any, Any, list[Member]]) -> None:
         """Meets the other processes and begins to watch them.
@@ -75,19 +77,25 @@ class Watch:
                 self._tasks.create_task(self._beat())
 
         def guarded() -> None:
+            self._watching = self._loop.create_task(run())
             try:
-                self._loop.run_until_complete(run())
+                with contextlib.suppress(asyncio.CancelledError):
+                    self._loop.run_until_complete(self._watching)
             except Exception:
                 traceback.print_exc()
                 self._end()
 
+        self._thread = threading.Thread(target=guarded, name="mmnnx-watch", daemon=True)
+        self._thread.start()
         # At exit Python starts no more threads.
-        for name, target in {"mmnnx-watch": guarded, "mmnnx-flush": self._flush}.items():
-            threading.Thread(target=target, name=name, daemon=True).start()
+        threading.Thread(target=self._flush, name="mmnnx-flush", daemon=True).start()
         met.result()
 
     def leave(self) -> None:
-        """This process has nothing more to do; waits until that is so for all."""
+        """This process has nothing more to do; waits until that is so for all, and ends the thread.
+
+        A thread that is in JAX when Python goes away would end the process with SIGABRT.
+        """
 
         def tell() -> None:
             self._note_end(self.number, dict(handed))
@@ -96,6 +104,8 @@ class Watch:
         self._loop.call_soon_threadsafe(tell)
         try:
             self._over.wait()
+            self._loop.call_soon_threadsafe(self._watching.cancel)
+            self._thread.join()
         except KeyboardInterrupt:
             self._status = 130
             self._end()

@@ -1,6 +1,8 @@
 """Fetches small and large things many times, and counts what is left in the key-value store."""
 
+import atexit
 import sys
+import threading
 import time
 
 import jax
@@ -14,7 +16,10 @@ from mmnnx.mpmd.processes import elsewhere
 from mmnnx.mpmd.words import store
 
 COORDINATOR, COUNT, NUMBER = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+# Called after what mm.initialize has called at exit: nothing of it may look at arrays while Python goes away.
+atexit.register(lambda: print("threads:", sum(t.name == "mmnnx-watch" for t in threading.enumerate())))
 mm.initialize(COORDINATOR, COUNT, NUMBER)
+assert any(t.name == "mmnnx-watch" for t in threading.enumerate())
 devices = np.array(jax.devices())
 everywhere, first, last = (jax.sharding.Mesh(d, ("x",)) for d in (devices, devices[:2], devices[-2:]))
 

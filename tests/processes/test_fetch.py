@@ -1,4 +1,4 @@
-"""What `mm.fetch` brings, and what it leaves behind."""
+"""What `mm.fetch` brings, and what it and the watch leave behind."""
 
 from __future__ import annotations
 
@@ -12,3 +12,4 @@ def test_values_come_to_all_and_the_store_forgets_them():
     for printed in run("fetch.py", 3, 2):
         (keys,) = re.findall(r"keys: (\d+)", printed)
         assert int(keys) <= 2 * (3 * 8 + 1)
+        assert "threads: 0\n" in printed
