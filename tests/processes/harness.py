@@ -31,7 +31,8 @@ def start(
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_FLAGS", "JAX_"))} | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "XLA_FLAGS": " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f),
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"],
         "PYTHONPATH": str(ROOT),
     }
     coordinator = f"127.0.0.1:{free_port()}"

@@ -50,6 +50,7 @@ def environment(compiled) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(sys.path),
         "XLA_FLAGS": " ".join(flags),
         "JAX_PLATFORMS": "cpu",
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"],
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
