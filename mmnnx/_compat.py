@@ -156,6 +156,20 @@ def trace_context() -> Any:
     return jax_config.trace_context()
 
 
+def same_graph(one: nnx.GraphDef, other: nnx.GraphDef) -> bool:
+    """Whether two graph definitions are equal, where static values that are one object are.
+
+    `==` of definitions asks such objects from Python 3.13 on. A tracer that a Module keeps from an earlier
+    trace then raises an error of its own, ahead of the one that says what it is.
+    """
+
+    def parts(graph: nnx.GraphDef) -> tuple[Any, ...]:
+        values = [(name, getattr(attribute, "value", attribute)) for name, attribute in graph.attributes]
+        return graph.nodes, values, graph.num_leaves
+
+    return parts(one) == parts(other)
+
+
 def children(node: Any) -> list[tuple[Any, Any]]:
     """What a graph node or a pytree holds, by key: Modules, Variables, arrays, lists, static values.
 

@@ -53,6 +53,23 @@ def test_every_function_is_tested_here():
     assert not untested
 
 
+def test_graphs_are_compared_without_asking_the_same_object():
+    """Such as a tracer of an earlier trace: NNX keeps it in the definition, as all that is no state."""
+
+    def make(value, layers=1, name="kept"):
+        model = nnx.Dict(layers=nnx.List(nnx.Variable(0.0) for _ in range(layers)))
+        setattr(model, name, nnx.static(value))
+        return nnx.graphdef(model)
+
+    kept = []
+    jax.make_jaxpr(lambda x: kept.append(x))(0.0)
+    (tracer,) = kept
+    assert _compat.same_graph(make(tracer), make(tracer))
+    for other in (make(tracer, layers=2), make(tracer, name="other")):
+        assert not _compat.same_graph(make(tracer), other)
+    assert _compat.same_graph(make("one"), make("one")) and not _compat.same_graph(make("one"), make("two"))
+
+
 def test_jaxpr_types(closed):
     """What make_jaxpr returns and what equations hold are jaxprs by these types, and nothing else is."""
     assert isinstance(closed, _compat.JAXPR_TYPES), type(closed)

@@ -131,7 +131,7 @@ class Observer:
             if self.out_shardings is not None:
                 out = _distinct(out)
             nodes = any(_is_node(x) for x in jax.tree.leaves(out, is_leaf=_is_node))
-            same = not nodes and before == nnx.graphdef((args, kwargs))
+            same = not nodes and _compat.same_graph(before, nnx.graphdef((args, kwargs)))
             seen.out_tree = jax.tree.structure(out) if same else None
             plain = {id(x) for x in jax.tree.leaves((args, kwargs), is_leaf=_is_node)}  # no state of a node
             after = _leaves((args, kwargs), {}, seen.alive)

@@ -238,7 +238,7 @@ def microbatch(
             inner_args = (*inner_args[:argnum], piece, *inner_args[argnum + 1 :])
             out = fun(*inner_args, **inner_kwargs)
             graphdef_after, state_after = nnx.split(fresh)
-            if graphdef_after != graphdef:
+            if not _compat.same_graph(graphdef_after, graphdef):
                 raise ValueError(
                     f"microbatch: {getattr(fun, '__name__', fun)!r} adds or removes Variables or submodules "
                     "of its arguments. Every microbatch must leave their structure as it was: "
