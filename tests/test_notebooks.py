@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from tests.environment import flags
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -22,8 +22,7 @@ def kinds(cell: nbformat.NotebookNode) -> list[str]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_and_shows_what_it_showed(path, tmp_path, monkeypatch):
-    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
-    monkeypatch.setenv("XLA_FLAGS", flags)  # a notebook makes its own devices
+    monkeypatch.setenv("XLA_FLAGS", flags())  # a notebook makes its own devices
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     committed = nbformat.read(path, as_version=4)
     nbformat.validate(committed)

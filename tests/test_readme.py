@@ -1,10 +1,11 @@
 """The programs of the documents run as written, and the README's learns something."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.environment import environment
 
 ROOT = Path(__file__).parent.parent
 
@@ -13,11 +14,8 @@ def run_document(name: str, folder: Path) -> str:
     """What the Python of a document prints, all of its pieces being one program."""
     text = (ROOT / name).read_text(encoding="utf-8")
     program = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
-    # A document makes its own devices.
-    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
-    environment = os.environ | {"XLA_FLAGS": flags}
     run = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", program], cwd=folder, env=environment(), capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     return run.stdout

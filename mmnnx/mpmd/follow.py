@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from mmnnx import _compat
-from mmnnx.mpmd.trace import Atom, Equation, Var, is_var
+from mmnnx.mpmd.trace import CALLS, Atom, Equation, Var, is_var
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def follow_back(
       state_of: what an atom stands for if it is such state, else None.
     """
     for e in reversed(equations):
-        if e.name in ("cond", "jit", "pjit"):
+        if e.name == "cond" or e.name in CALLS:
             operands = e.invars[1:] if e.name == "cond" else e.invars
             for body in _compat.subjaxprs(e.eqn):
                 _through(body, operands, e.outvars, follows, state_of)

@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.branches import open_cond
-from mmnnx.mpmd.follow import follow_back
 from mmnnx.mpmd.loops import open_scan
 from mmnnx.mpmd.microbatch import loop_spec
 from mmnnx.mpmd.trace import (
     ACTIVATION,
+    CALLS,
     Atom,
     Equation,
     Flat,
@@ -30,7 +30,6 @@ from mmnnx.mpmd.trace import (
     is_var,
     join,
     prune,
-    read,
     rename,
     scopes_in,
 )
@@ -69,31 +68,11 @@ def open_calls(
 
 
 class _Opener(Writer):
-    def open(
-        self,
-        eqns: Sequence[Any],
-        env: dict[Var, Atom],
-        ahead: dict[Var, Mesh],
-        prefix: str,
-        out: list[Node],
-        in_loop: InLoop,
-    ) -> None:
-        if _holds_cond(eqns):
-            follow_back([Equation(e, "") for e in eqns], ahead, lambda a: self.state_home(read(env, a)))
-        for eqn in eqns:
-            scope = join(prefix, str(eqn.source_info.name_stack))
-            mine = [ahead.get(v) for v in eqn.outvars]
-            opened = eqn.replace(invars=[read(env, a) for a in eqn.invars])
-            results = self._opened(opened, mine, scope, out, in_loop)
-            env.update(zip(eqn.outvars, results))
-            self.leads.update((r, home) for r, home in zip(results, mine) if is_var(r) and home is not None)
-
-    def _opened(
+    def opened(
         self, eqn: Any, ahead: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop
     ) -> Sequence[Atom]:
-        """Appends an equation, opened if it is a jit or holds computation of several tasks."""
         name, bodies = eqn.primitive.name, _compat.subjaxprs(eqn)
-        if name in ("jit", "pjit", "closed_call", "core_call"):
+        if name in CALLS:
             return self.inline(bodies[0], eqn.invars, scope, out, in_loop, ahead)
         if name == "scan" and in_loop is InLoop.NO and loop_spec(scope) is not None:
             return open_scan(self, eqn, scope, out, in_loop)
@@ -142,12 +121,6 @@ class _Opener(Writer):
         if own is None:
             found |= {home for a in eqn.invars if (home := self.of(a).home) is not None}
         return found
-
-
-def _holds_cond(eqns: Sequence[Any]) -> bool:
-    calls = [e for e in eqns if e.primitive.name in ("jit", "pjit")]
-    bodies = (_compat.open_jaxpr(body)[2] for e in calls for body in _compat.subjaxprs(e))
-    return any(e.primitive.name == "cond" for e in eqns) or any(map(_holds_cond, bodies))
 
 
 def _several_tasks(eqn: Any, scope: str, tasks: Sequence[str]) -> str:

@@ -208,6 +208,9 @@ def prune(nodes: Sequence[Node], outputs: Iterable[Atom]) -> list[Node]:
     return kept[::-1]
 
 
+# Equations that compute a jaxpr as it stands.
+CALLS = {"jit", "pjit", "closed_call", "core_call"}
+
 # Equations that only lay out bytes anew. Done ahead of the loop they would cost memory and save nothing.
 LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev", "copy"}
 

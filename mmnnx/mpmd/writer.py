@@ -12,8 +12,10 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.distribute import Part
+from mmnnx.mpmd.follow import follow_back
 from mmnnx.mpmd.trace import (
     ACTIVATION,
+    CALLS,
     CONST,
     FREE,
     LAYOUT,
@@ -26,6 +28,7 @@ from mmnnx.mpmd.trace import (
     combine,
     inline,
     is_var,
+    join,
     nbytes,
     read,
 )
@@ -59,18 +62,12 @@ class Writer(abc.ABC):
         self.leads: dict[Var, Mesh] = {}
 
     @abc.abstractmethod
-    def open(
-        self,
-        eqns: Sequence[Any],
-        env: dict[Var, Atom],
-        ahead: dict[Var, Mesh],
-        prefix: str,
-        out: list[Node],
-        in_loop: InLoop,
-    ) -> None:
-        """Appends equations of a jaxpr to `out`, on the variables of `env`, with their calls opened.
+    def opened(
+        self, eqn: Any, ahead: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop
+    ) -> Sequence[Atom]:
+        """Appends an equation, opened if it is a call or holds computation of several tasks; its results.
 
-        `ahead` has the homes of the state that its results are for, where that is known.
+        `ahead` has for each of them the home of the state that it is for, where that is known.
         """
 
     def of(self, atom: Atom) -> Origin:
@@ -102,12 +99,22 @@ class Writer(abc.ABC):
         in_loop: InLoop,
         ahead: Sequence[Mesh | None] = (),
     ) -> list[Atom]:
-        """Appends the equations of `jaxpr` over `args`, opened; `ahead` has the homes of the state that its
-        results are for."""
+        """Appends the equations of `jaxpr` over `args`, opened; its results.
+
+        `ahead` has for each of them the home of the state that it is for, where that is known.
+        """
         invars, outvars, eqns, consts = _compat.open_jaxpr(jaxpr)
         env = dict(zip(invars, args)) | {v: self.constant(value, v.aval) for v, value in consts}
         homes = {v: home for v, home in zip(outvars, ahead) if is_var(v) and home is not None}
-        self.open(eqns, env, homes, scope, out, in_loop)
+        if _holds_cond(eqns):
+            follow_back([Equation(e, "") for e in eqns], homes, lambda a: self.state_home(read(env, a)))
+        for eqn in eqns:
+            mine = [homes.get(v) for v in eqn.outvars]
+            read_here = eqn.replace(invars=[read(env, a) for a in eqn.invars])
+            inner = join(scope, str(eqn.source_info.name_stack))
+            results = self.opened(read_here, mine, inner, out, in_loop)
+            env.update(zip(eqn.outvars, results))
+            self.leads.update((r, home) for r, home in zip(results, mine) if is_var(r) and home is not None)
         return [read(env, v) for v in outvars]
 
     def emit(self, fun: Callable, atoms: Sequence[Atom], scope: str, out: list[Node]) -> list[Var]:
@@ -143,3 +150,11 @@ class Writer(abc.ABC):
         for v, made in given:
             readers = (each.mesh for each in parts if v in each.takes)
             self.near[made] = [mesh for mesh in (part.mesh, *readers) if mesh is not None]
+
+
+def _holds_cond(eqns: Sequence[Any]) -> bool:
+    """Whether there is a cond among equations, or in the calls among them."""
+    bodies = (
+        _compat.open_jaxpr(b)[2] for e in eqns if e.primitive.name in CALLS for b in _compat.subjaxprs(e)
+    )
+    return any(e.primitive.name == "cond" for e in eqns) or any(map(_holds_cond, bodies))

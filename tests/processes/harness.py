@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests.environment import environment
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -28,19 +29,13 @@ def start(
     Each gets the arguments COORDINATOR, COUNT, its number, and `args`. Those `without` which it goes are not
     started.
     """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_FLAGS", "JAX_"))} | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "XLA_FLAGS": " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f),
-        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"],
-        "PYTHONPATH": str(ROOT),
-    }
+    own = {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
     coordinator = f"127.0.0.1:{free_port()}"
     command = [sys.executable, str(Path(__file__).parent / script), coordinator, str(count)]
     return [
         subprocess.Popen(
             [*command, str(n), *args],
-            env=environment,
+            env=environment() | own,
             cwd=ROOT,
             text=True,
             stdout=subprocess.PIPE,

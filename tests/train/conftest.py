@@ -14,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from mmnnx.train import TrainConfig, train
 from mmnnx.train.folder import RunFolder
+from tests import environment as processes
 
 jax.devices()  # JAX starts with the devices of all tests before a run can ask for fewer
 
@@ -44,13 +45,8 @@ def keep_compiled(compiled) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def environment(compiled) -> dict[str, str]:
     """The environment of a process that is started as a user would, but that compiles as these tests do."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "MMNNX_"))}
-    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    return kept | {
+    return processes.environment() | {
         "PYTHONPATH": os.pathsep.join(sys.path),
-        "XLA_FLAGS": " ".join(flags),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"],
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
