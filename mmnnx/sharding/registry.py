@@ -47,6 +47,7 @@ class Registry:
     """Rules in the order they were registered; the first that matches a name wins.
 
     `generation` is another number after each change: what was derived from the rules before is out of date.
+    It is 0 whenever there are none.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,8 @@ class Registry:
         """Forget all rules and tasks."""
         self._rules.clear()
         self._placed.clear()
-        self._changed()
+        self._found.clear()
+        self.generation = 0
 
     def _changed(self) -> None:
         self._found.clear()

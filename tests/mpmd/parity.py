@@ -24,6 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.mpmd.merge import merge
+from mmnnx.mpmd.repeat import surroundings
+from mmnnx.sharding.mesh import current_multimesh
+from mmnnx.sharding.task import _registry
 
 EPSILON = float(np.finfo(np.float32).eps)
 
@@ -51,7 +54,22 @@ def place(tasks: Sequence[mm.Task], *paths: Iterable[Any], spec: P | None = P())
 
 def born(make_model: Callable[[], Any], placement: mm.TaskSharding | None) -> Any:
     """The model, each Variable made on its own mesh; without a placement, an ordinary model."""
-    return _birth(make_model, placement)()
+    return _made_once((make_model, placement), lambda: _birth(make_model, placement)())
+
+
+def born_with_optimizer(
+    make_model: Callable[[], Any],
+    placement: mm.TaskSharding | None,
+    optimizer: optax.GradientTransformation,
+    wrt: Any = nnx.Param,
+) -> tuple[Any, nnx.Optimizer]:
+    """The model, and its optimizer's state on the same meshes."""
+
+    def make():
+        model = _birth(make_model, placement)()
+        return model, optimizer_birth(optimizer, wrt)(model)
+
+    return _made_once((make_model, placement, optimizer, wrt), make)
 
 
 @functools.lru_cache(64)
@@ -61,8 +79,31 @@ def _birth(make_model: Callable[[], Any], placement: mm.TaskSharding | None) -> 
 
 
 @functools.lru_cache(64)
-def _optimizer_birth(optimizer: optax.GradientTransformation, wrt: Any) -> Callable[[Any], nnx.Optimizer]:
+def optimizer_birth(optimizer: optax.GradientTransformation, wrt: Any) -> Callable[[Any], nnx.Optimizer]:
+    """What makes the optimizer of a model, where the model is."""
     return mm.jit(lambda model: nnx.Optimizer(model, optimizer, wrt=wrt))
+
+
+@functools.lru_cache(64)
+def _made(key: Any) -> list[Any]:
+    """Room for what `_made_once` made."""
+    return []
+
+
+def _made_once(key: Any, make: Callable[[], Any]) -> Any:
+    """What `make` makes, of which tests that ask for the same on equal MultiMeshes share the arrays: all but
+    the first on each MultiMesh, where what is compiled depends on the state that is there.
+    """
+    made = _made((key, surroundings()))
+    multimesh = current_multimesh()
+    registry = _registry if multimesh is None else multimesh.registry
+    if not made or any(leaf.is_deleted() for leaf in jax.tree.leaves(made[0])):
+        nodes = make()
+        made[:] = nodes, [(where, t) for where, tasks in registry._placed.items() for t in tasks.values()]
+    nodes, placed = made
+    for where, task in placed:
+        registry.place(where, task)
+    return nnx.clone(nodes)
 
 
 def values(tree: Any) -> dict[str, np.ndarray]:
@@ -185,6 +226,7 @@ class OneDevice:
 
 # An Adam whose epsilon is as large as gradients here: it does not blow rounding up into steps of full size.
 ADAMW = optax.adamw(3e-2, eps=1e-1, weight_decay=1e-2)
+SGD = optax.sgd(0.1)
 
 
 _SHARED: dict[Any, OneDevice] = {}
@@ -282,17 +324,27 @@ def assert_parity(
     Returns the program that was run.
     """
     options = dict(microbatch=microbatch, reduce=reduce, has_aux=has_aux, wrt=wrt)
+    # Those who take fewer steps share what is compiled for three.
     expected = expected or on_one_device(
-        make_model, loss_fn, batch, optimizer=optimizer, steps=steps, whole_batch=whole_batch, **options
+        make_model,
+        loss_fn,
+        batch,
+        optimizer=optimizer,
+        steps=max(steps, 3),
+        whole_batch=whole_batch and microbatch is not None,
+        **options,
     )
     with mesh or contextlib.nullcontext():
-        model = init() if init is not None else born(make_model, placement)
+        if init is None:
+            model, state = born_with_optimizer(make_model, placement, optimizer or ADAMW, wrt)
+        else:
+            model = init()
+            state = optimizer_birth(optimizer or ADAMW, wrt)(model)
         assert_same(model, expected.birth, rtol, "states at birth")
-        state = _optimizer_birth(optimizer or ADAMW, wrt)(model)
         step_fn = train_step(mm.jit, loss_fn, schedule=schedule, loop=loop, **options)
         at_birth = homes(model)
 
-        for step, want in enumerate(expected.steps):
+        for step, want in enumerate(expected.steps[:steps]):
             loss, grads = step_fn(model, state, rolled(batch, step))
             assert_same(loss, want["losses"], rtol, f"step {step}: losses")
             assert_same(grads, want["gradients"], rtol, f"step {step}: gradients")

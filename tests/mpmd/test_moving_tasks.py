@@ -18,7 +18,7 @@ from mmnnx.mpmd.program import Call
 from mmnnx.mpmd.schedule import schedule_names
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import arrays, assert_parity, assert_same, born, pipeline, place, train_step
+from tests.mpmd.parity import SGD, arrays, assert_parity, assert_same, born, pipeline, place, train_step
 
 VOCAB, WIDTH = 32, 8
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -241,7 +241,7 @@ def test_with_virtual_stages():
         microbatch=2,
         schedule="interleaved-1f1b",
         steps=1,
-        optimizer=optax.sgd(0.1),
+        optimizer=SGD,
     )
     assert {c.stage for c in ran.calls} == {None, 0, 1, 2, 3}
 
@@ -294,7 +294,7 @@ def test_in_the_middle_and_at_the_end(scoped, schedule):
         microbatch=2,
         schedule=schedule,
         steps=1,
-        optimizer=optax.sgd(0.1),
+        optimizer=SGD,
     )
 
 
@@ -360,7 +360,7 @@ def test_several_and_with_other_options(tasks, schedule):
         microbatch=2,
         schedule=schedule,
         steps=1,
-        optimizer=optax.sgd(0.1),
+        optimizer=SGD,
     )
     assert {f.name for f in ran.fragments} >= {"one", "two"} or HALVES not in tasks
     for task in {task for task in tasks if task.loop_dependent_mesh_slice is not None}:

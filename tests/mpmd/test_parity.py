@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import assert_parity, assert_same, pipeline, place, train_step, values
+from tests.mpmd.parity import SGD, assert_parity, assert_same, pipeline, place, train_step, values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,7 +314,7 @@ def test_bfloat16(param_dtype, rtol):
         place(tasks, *TRANSFORMER),
         mesh=mesh,
         microbatch=4,
-        optimizer=optax.sgd(0.1),
+        optimizer=SGD,
         steps=2,
         rtol=rtol,
     )
@@ -358,7 +358,7 @@ def test_casts_by_hand():
         place(tasks, *layers((0, 2), (2, 4))),
         mesh=mesh,
         microbatch=2,
-        optimizer=optax.sgd(0.1),
+        optimizer=SGD,
         rtol=3e-2,
     )
 

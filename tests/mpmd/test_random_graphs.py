@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmnnx as mm
 from tests import models
-from tests.mpmd.parity import assert_parity, pipeline
+from tests.mpmd.parity import SGD, assert_parity, pipeline
 
 WIDTH = 4
 
@@ -94,7 +93,7 @@ def check(graph, stages, data, scoped):
         mesh=mesh,
         microbatch=microbatch,
         schedule=schedule,
-        optimizer=optax.sgd(0.1),
+        optimizer=SGD,
         steps=1,
     )
 

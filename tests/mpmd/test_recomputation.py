@@ -6,14 +6,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import nnx
 
 import mmnnx as mm
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place
+from tests.mpmd.parity import SGD, assert_parity, assert_same, born, pipeline, place
 
 
 class Masked(nnx.Module):
@@ -131,7 +130,7 @@ def test_models_train_as_whole_where_it_is_switched_off(name):
             mesh=mesh,
             microbatch=2,
             steps=1,
-            optimizer=optax.sgd(0.1),
+            optimizer=SGD,
             whole_batch=False,
         )
 

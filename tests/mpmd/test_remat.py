@@ -9,7 +9,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -18,7 +17,7 @@ import mmnnx as mm
 from mmnnx import _compat
 from tests import models
 from tests.models import in_tasks, make
-from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place
+from tests.mpmd.parity import SGD, assert_parity, assert_same, born, pipeline, place
 
 POLICIES = jax.checkpoint_policies
 PARTS = ("backward-input", "backward-weight")
@@ -115,7 +114,7 @@ def test_it_trains_as_without(remat):
         mesh=mesh,
         microbatch=2,
         steps=1,
-        optimizer=optax.sgd(0.1),
+        optimizer=SGD,
         remat=remat,
     )
 
@@ -133,7 +132,7 @@ def test_a_transformer_trains_as_without():
         schedule="zero-bubble-h1",
         steps=1,
         whole_batch=False,
-        optimizer=optax.sgd(0.1),
+        optimizer=SGD,
         remat=True,
     )
     parts = [primitives(fragment(ran, phase, 1).jaxpr)["dot_general"] for phase in PARTS]
@@ -208,7 +207,7 @@ def test_stacks_of_layers_under_scan(remat):
         mesh=mesh,
         microbatch=2,
         steps=1,
-        optimizer=optax.sgd(0.1),
+        optimizer=SGD,
         remat=remat,
     )
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import nnx
 
@@ -18,7 +17,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.program import Call, Transfer
 from tests import models
 from tests.models import in_tasks, make
-from tests.mpmd.parity import assert_parity, born, pipeline, place
+from tests.mpmd.parity import SGD, assert_parity, born, pipeline, place
 
 DEAR = {"dot_general", "conv_general_dilated", "random_bits", "scan", "while", "scatter-add", "cumsum"}
 INPUT, WEIGHT = "backward-input", "backward-weight"
@@ -248,7 +247,7 @@ def test_it_trains_as_the_whole(name, schedule):
         microbatch=2,
         schedule=schedule,
         steps=1,
-        optimizer=optax.sgd(0.1),
+        optimizer=SGD,
         whole_batch=name == "norms",
     )
     assert {c.phase for c in ran.calls} >= {INPUT, WEIGHT}
@@ -347,7 +346,7 @@ def test_a_custom_schedule_names_the_halves():
             schedule="custom",
             custom_schedule=rows,
             steps=1,
-            optimizer=optax.sgd(0.1),
+            optimizer=SGD,
         )
         on_the_middle = [c.name for c in ran.calls if c.stage == 1]
         assert on_the_middle == ["stage1 forward"] * 4 + middle
@@ -376,7 +375,7 @@ def test_a_custom_schedule_may_split_what_no_task_does():
         schedule="custom",
         custom_schedule=rows,
         steps=1,
-        optimizer=optax.sgd(0.1),
+        optimizer=SGD,
     )
     assert [[a.phase for a in row] for row in ran.table()] == [
         ["forward"] * 4 + [INPUT] * 4 + [WEIGHT] * 4
