@@ -91,19 +91,22 @@ def _made(key: Any) -> list[Any]:
 
 
 def _made_once(key: Any, make: Callable[[], Any]) -> Any:
-    """What `make` makes, of which tests that ask for the same on equal MultiMeshes share the arrays: all but
-    the first on each MultiMesh, where what is compiled depends on the state that is there.
+    """A copy of what `make` makes, which is shared by all that ask for it first on equal MultiMeshes.
+
+    What is compiled depends on the tasks whose state is there already: a copy has to tell of its own.
     """
     made = _made((key, surroundings()))
     multimesh = current_multimesh()
     registry = _registry if multimesh is None else multimesh.registry
-    if not made or any(leaf.is_deleted() for leaf in jax.tree.leaves(made[0])):
+    if not made:
         nodes = make()
         made[:] = nodes, [(where, t) for where, tasks in registry._placed.items() for t in tasks.values()]
     nodes, placed = made
     for where, task in placed:
         registry.place(where, task)
-    return nnx.clone(nodes)
+    graph, state = nnx.split(nodes)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return nnx.merge(graph, jax.device_put(state, shardings, may_alias=False))
 
 
 def values(tree: Any) -> dict[str, np.ndarray]:

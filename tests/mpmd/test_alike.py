@@ -69,7 +69,7 @@ def lowerings(kind, length, monkeypatch):
     """How many fragments of how many are lowered."""
     lowered = []
     lower = compiling.lower
-    mesh, *split = test_scans.made(True)
+    mesh, *split = test_scans.made()
     tokens = np.tile(test_scans.TOKENS, (2, 1, 1))[:length]
     with mesh, monkeypatch.context() as patch:
         patch.setattr(compiling, "lower", lambda *args: lowered.append(args[0]) or lower(*args))
@@ -81,6 +81,6 @@ def lowerings(kind, length, monkeypatch):
 @pytest.mark.parametrize("kind", ["training steps of microbatches", "training steps of sums"])
 def test_an_unrolled_loop_is_lowered_once(kind, monkeypatch):
     """However many iterations there are: those in the middle are alike."""
-    short, few = lowerings(kind, 5, monkeypatch)
-    long, many = lowerings(kind, 8, monkeypatch)
+    short, few = lowerings(kind, 4, monkeypatch)
+    long, many = lowerings(kind, 6, monkeypatch)
     assert short == long < few < many

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 from collections import Counter
 
@@ -27,6 +28,7 @@ from tests.mpmd.parity import born, pipeline, place, train_step
 STAGES, MICROBATCH, LENGTH, WIDTH, VOCAB = 4, 2, 6, 16, 32
 
 
+@functools.cache
 def transformer_program(microbatches=8, schedule="1f1b", tied=False, **options):
     """The program of a train step of a 4-layer pre-norm transformer over 4 stages, placed by state alone."""
     mesh, tasks = pipeline(STAGES)

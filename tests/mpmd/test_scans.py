@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from flax import nnx
 
 import mmnnx as mm
-from tests.mpmd.parity import assert_same, born, pipeline, place, values
+from tests.mpmd.parity import assert_same, born_with_optimizer, pipeline, place, values
 
 TOKENS = np.random.default_rng(0).integers(0, 16, (6, 4, 9)).astype(np.int32)
 
@@ -136,37 +138,41 @@ LOOPS = {
 }
 
 
-def made(split: bool):
-    """The model and its optimizer, whole or on three meshes, and the MultiMesh."""
+ADAMW = optax.adamw(1e-2)
+
+
+def made():
+    """The model and its optimizer on three meshes, and the MultiMesh."""
     mesh, tasks = pipeline(3)
-    placement = place(tasks, ["embed", ("mix", 0)], [("mix", 1)], ["norm", "head"]) if split else None
+    placement = place(tasks, ["embed", ("mix", 0)], [("mix", 1)], ["norm", "head"])
     with mesh:
-        model = born(Model, placement)
-        optimizer = (mm.jit if split else nnx.jit)(
-            lambda m: nnx.Optimizer(m, optax.adamw(1e-2), wrt=nnx.Param)
-        )(model)
-    return mesh, model, optimizer
+        return mesh, *born_with_optimizer(Model, placement, ADAMW)
+
+
+@functools.cache
+def on_one_device(kind: str):
+    """Results, model and optimizer after each of two calls."""
+    model = nnx.jit(Model)()
+    whole, step = (model, nnx.Optimizer(model, ADAMW, wrt=nnx.Param)), nnx.jit(LOOPS[kind])
+    return [values((step(*whole, TOKENS), *map(nnx.state, whole))) for _ in range(2)]
 
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("kind", LOOPS)
 def test_parity(kind, donate):
-    donated = (0, 1) if donate else ()
-    _, *whole = made(False)
-    step = nnx.jit(LOOPS[kind], donate_argnums=donated)
-    expected = [values((step(*whole, TOKENS), *map(nnx.state, whole))) for _ in range(2)]
-    mesh, *split = made(True)
+    mesh, *split = made()
     with mesh:
-        step = mm.jit(LOOPS[kind], donate_argnums=donated)
-        for each in expected:
+        step = mm.jit(LOOPS[kind], donate_argnums=(0, 1) if donate else ())
+        for each in on_one_device(kind):
             homes = {str(path): x.sharding for path, x in jax.tree.leaves_with_path(nnx.state(tuple(split)))}
             assert_same(values((step(*split, TOKENS), *map(nnx.state, split))), each, 1e-4)
             after = {str(path): x.sharding for path, x in jax.tree.leaves_with_path(nnx.state(tuple(split)))}
             assert homes == after
 
 
+@functools.cache
 def program(kind: str, length: int = 6):
-    mesh, *split = made(True)
+    mesh, *split = made()
     with mesh:
         return mm.jit(LOOPS[kind]).program(*split, TOKENS[:length])
 

@@ -18,7 +18,19 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import arrays, assert_same, born, homes, pipeline, place, train_step
+from tests.mpmd.parity import (
+    ADAMW,
+    arrays,
+    assert_same,
+    born,
+    born_with_optimizer,
+    homes,
+    on_one_device,
+    pipeline,
+    place,
+    rolled,
+    train_step,
+)
 
 HALVES = ["embed", ("blocks", 0)], [("blocks", 1), "norm", "head"]
 
@@ -311,22 +323,19 @@ def test_tasks_that_share_devices(first, second, donate, size):
         mm.Task(name, mm.TaskMesh(devices=devices, axis_names=("y",)))
         for name, devices in (("first", first), ("second", second))
     ]
-    make_model = make(models.MLP, layers=2)
-    make_optimizer = lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param)
-    expected = nnx.jit(make_model)()
-    whole = make_optimizer(expected)
+    make_model, placement = make(models.MLP, layers=2), place(tasks, [("layers", 0)], [("layers", 1)])
+    expected = on_one_device(make_model, models.squared_error, models.vectors(), microbatch=4)
     with mesh:
-        model = born(make_model, place(tasks, [("layers", 0)], [("layers", 1)]))
-        optimizer = mm.jit(make_optimizer)(model)
+        model, optimizer = born_with_optimizer(make_model, placement, ADAMW)
         step = train_step(mm.jit, models.squared_error, microbatch=4, donate_argnums=donate)
-        other = train_step(nnx.jit, models.squared_error, microbatch=4)
         homes_at_birth = homes(model)
         for path, devices in homes_at_birth.items():
             assert {d.id for d in devices} == set(second if "[1]" in path else first), path
-        for _ in range(3):
-            assert_same(step(model, optimizer, models.vectors()), other(expected, whole, models.vectors()))
-            assert_same(model, expected)
-            assert_same(optimizer, whole)
+        for n, want in enumerate(expected.steps):
+            loss, grads = step(model, optimizer, rolled(models.vectors(), n))
+            assert_same((loss, grads), (want["losses"], want["gradients"]))
+            assert_same(model, want["model states"])
+            assert_same(optimizer, want["optimizer states"])
             assert homes(model) == homes_at_birth
             for moments in (optimizer.opt_state[0].mu, optimizer.opt_state[0].nu):
                 assert list(homes(moments).values()) == list(homes_at_birth.values())

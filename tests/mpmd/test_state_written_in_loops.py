@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from flax import nnx
 
 import mmnnx as mm
-from tests.mpmd.parity import assert_same, born, pipeline
+from tests.mpmd.parity import assert_same, born, born_with_optimizer, pipeline, values
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 
@@ -43,34 +45,49 @@ class Written(nnx.Module):
         return self.second(jnp.tanh(self.first(x)))
 
 
-def placed(kind):
-    mesh, tasks = pipeline(2)
-    rules = {mm.path("second"): tasks[1], mm.path("count"): tasks[1], mm.path(...): tasks[0]}
-    with mesh:
-        return mesh, born(lambda: Written(kind), mm.TaskSharding(rules))
+@functools.cache
+def written(kind):
+    """A function that makes the model."""
+    return lambda: Written(kind)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
-@pytest.mark.parametrize("kind", ["weight norm", "clipped", "normed", "noted", "narrowed"])
-def test_trained_weights_that_the_forward_writes(kind, schedule):
+def rules_for(tasks):
+    return mm.TaskSharding({mm.path("second"): tasks[1], mm.path("count"): tasks[1], mm.path(...): tasks[0]})
+
+
+ADAM = optax.adam(0.1)
+
+
+def step_by(schedule):
     def step(model, optimizer, x):
         grad_fn = nnx.value_and_grad(lambda model, x: jnp.mean((model(x) - 1) ** 2))
         loss, grads = mm.microbatch(grad_fn, 0, 2, argnum=1, schedule=schedule, reduce="mean")(model, x)
         optimizer.update(model, grads)
         return loss
 
-    def run(jit, model):
-        optimizer = jit(lambda model: nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param))(model)
-        train = jit(step)
-        return [train(model, optimizer, X) for _ in range(3)], nnx.state(model), nnx.state(optimizer)
+    return step
 
-    mesh, model = placed(kind)
+
+def after_three(train, model, optimizer):
+    return values(([train(model, optimizer, X) for _ in range(3)], nnx.state(model), nnx.state(optimizer)))
+
+
+@functools.cache
+def on_one_device(kind):
+    model = Written(kind)
+    return after_three(nnx.jit(step_by("1f1b")), model, nnx.Optimizer(model, ADAM, wrt=nnx.Param))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
+@pytest.mark.parametrize("kind", ["weight norm", "clipped", "normed", "noted", "narrowed"])
+def test_trained_weights_that_the_forward_writes(kind, schedule):
+    mesh, tasks = pipeline(2)
     with mesh:
-        found = run(mm.jit, model)
-    assert_same(found, run(nnx.jit, Written(kind)))
+        split = born_with_optimizer(written(kind), rules_for(tasks), ADAM)
+        found = after_three(mm.jit(step_by(schedule)), *split)
+    assert_same(found, on_one_device(kind))
 
 
-@pytest.mark.parametrize("reduce", ["last", "concat", "mean", "max"])
 @pytest.mark.parametrize(
     "value",
     [
@@ -81,12 +98,19 @@ def test_trained_weights_that_the_forward_writes(kind, schedule):
     ],
     ids=["norm of weights", "counter", "learning rate", "state"],
 )
-def test_results_that_no_microbatch_changes(value, reduce):
-    def f(model, x):
-        grad_fn = nnx.value_and_grad(lambda m, x: (jnp.mean(m(x) ** 2), value(m)), has_aux=True)
-        return mm.microbatch(grad_fn, 0, 2, argnum=1, reduce=(("mean", reduce), "mean"))(model, x)
+def test_results_that_no_microbatch_changes(value):
+    """However they are reduced."""
+    reduces = ("last", "concat", "mean", "max")
 
-    mesh, model = placed("noted")
+    def f(model, x):
+        def loss(model, x):
+            return jnp.mean(model(x) ** 2), {each: value(model) for each in reduces}
+
+        grad_fn = nnx.value_and_grad(loss, has_aux=True)
+        reduce = (("mean", {each: each for each in reduces}), "mean")
+        return mm.microbatch(grad_fn, 0, 2, argnum=1, reduce=reduce)(model, x)
+
+    mesh, tasks = pipeline(2)
     with mesh:
-        found = mm.jit(f)(model, X)
+        found = mm.jit(f)(born(written("noted"), rules_for(tasks)), X)
     assert_same(found, nnx.jit(f)(Written("noted"), X))

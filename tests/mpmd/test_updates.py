@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -124,37 +125,33 @@ def made(kind):
     return lambda model: nnx.Optimizer(model, OPTIMIZERS[kind](), wrt=nnx.Param)
 
 
-@pytest.fixture(scope="module")
-def model():
+@functools.cache
+def program(kind, microbatch):
     with MESH:
-        return born(Model, PLACEMENT)
-
-
-def program(kind, microbatch, model):
-    with MESH:
+        model = born(Model, PLACEMENT)
         return mm.jit(step_with(microbatch)).program(model, mm.jit(made(kind))(model), BATCH)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_no_gradient_is_sent(kind, model):
-    sent = [t for t in program(kind, 2, model).transfers if t.microbatch is None]
+def test_no_gradient_is_sent(kind):
+    sent = [t for t in program(kind, 2).transfers if t.microbatch is None]
     assert max((math.prod(t.shape) for t in sent), default=0) <= 2
     assert not sent or kind in TOGETHER
 
 
 @pytest.mark.parametrize("kind", BY_THEMSELVES)
-def test_one_program_for_each_task(kind, model):
+def test_one_program_for_each_task(kind):
     """After the loop; the other one makes the zeros that gradients are added to."""
-    calls = [c for c in program(kind, 2, model).calls if c.microbatch is None]
+    calls = [c for c in program(kind, 2).calls if c.microbatch is None]
     assert len(calls) == 2 * STAGES
 
 
 @pytest.mark.parametrize("kind", BY_THEMSELVES)
-def test_nothing_of_it_is_computed_beside_the_forward(kind, model):
+def test_nothing_of_it_is_computed_beside_the_forward(kind):
     """A moment times its decay would be kept through the whole step."""
 
     def kept(kind):
-        calls = program(kind, None, model).calls
+        calls = program(kind, None).calls
         return [[v.aval.shape for v in c.fragment.outvars] for c in calls if c.phase == "forward"]
 
     assert kept(kind) == kept("adamw")
@@ -163,20 +160,20 @@ def test_nothing_of_it_is_computed_beside_the_forward(kind, model):
 @pytest.mark.parametrize("microbatch", [None, 2])
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS.keys() - {"adamw", "lamb", "muon"}))
 def test_parity(kind, microbatch):
-    step, whole = step_with(microbatch), nnx.jit(WithScalars)()
-    optimizer = made(kind)(whole)
+    step, whole = step_with(microbatch), born(WithScalars, None)
+    optimizer, alone = made(kind)(whole), nnx.jit(step)
     with MESH:
         split = born(WithScalars, PLACEMENT)
         split_optimizer, run = mm.jit(made(kind))(split), mm.jit(step)
         for _ in range(3):
-            nnx.jit(step)(whole, optimizer, BATCH)
+            alone(whole, optimizer, BATCH)
             run(split, split_optimizer, BATCH)
     found, expected = (values(nnx.state(x)) for x in ((split, split_optimizer), (whole, optimizer)))
     assert_same(found, expected, 1e-4)
     assert {d for x in jax.tree.leaves(nnx.state(split)) for d in x.devices()} == set(MESH.mesh.devices.flat)
 
 
-def test_an_update_by_hand(model):
+def test_an_update_by_hand():
     """Chosen by a cond over all gradients, and added to all parameters in one jitted function."""
 
     def step(model, x):
@@ -187,8 +184,8 @@ def test_an_update_by_hand(model):
         nnx.update(model, jax.jit(optax.apply_updates)(nnx.state(model, nnx.Param), updates))
 
     with MESH:
-        sent = mm.jit(step).program(model, BATCH).transfers
         split = born(Model, PLACEMENT)
+        sent = mm.jit(step).program(split, BATCH).transfers
         mm.jit(step)(split, BATCH)
     whole = nnx.jit(Model)()
     nnx.jit(step)(whole, BATCH)
