@@ -67,7 +67,7 @@ def born_with_optimizer(
 
     def make():
         model = _birth(make_model, placement)()
-        return model, optimizer_birth(optimizer, wrt)(model)
+        return model, _optimizer_birth(optimizer, wrt)(model)
 
     return _made_once((make_model, placement, optimizer, wrt), make)
 
@@ -79,8 +79,7 @@ def _birth(make_model: Callable[[], Any], placement: mm.TaskSharding | None) -> 
 
 
 @functools.lru_cache(64)
-def optimizer_birth(optimizer: optax.GradientTransformation, wrt: Any) -> Callable[[Any], nnx.Optimizer]:
-    """What makes the optimizer of a model, where the model is."""
+def _optimizer_birth(optimizer: optax.GradientTransformation, wrt: Any) -> Callable[[Any], nnx.Optimizer]:
     return mm.jit(lambda model: nnx.Optimizer(model, optimizer, wrt=wrt))
 
 
@@ -311,8 +310,6 @@ def assert_parity(
     wrt: Any = nnx.Param,
     whole_batch: bool = True,
     rtol: float = 1e-5,
-    expected: OneDevice | None = None,
-    init: Callable[[], nnx.Module] | None = None,
     **loop: Any,
 ) -> mm.Program:
     """Train for `steps` steps with `nnx.jit` on one device and with `mm.jit` as placed, and compare
@@ -320,15 +317,14 @@ def assert_parity(
 
     `mesh` is made current around the split run. `placement` says where the model's state is born; without one
     the tasks are named inside the model. `whole_batch` says that the mean over microbatches of the loss and
-    of its gradients are those of the whole batch, and has that compared too. `expected` is what one device
-    does and `init` makes the split model, where tests share them. `loop` are more keywords of
-    `mm.microbatch`. State must keep its home from step to step.
+    of its gradients are those of the whole batch, and has that compared too. `loop` are more keywords
+    of `mm.microbatch`. State must keep its home from step to step.
 
     Returns the program that was run.
     """
     options = dict(microbatch=microbatch, reduce=reduce, has_aux=has_aux, wrt=wrt)
     # Those who take fewer steps share what is compiled for three.
-    expected = expected or on_one_device(
+    expected = on_one_device(
         make_model,
         loss_fn,
         batch,
@@ -338,11 +334,7 @@ def assert_parity(
         **options,
     )
     with mesh or contextlib.nullcontext():
-        if init is None:
-            model, state = born_with_optimizer(make_model, placement, optimizer or ADAMW, wrt)
-        else:
-            model = init()
-            state = optimizer_birth(optimizer or ADAMW, wrt)(model)
+        model, state = born_with_optimizer(make_model, placement, optimizer or ADAMW, wrt)
         assert_same(model, expected.birth, rtol, "states at birth")
         step_fn = train_step(mm.jit, loss_fn, schedule=schedule, loop=loop, **options)
         at_birth = homes(model)

@@ -38,6 +38,15 @@ def bytes_of(x):
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
 
 
+# The schedule decides what dies when, and the devices of a stage in how many pieces.
+CASES = [
+    pytest.param("gpipe", (), id="gpipe, one device a stage"),
+    pytest.param("1f1b", (), id="1f1b, one device a stage"),
+    pytest.param("1f1b", (2,), id="1f1b, two"),
+    pytest.param("zero-bubble-h1", (2,), id="zero-bubble-h1, two"),
+]
+
+
 def trainer(per_stage, schedule, donate=(0, 1)):
     mesh, tasks = pipeline(3, *per_stage)
     with mesh:
@@ -51,8 +60,7 @@ def trainer(per_stage, schedule, donate=(0, 1)):
     )
 
 
-@pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device a stage", "two"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
+@pytest.mark.parametrize("schedule, per_stage", CASES)
 def test_what_dies_is_overwritten_and_all_is_right(per_stage, schedule):
     """A backward writes the gradient that it sends over a residual, or over the one that it received."""
     mesh, tasks = pipeline(3, *per_stage)
@@ -83,8 +91,7 @@ def test_what_dies_is_overwritten_and_all_is_right(per_stage, schedule):
     assert {name for name, _ in dead & gradients} == expected
 
 
-@pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device a stage", "two"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
+@pytest.mark.parametrize("schedule, per_stage", CASES)
 def test_no_instruction_leaves_more_alive_than_the_program_says(per_stage, schedule, monkeypatch):
     """After each one JAX itself counts the arrays that are alive on each mesh."""
     mesh, model, optimizer, step = trainer(per_stage, schedule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import pytest
@@ -15,6 +16,7 @@ from tests.models import make
 from tests.mpmd.parity import assert_parity, pipeline, place
 
 
+@functools.cache
 def program_of(schedule: str, stages: int = 3, **loop) -> mm.Program:
     """The program of a train step of a chain, a layer a stage, which is right as it runs."""
     mesh, tasks = pipeline(stages)

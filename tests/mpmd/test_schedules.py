@@ -20,7 +20,7 @@ from mmnnx.mpmd.stages import Timetable
 from mmnnx.mpmd.timeline import Timeline
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import OneDevice, assert_parity, assert_same, born, on_one_device, pipeline, place
+from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place
 
 ROWS = 2  # of a microbatch
 
@@ -50,14 +50,7 @@ def chain_program(meshes: Sequence[int], num_microbatches: int, schedule: str | 
         )
 
 
-@pytest.fixture(scope="module")
-def one_device() -> OneDevice:
-    """What three layers do with four microbatches."""
-    model = make(models.MLP, layers=3, width=8)
-    return on_one_device(model, models.squared_error, models.vectors(), microbatch=ROWS, steps=2)
-
-
-def trained(one_device: OneDevice, **loop: Any) -> mm.Program:
+def trained(**loop: Any) -> mm.Program:
     """The program of three layers on three meshes, which has given what one device gives."""
     mesh, tasks = pipeline(3)
     return assert_parity(
@@ -67,7 +60,7 @@ def trained(one_device: OneDevice, **loop: Any) -> mm.Program:
         place(tasks, *layers(3)),
         mesh=mesh,
         microbatch=ROWS,
-        expected=one_device,
+        steps=2,
         **{"schedule": None, **loop},
     )
 
@@ -168,17 +161,17 @@ def last_first(stages: Stages, num_microbatches: int) -> list[list[Action]]:
     return [forwards(s, order) + backwards(s, reversed(order)) for s in range(stages.num_stages)]
 
 
-def test_a_schedule_of_ones_own_is_followed_and_trains_alike(registry, one_device):
+def test_a_schedule_of_ones_own_is_followed_and_trains_alike(registry):
     assert mm.register_schedule("by-twos")(by_twos) is by_twos
-    program = trained(one_device, schedule="by-twos")
+    program = trained(schedule="by-twos")
     assert program.table() == by_twos(Stages.chain(range(3)), 4)
     assert [loop.schedule for loop in program.loops] == ["by-twos"]
 
 
-def test_microbatches_in_another_order(registry, one_device):
+def test_microbatches_in_another_order(registry):
     """Where no state is carried, microbatches may come in any order: gradients are sums."""
     mm.register_schedule("last-first")(last_first)
-    program = trained(one_device, schedule="last-first")
+    program = trained(schedule="last-first")
     assert program.table() == last_first(Stages.chain(range(3)), 4)
 
 
@@ -213,7 +206,7 @@ def test_state_that_a_stage_carries_keeps_microbatches_in_order():
             mm.jit(lambda model, batch: grad_fn(model, batch)).program(model, models.images(rows=4))
 
 
-def test_a_schedule_of_ones_own_may_cut_some_backwards(registry, one_device):
+def test_a_schedule_of_ones_own_may_cut_some_backwards(registry):
     """Those of the stages that it names parts of, and no others."""
 
     @mm.register_schedule("one-cut")
@@ -224,7 +217,7 @@ def test_a_schedule_of_ones_own_may_cut_some_backwards(registry, one_device):
             table[1] += [Action(1, phase, m) for m in range(num_microbatches)]
         return table
 
-    program = trained(one_device, schedule="one-cut")
+    program = trained(schedule="one-cut")
     assert program.table() == one_cut(Stages.chain(range(3)), 4)
 
 
@@ -307,32 +300,32 @@ def as_pairs(table: Sequence[Sequence[Action]]) -> list[list[tuple[int, str]]]:
     return [[(a.microbatch, f"stage{a.stage} {a.phase}") for a in row] for row in table]
 
 
-def test_custom_rows_of_names(one_device):
+def test_custom_rows_of_names():
     """The k-th time that a name appears is microbatch k."""
-    assert trained(one_device, schedule="custom", custom_schedule=NAMES).table() == GPIPE
+    assert trained(schedule="custom", custom_schedule=NAMES).table() == GPIPE
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero-bubble-h2"])
-def test_custom_rows_of_pairs(one_device, name):
+def test_custom_rows_of_pairs(name):
     """Names of both halves of a backward cut it in two."""
     table = get_schedule(name).table(Stages.chain(range(3)), 4)
     if name == "zero-bubble-h2":  # the first stage has no input gradients
         table[0] = [a for a in table[0] if a.phase != "backward-input"]
-    assert trained(one_device, custom_schedule=as_pairs(table)).table() == table
+    assert trained(custom_schedule=as_pairs(table)).table() == table
 
 
-def test_custom_rows_of_actions_in_an_order_of_their_own(one_device):
+def test_custom_rows_of_actions_in_an_order_of_their_own():
     table = by_twos(Stages.chain(range(3)), 4)
     table[0][:2] = reversed(table[0][:2])  # the first stage, which sums no loss, begins with microbatch 1
-    program = trained(one_device, schedule="custom", custom_schedule=table)
+    program = trained(schedule="custom", custom_schedule=table)
     assert program.table() == table
     assert [loop.schedule for loop in program.loops] == ["custom"]
 
 
 @pytest.mark.parametrize("name", ["eager-1f1b", "zero-bubble-h1"])
-def test_custom_rows_from_a_file_that_a_program_wrote(one_device, tmp_path, name):
+def test_custom_rows_from_a_file_that_a_program_wrote(tmp_path, name):
     """What a program ran, written and read again, is run again."""
-    program = trained(one_device, schedule=name)
+    program = trained(schedule=name)
     mm.write_schedule(program.table(), tmp_path / "schedule.csv")
     read = mm.read_schedule(tmp_path / "schedule.csv")
     assert read == program.table()
@@ -340,9 +333,9 @@ def test_custom_rows_from_a_file_that_a_program_wrote(one_device, tmp_path, name
     assert again.table() == program.table()
 
 
-def test_what_custom_rows_of_names_leave_out_follows_by_dependency(one_device):
+def test_what_custom_rows_of_names_leave_out_follows_by_dependency():
     """Only the first stage is told what to do."""
-    table = trained(one_device, custom_schedule=NAMES[:1]).table()
+    table = trained(custom_schedule=NAMES[:1]).table()
     assert table[0] == GPIPE[0]
     assert [sorted(row) for row in table] == [sorted(row) for row in GPIPE]
 
