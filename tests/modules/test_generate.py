@@ -54,10 +54,11 @@ forward = nnx.jit(lambda model, tokens: model(tokens))
 
 def by_full_forwards(model: LM, prompt: np.ndarray, count: int) -> np.ndarray:
     """The likeliest tokens, one after the other, without a cache; of one length, so compiled once."""
-    tokens = np.pad(prompt, ((0, 0), (0, count)))
-    for at in range(prompt.shape[1], tokens.shape[1]):
+    length = prompt.shape[1]
+    tokens = np.pad(prompt, ((0, 0), (0, max(count, 16 - length))))
+    for at in range(length, length + count):
         tokens[:, at] = np.argmax(forward(model, tokens)[:, at - 1], axis=-1)
-    return tokens[:, -count:]
+    return tokens[:, length : length + count]
 
 
 @functools.cache

@@ -115,8 +115,9 @@ def weights_of(moe: MoE):
 def test_gradients_are_those_of_a_dense_formula():
     moe, x = build(), inputs()
     to_scalar = lambda y: jnp.sum(jnp.sin(y))
-    expected = jax.grad(lambda w, x: to_scalar(reference(w, x)), argnums=(0, 1))(weights_of(moe), x)
-    grads, dx = nnx.grad(lambda m, x: to_scalar(m(x)[0]), argnums=(0, 1))(moe, x)
+    grad = jax.jit(jax.grad(lambda w, x: to_scalar(reference(w, x)), argnums=(0, 1)))
+    expected = grad(weights_of(moe), x)
+    grads, dx = nnx.jit(nnx.grad(lambda m, x: to_scalar(m(x)[0]), argnums=(0, 1)))(moe, x)
     got = (tuple(g[...] for g in (grads.gate, grads.up, grads.down, grads.router.kernel)), dx)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, expected)
 
@@ -127,6 +128,7 @@ def test_gradients_are_finite_differences(options):
     moe, x = build(**options), inputs((2, 5, WIDTH))
     graphdef, state = nnx.split(moe)
 
+    @jax.jit
     def run(state, x):
         y, aux = nnx.merge(graphdef, state)(x)
         return y, aux.load_balancing, aux.router_z

@@ -63,6 +63,11 @@ def loss(call, x):
     return jnp.sum(call(x) ** 2)
 
 
+@nnx.jit
+def of_list(layers, x):
+    return nnx.value_and_grad(lambda layers: loss(lambda x: apply_layers(layers, x), x))(layers)
+
+
 @pytest.mark.parametrize("segments", [1, 2, 4, (1, 5)])
 @pytest.mark.parametrize("remat", [False, True, jax.checkpoint_policies.dots_saveable])
 def test_values_and_gradients_are_those_of_a_list(segments, remat):
@@ -70,7 +75,6 @@ def test_values_and_gradients_are_those_of_a_list(segments, remat):
     listed = as_list(stacked)
 
     value, grads = nnx.jit(nnx.value_and_grad(loss))(stacked, inputs())
-    of_list = nnx.jit(nnx.value_and_grad(lambda layers, x: loss(lambda x: apply_layers(layers, x), x)))
     expected, each = of_list(listed, inputs())
 
     np.testing.assert_allclose(value, expected, rtol=1e-6)

@@ -191,6 +191,7 @@ def test_a_language_model_over_data_and_tensor(hlo, options, fsdp):
         microbatch=4,
         steps=1,
         rtol=5e-5,
+        whole_batch=False,
         arg_shardings=P("data"),
     )
     assert not program.notes
@@ -328,6 +329,7 @@ def test_stages_that_are_alike_over_data_and_tensor_axes():
         microbatch=4,
         steps=1,
         rtol=5e-5,
+        whole_batch=False,
         arg_shardings=P("data"),
     )
 
