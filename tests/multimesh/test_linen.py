@@ -28,11 +28,8 @@ STAGE = mm.Task("stage", mesh=mm.TaskMesh(devices=[4, 5, 6, 7], axis_sizes=(2, 2
 
 
 @pytest.fixture(autouse=True)
-def no_registered_tasks_and_no_warning(monkeypatch):
-    mm.clear_tasks()
+def no_warning(monkeypatch):
     monkeypatch.setattr(unsplit, "_warned", True)  # a task that plain JAX traces says so once in a process
-    yield
-    mm.clear_tasks()
 
 
 def square():

@@ -17,7 +17,6 @@ from multimesh_compat.jax import (
     MultiMesh,
     Task,
     autoshard,
-    clear_tasks,
     enable_fast_path,
     ignore_transforms,
     microbatch,
@@ -26,12 +25,6 @@ from multimesh_compat.jax import (
     task,
     with_sharding_constraint,
 )
-
-
-@pytest.fixture(autouse=True)
-def no_tasks_left():
-    yield
-    clear_tasks()
 
 
 def devices(x):

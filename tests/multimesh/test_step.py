@@ -28,13 +28,6 @@ BATCH = (
 WIDTHS = (16, 4)
 
 
-@pytest.fixture(autouse=True)
-def no_registered_tasks():
-    mm.clear_tasks()
-    yield
-    mm.clear_tasks()
-
-
 def make_mesh():
     return mm.MultiMesh(axis_sizes=(2, 2, 2), axis_names=("stage", "batch", "model"))
 

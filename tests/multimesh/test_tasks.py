@@ -25,12 +25,8 @@ X = np.arange(32, dtype=np.float32).reshape(8, 4) / 32
 
 
 @pytest.fixture(autouse=True)
-def no_registered_tasks(monkeypatch):
-    """No registered tasks, and the warning not yet given."""
+def no_warning_yet(monkeypatch):
     monkeypatch.setattr(unsplit, "_warned", False)
-    mm.clear_tasks()
-    yield
-    mm.clear_tasks()
 
 
 @pytest.fixture
