@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 
 from mmnnx import _compat
+from mmnnx.mpmd.bind import check_shared
 from mmnnx.mpmd.garbage import uncollected
 from mmnnx.mpmd.lift import Observer, Record
 from mmnnx.mpmd.program import Program
@@ -198,8 +199,11 @@ class FlatTraced:
     def whole(self) -> Run:
         """What runs the function as it is, where all that it touches is in one place."""
         jitted, tree, held = self.jitted, self.tree, self.held
+        donated, names = [a.donated for a in jax.tree.leaves(self.traced.args_info)], self.record.names()
 
         def run(leaves: Sequence[Any]) -> list[Any]:
+            if True in donated:
+                check_shared(leaves, donated, names)
             moving = jax.tree.unflatten(tree, leaves)
             return jax.tree.leaves(jitted(*_restore(moving[0], held[0]), **moving[1], **dict(held[1])))
 

@@ -128,12 +128,13 @@ class Observer:
             seen.arrived = dict(_leaves((args, kwargs), self._argument_rules(args), seen.alive))
             before = nnx.graphdef((args, kwargs))
             out = fun(*args, **kwargs)
+            plain = {id(x) for x in jax.tree.leaves((args, kwargs), is_leaf=_is_node)}  # no state of a node
+            taken = _set_apart((args, kwargs, out), seen.arrived, plain)
             if self.out_shardings is not None:
-                out = _distinct(out)
+                out = _distinct(out, taken)
             nodes = any(_is_node(x) for x in jax.tree.leaves(out, is_leaf=_is_node))
             same = not nodes and _compat.same_graph(before, nnx.graphdef((args, kwargs)))
             seen.out_tree = jax.tree.structure(out) if same else None
-            plain = {id(x) for x in jax.tree.leaves((args, kwargs), is_leaf=_is_node)}  # no state of a node
             after = _leaves((args, kwargs), {}, seen.alive)
             seen.updated = {number: leaf for number, leaf in after if number not in plain}
             rules = _rules(self.out_shardings, out, "out_shardings")
@@ -185,15 +186,50 @@ def _leaves(trees: tuple, rules: dict[int, Any], alive: list[Any]) -> Iterator[t
             yield id(a), Leaf((*path[1:], *keys), (*path[len(trees) :], *keys), slot, rules.get(id(a)))
 
 
-def _distinct(tree: Any) -> Any:
-    """The same tree, where an array that is there several times is copied: each can have its own sharding."""
-    seen: set[int] = set()
+def _set_apart(trees: tuple[Any, Any, Any], arrived: dict[int, Leaf], plain: set[int]) -> set[int]:
+    """Gives each Variable of (args, kwargs, result) arrays that are no other's, nor an argument themselves.
+
+    What an array is to the function is known by the tracer: one of two Variables that hold the same would
+    lose its home and its updates. Those that hold what they came with keep it.
+
+    Returns:
+      The ids of the arguments that are arrays, and of all that Variables hold.
+
+    Raises:
+      ValueError: for a Variable that holds a reference.
+    """
+    taken = set(plain)
+    changed = []
+    for path, value in nnx.iter_graph(trees):
+        if isinstance(value, nnx.Variable):
+            if value.ref:
+                raise ValueError(
+                    f"{'.'.join(map(str, path[1:])) or 'the result'} is a Variable with ref=True: mm.jit "
+                    "takes state that is returned, not references; leave ref out"
+                )
+            came_with = [(*path[1:], *keys) for keys, _ in _paths_inside(value)]
+            found = [arrived[id(a)].path if id(a) in arrived else None for a in _arrays(value)]
+            if path[0] < 2 and found == came_with:
+                taken.update(map(id, _arrays(value)))
+            else:
+                changed.append(value)
+    for value in changed:
+        numbers = {id(a) for a in _arrays(value)}
+        if len(numbers) == len(_arrays(value)) and taken.isdisjoint(numbers):
+            taken |= numbers
+        else:
+            _compat.set_values([(value, _distinct(value.get_raw_value(), taken))])
+    return taken
+
+
+def _distinct(tree: Any, taken: set[int]) -> Any:
+    """The same tree, with a copy of each array that is in `taken` or was met before; adds all to `taken`."""
 
     def once(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or id(leaf) not in seen:
-            seen.add(id(leaf))
-            return leaf
-        return jnp.copy(leaf)
+        if isinstance(leaf, jax.Array):
+            leaf = jnp.copy(leaf) if id(leaf) in taken else leaf
+            taken.add(id(leaf))
+        return leaf
 
     return jax.tree.map(once, tree, is_leaf=_is_node)
 

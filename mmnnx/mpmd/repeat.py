@@ -142,7 +142,7 @@ def learn(
     run: Callable[[Sequence[Any]], list[Any]],
     out_tree: Any,
 ) -> Shortcut | None:
-    """From a call that was just made, how to repeat it; None if values cannot be told apart.
+    """From a call that was just made, how to repeat it; None if it is not known where each value goes.
 
     Args:
       arguments: what the call was given.
@@ -156,6 +156,7 @@ def learn(
         return None
     inputs = tuple(number[id(x)] for x in leaves)
     written = [(result, inputs[n]) for result, n in enumerate(updates) if n is not None]
-    if any(n not in arguments.variables for _, n in written):
+    state = len(updates) - out_tree.num_leaves  # comes first among the results
+    if None in updates[:state] or any(n not in arguments.variables for _, n in written):
         return None
     return Shortcut(run, inputs, tuple(written), out_tree)

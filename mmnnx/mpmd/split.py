@@ -121,8 +121,10 @@ def split(
     firsts = [(loop, row[0]) for loop in loops for row in loop.slices]
     slices = {v: loop.sources[v] for loop, v in firsts if v in loop.sources}
     derive = functools.partial(derive_shardings, program, pieces.flat.invars, ends.given, slices, whole)
-    # JAX runs a function where its arguments are: what is there already needs nothing of us.
-    there = groups == {frozenset(divided[0].devices.flat)} if placed else len(groups) <= 1
+    # JAX runs a function where the arguments that it reads are: what is there already needs nothing of us.
+    there = len(groups) <= 1
+    if placed:
+        there = groups == {frozenset(divided[0].devices.flat)} and _reads_one(pieces.flat, leaves)
     # Every process decides alike. A constraint may be over a mesh that is larger than the one that all is on.
     everyone = len(holders(divided[0])) == jax.process_count()
     as_it_is = not ruled and everyone and not (placed and constrains(traced.jaxpr, divided[0]))
@@ -131,6 +133,15 @@ def split(
     return Split(
         program, _preparer(program, pieces, ends, record, leaves, donates, multimesh, traced.fun_name), derive
     )
+
+
+def _reads_one(flat: Flat, leaves: Sequence[Any]) -> bool:
+    """Whether a result depends on an argument that is committed to its devices."""
+    live = {v for v in flat.outvars if is_var(v)}
+    for node in reversed(flat.nodes):
+        if not live.isdisjoint(node.outvars) or (isinstance(node, Equation) and node.eqn.effects):
+            live.update(filter(is_var, node.invars))
+    return any(isinstance(x, jax.Array) and x.committed and v in live for x, v in zip(leaves, flat.invars))
 
 
 def _placing(record: Record) -> Iterator[tuple[Task, Mesh]]:
@@ -349,7 +360,7 @@ def _preparer(
             return measurer(compiled if as_printed else compile_program(program, fixed, overwritten))
 
         def run(leaves: Sequence[Any]) -> list[Any]:
-            if gone and len(set(map(id, leaves))) < len(leaves):
+            if gone:
                 check_shared(leaves, donates, names)
             for n, x in enumerate(leaves):
                 if isinstance(x, jax.Array) and x.is_deleted():

@@ -1,0 +1,198 @@
+"""Variables that come to hold one value: each keeps its home, and its updates, call after call."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+from tests.mpmd.parity import assert_same, homes, pipeline, values
+
+NAMES = "abc"
+
+
+class Held(nnx.Module):
+    """Three Variables of one shape."""
+
+    def __init__(self, start):
+        for n, name in enumerate(NAMES):
+            setattr(self, name, nnx.Variable(jnp.full(4, start * 10.0**n)))
+
+
+def two():
+    return Held(1), Held(2)
+
+
+def swapped(m, n, x):
+    m.a[...], n.a[...] = n.a[...], m.a[...]
+    m.b[...] += x
+    return m.b[...].sum()
+
+
+def queue(m, n, x):
+    m.c[...] = m.b[...]
+    m.b[...] = m.a[...]
+    m.a[...] = x
+    return x.sum()
+
+
+def argument(m, n, x):
+    m.a[...] = x
+    n.a[...] = x
+    return m.b[...] + x, x
+
+
+def target(m, n, x):
+    n.a[...] = m.a[...]
+    m.a[...] += x
+    return m.a[...]
+
+
+def all_of_it(m, n, x):
+    m.a[...] += x
+    nnx.update(n, nnx.state(m))
+    return m.a[...], m.a[...], n.b[...]
+
+
+def chosen(m, n, x):
+    m.a[...] += x
+    nnx.update(n, jax.lax.cond(m.a[0] > 3, lambda: nnx.state(m), lambda: nnx.state(n)))
+
+
+def constant(m, n, x):
+    value = jnp.arange(4.0) * x.sum()
+    for name in NAMES:
+        getattr(m, name)[...] = getattr(n, name)[...] = value
+
+
+def written_in_a_loop(m, n, x):
+    def body(m, n, row):
+        m.a[...] += row.sum()
+        m.b[...] = n.b[...] = m.a[...]
+        n.c[...] = m.b[...]
+        return (m.c[...] * n.c[...]).sum() * row.sum()
+
+    return mm.microbatch(body, 0, 2, argnum=2, schedule="1f1b")(m, n, x)
+
+
+def placed(stage, other):
+    """Two modules, each on a mesh of two devices."""
+    mesh, tasks = pipeline(2, 2)
+    rules = [mm.TaskSharding({...: (tasks[n], spec)}) for n, spec in ((stage, P()), (other, P("model")))]
+    with mesh:
+        return mesh, *mm.jit(two, out_shardings=tuple(rules))()
+
+
+def assert_alike(step, other, donate, graph=True):
+    """Four calls do to two modules on meshes what they do on one device."""
+    whole, alone = two(), nnx.jit(step)
+    mesh, *split = placed(0, other)
+    with mesh:
+        run = mm.jit(step, donate_argnums=(0, 1) if donate else (), graph=graph)
+        before = homes(nnx.state(tuple(split)))
+        for n in range(4):
+            x = jnp.arange(4.0) + n
+            assert_same(
+                values((run(*split, x), *map(nnx.state, split))),
+                values((alone(*whole, x), *map(nnx.state, whole))),
+            )
+            assert homes(nnx.state(tuple(split))) == before
+
+
+STEPS = [swapped, queue, argument, target, all_of_it, chosen, constant, written_in_a_loop]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("other", [0, 1], ids=["one mesh", "two meshes"])
+@pytest.mark.parametrize("step", STEPS)
+def test_each_call_is_as_on_one_device(step, other, donate):
+    assert_alike(step, other, donate)
+
+
+@st.composite
+def assignments(draw):
+    """What a step writes into which Variable: another, the argument, or something new."""
+    variable = st.tuples(st.integers(0, 1), st.sampled_from(NAMES))
+    what = st.one_of(variable, st.sampled_from(["argument", "sum"]))
+    return draw(st.lists(st.tuples(variable, what), min_size=1, max_size=6))
+
+
+@settings(max_examples=25)
+@given(assignments(), st.sampled_from([0, 1]), st.booleans())
+def test_any_assignments(found, other, donate):
+    def step(m, n, x):
+        nodes = m, n
+        for (node, name), what in found:
+            to = getattr(nodes[node], name)
+            if what == "argument":
+                to[...] = x
+            elif what == "sum":
+                to[...] += x
+            else:
+                to[...] = getattr(nodes[what[0]], what[1])[...]
+
+    assert_alike(step, other, donate)
+
+
+TABLE = jnp.arange(4.0)
+
+
+@pytest.mark.parametrize(
+    "table", [lambda: TABLE, lambda: jnp.cos(jnp.arange(4.0))], ids=["closed over", "computed"]
+)
+def test_one_table_is_born_on_every_mesh(table):
+    def make():
+        held, value = Held(1), table()
+        for name in NAMES:
+            getattr(held, name)[...] = value
+        return held
+
+    mesh, tasks = pipeline(3, 2)
+    with mesh:
+        held = mm.jit(
+            make, out_shardings=mm.TaskSharding({mm.path(n): tasks[k] for k, n in enumerate(NAMES)})
+        )()
+    for k, name in enumerate(NAMES):
+        assert getattr(held, name)[...].sharding.device_set == set(mesh.mesh.devices[k].flat)
+        np.testing.assert_array_equal(getattr(held, name)[...], table())
+
+
+@pytest.mark.parametrize("stage", [0, 1], ids=["its mesh", "another"])
+def test_a_copy_goes_where_it_is_asked_to_and_the_model_stays(stage):
+    mesh, model, _ = placed(0, 1)
+    before = homes(model)
+    rules = mm.TaskSharding({...: (mm.Task("copy", mesh_slice={"stage": stage}), P("model"))})
+    with mesh:
+        copy = mm.jit(nnx.clone, out_shardings=rules)(model)
+        where = NamedSharding(mesh.slice(stage=stage), P("model"))
+    assert homes(model) == before and model.a[...].sharding.spec == P()
+    assert all(x.sharding.is_equivalent_to(where, 1) for x in jax.tree.leaves(nnx.state(copy)))
+    assert_same(copy, nnx.state(model))
+
+
+@pytest.mark.parametrize("other", [0, 1], ids=["one mesh", "two meshes"])
+def test_donating_one_array_twice_is_refused(other):
+    mesh, m, n = placed(0, other)
+    n.a.set_value(m.a.get_value())
+    with (
+        mesh,
+        pytest.raises(ValueError, match=r"0\.a and 1\.a are one array, and donating it would take both"),
+    ):
+        mm.jit(target, donate_argnums=(0, 1))(m, n, TABLE)
+    assert not m.a.get_value().is_deleted()
+
+
+def test_references_are_refused():
+    class Referring(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Variable(jnp.ones(4), ref=True)
+
+    with pytest.raises(ValueError, match=r"0\.w is a Variable with ref=True"):
+        mm.jit(lambda m: m.w[...].sum())(Referring())
