@@ -11,7 +11,8 @@ Forward equations are placed at positions in three steps:
    is a minimum cut.
 
 Backward equations go where the residuals they consume are; those that consume none follow their operands,
-again up to a minimum cut. What comes after the backward (the optimizer) goes to the state it updates.
+again up to a minimum cut. What comes after the backward (the optimizer) goes to the state it updates, and
+what uses new values of state (a second loss) to those.
 Work that depends on no placed state gets no place: it is done wherever it is needed (unless that is switched
 off: then it is done where it is needed first, and sent).
 """
@@ -97,6 +98,7 @@ fusing: ContextVar[str] = ContextVar("mmnnx_fusing", default="none")
 TaskOf = Callable[[str], "tuple[Task, Mesh] | None"]
 
 _FORWARD, _BACKWARD, _LATE, _LOOP = "forward", "backward", "late", "loop"
+_CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
 
 def place(
@@ -137,6 +139,7 @@ class _Region:
         self.where.update(inputs)
         # For every variable derived from state alone: the inputs it is derived from.
         self.roots = {v: frozenset([v]) for v, o in inputs.items() if o.kind is Kind.STATE} | (roots or {})
+        self.renewed: set[Var] = set()  # new values of state, and what they are made of
         self.tied: set[Node] = set()
         self.maker: dict[Var, Node] = {v: n for n in nodes for v in n.outvars}
         self.users: dict[Var, list[Node]] = {}
@@ -283,6 +286,25 @@ class _Region:
             homes[mesh] = homes.get(mesh, 0) + nbytes(a)
         return homes
 
+    def _renewed_homes(self, e: Equation) -> dict[Mesh, int]:
+        """Bytes of new values of state that an equation reads, by home."""
+        homes: dict[Mesh, int] = {}
+        for a in e.invars:
+            if is_var(a) and a in self.renewed:
+                homes[self.where[a].mesh] = homes.get(self.where[a].mesh, 0) + nbytes(a)
+        return homes
+
+    def _note_renewed(self, e: Equation) -> None:
+        """State and what is combined with it entry by entry are its next value, or on the way there."""
+        if len(e.outvars) != 1 or e.name in _CONTRACTIONS:
+            return
+        out, arrays = e.outvars[0], [a for a in e.invars if a.aval.shape]
+        weights = [a for a in arrays if a in self.renewed or self._of(a).kind is Kind.STATE]
+        if any(a not in self.of_batch and self._of(a).home == self.where[out].home for a in weights) and all(
+            a.aval.size == out.aval.size for a in arrays
+        ):
+            self.renewed.add(out)
+
     def _place_forward(self, e: Equation) -> None:
         if self._stays(e):
             return
@@ -412,8 +434,13 @@ class _Region:
                     for s in spots:
                         held[s] = held.get(s, 0) + nbytes(a)
                 choices = {s for s in held if held[s] == max(held.values())}
+        elif (renewed := self._renewed_homes(e)) and None in (s.position for s in incoming):
+            self._set(e, Spot(max(renewed, key=renewed.__getitem__)), "backward")
+            self._note_renewed(e)
+            return
         elif incoming:
-            self._set(e, min(incoming, key=_rank), "backward")
+            ahead = self._flow(e, (_LATE,)) if came is None else []
+            self._set(e, self._beside(e, ahead) if ahead else min(incoming, key=_rank), "backward")
             return
         else:
             choices = {Spot(self.positions[-1].mesh, len(self.positions) - 1)}
@@ -425,6 +452,17 @@ class _Region:
             here, name = self.positions[spot.position].task, scoped[0].name
             if name and here is not None and name not in (here.name or "").split("+"):
                 self.out.backward_tasks[spot.position] = name
+
+    def _beside(self, e: Equation, ahead: Sequence[Spot]) -> Spot:
+        """For the backward of a second loss: where all it reads is at hand, else where its forward was."""
+        held = []
+        for a in filter(is_var, e.invars):
+            if (maker := self.maker.get(a)) in self.spots:
+                users = [u for u in self.users[a] if self.classes[u] == _LATE and u in self.spots]
+                held.append({self.spots[n].mesh for n in (maker, *users)})
+        shared = set.intersection(*held)
+        both = [s for s in self._flow(e, (_BACKWARD, _LATE)) if s.mesh in shared]
+        return (both or ahead)[0]
 
     def _place_late(self, e: Equation) -> None:
         if self._stays(e):
@@ -439,6 +477,8 @@ class _Region:
             state = next((self.out.follows[v] for v in e.outvars if v in self.out.follows), None)
             if state is not None and self.where[state].mesh in weight:
                 weight = {self.where[state].mesh: 0}
+            else:
+                weight = self._renewed_homes(e) or weight
         mesh = scoped[1] if scoped is not None else max(weight, key=weight.__getitem__)
         # In a loop, sums of gradients and the like join the fragment that made what they sum.
         joined = [s for s in arriving if s.mesh == mesh and s.position is not None] if self.in_loop else []
@@ -446,6 +486,7 @@ class _Region:
             self._set(e, min(joined, key=_rank), "backward")
         else:
             self._set(e, Spot(mesh), "none")
+        self._note_renewed(e)
 
     def _place_loop(self, loop: Loop) -> None:
         inputs = {}

@@ -115,7 +115,7 @@ def test_mesh_slice_and_other_fields():
 
 def test_task_is_used_as_it_is():
     given = mm.Task("given", mesh_slice={"stage": 0})
-    assert task(current_task, task=given)() is given
+    assert task(current_task, task=given)() == given
     assert task(current_task, "other", task=given)() == mm.Task("other", mesh_slice={"stage": 0})
 
 
