@@ -87,3 +87,23 @@ def test_activations_alone_are_sent(step, rows):
             assert_same(values((run(*split, x), *map(nnx.state, split))), expected, 1e-4)
     passes = {evaluated: 3, evaluated_in_bfloat16: 3}.get(step, 4)
     assert sent == [(rows, WIDTH)] * passes * (STAGES - 1)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.MultiSteps(optax.adam(1e-2), 2), optax.apply_if_finite(optax.adam(1e-2), 3), optax.novograd(1e-2)],
+    ids=["MultiSteps", "apply_if_finite", "novograd"],
+)
+def test_two_steps_of_an_optimizer_that_holds_a_cond(optimizer):
+    x = np.random.default_rng(0).normal(size=(4, WIDTH)).astype(np.float32)
+    model = Net()
+    whole = model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    mesh, tasks = pipeline(STAGES)
+    with mesh:
+        placement = place(tasks, *[[("layers", n)] for n in range(STAGES)])
+        split = born_with_optimizer(Net, placement, optimizer)
+        run = mm.jit(twice)
+        sent = [t.shape for t in run.program(*split, x).transfers if len(t.shape) > 1]
+        expected = values((nnx.jit(twice)(*whole, x), *map(nnx.state, whole)))
+        assert_same(values((run(*split, x), *map(nnx.state, split))), expected, 1e-4)
+    assert sent == [x.shape] * 4 * (STAGES - 1)
