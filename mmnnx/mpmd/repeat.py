@@ -155,8 +155,10 @@ def learn(
     if len(number) != len(arguments.values) or any(id(x) not in number for x in leaves):
         return None
     inputs = tuple(number[id(x)] for x in leaves)
-    written = [(result, inputs[n]) for result, n in enumerate(updates) if n is not None]
-    state = len(updates) - out_tree.num_leaves  # comes first among the results
-    if None in updates[:state] or any(n not in arguments.variables for _, n in written):
+    state = updates[
+        : len(updates) - out_tree.num_leaves
+    ]  # what is returned comes after it, and is the caller's
+    written = [(result, inputs[n]) for result, n in enumerate(state) if n is not None]
+    if len(written) < len(state) or any(n not in arguments.variables for _, n in written):
         return None
     return Shortcut(run, inputs, tuple(written), out_tree)

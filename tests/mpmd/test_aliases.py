@@ -178,6 +178,19 @@ def test_a_copy_goes_where_it_is_asked_to_and_the_model_stays(stage):
 
 
 @pytest.mark.parametrize("other", [0, 1], ids=["one mesh", "two meshes"])
+def test_what_is_returned_is_the_callers_own(other):
+    """A later call that is given the model for good does not take it along."""
+    mesh, m, n = placed(0, other)
+    with mesh:
+        run = mm.jit(all_of_it, donate_argnums=(0, 1))
+        returned = [run(m, n, TABLE) for _ in range(4)]
+    for k, (a, again, b) in enumerate(returned):
+        np.testing.assert_array_equal(a, 1 + (k + 1) * TABLE)
+        np.testing.assert_array_equal(again, a)
+        np.testing.assert_array_equal(b, np.full(4, 10))
+
+
+@pytest.mark.parametrize("other", [0, 1], ids=["one mesh", "two meshes"])
 def test_donating_one_array_twice_is_refused(other):
     mesh, m, n = placed(0, other)
     n.a.set_value(m.a.get_value())
