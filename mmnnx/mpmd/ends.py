@@ -44,11 +44,23 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
     placed = [None if g is None or g.mesh in spanning else g for g in given]
     homes = [None if g is None or not jnp.ndim(x) else mesh_of(g) for g, x in zip(placed, leaves)]
     shapes = [jnp.shape(x) for x in leaves]
-    by_end: dict[Any, int] = {}  # by path and shape, and by path alone
+    by_end: dict[Any, list[int]] = {}  # by path and shape, and by path alone
+    by_part: dict[Any, list[int]] = {}  # parameters by the end of their path, and shape
     for n, leaf in enumerate(record.inputs):
         if leaf is not None and leaf.within and homes[n] is not None:
-            by_end.setdefault((leaf.within, shapes[n]), n)
-            by_end.setdefault(leaf.within, n)
+            by_end.setdefault((leaf.within, shapes[n]), []).append(n)
+            by_end.setdefault(leaf.within, []).append(n)
+            for k in range(1, 0 if leaf.slot else len(leaf.within)):
+                by_part.setdefault((leaf.within[k:], shapes[n]), []).append(n)
+    # Two models may have the same paths. Their optimizers are in the order that they are in.
+    owners = list(dict.fromkeys(leaf.path[:1] for leaf in record.results if leaf is not None and leaf.slot))
+
+    def first(known: dict[Any, list[int]], ends: Sequence[Any], leaf: Leaf) -> int | None:
+        found = next((known[e] for e in ends if e in known), None)
+        if found is None:
+            return None
+        return found[min(owners.index(leaf.path[:1]), len(found) - 1) if leaf.slot else 0]
+
     # Parameters among the results, for the slots of an optimizer that is made together with its model.
     made: dict[Any, NamedSharding] = {}
     for leaf, aval, rule in zip(record.results, types, rules):
@@ -65,16 +77,19 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
             sharding = rule or (placed[leaf.updates] if same else None)
         elif leaf is not None:
             endings = [(leaf.path[k:], aval.shape) for k in range(len(leaf.path))]
-            follow = next((by_end[e] for e in endings if e in by_end), None)
+            follow = first(by_end, endings, leaf)
             of_parameter = given[follow] if follow is not None else None
             if leaf.slot and of_parameter is None:
                 of_parameter = next((made[e] for e in endings if e in made), None)
             if leaf.slot and of_parameter is None and aval.shape:  # statistics of rows, a history
                 parts = parts_of(leaf.path)
                 other = next((made[p] for p in parts if p in made), None)
-                follow = next((by_end[p] for p in parts if p in by_end), None) if other is None else None
+                follow = first(by_end, list(parts), leaf) if other is None else None
                 other = given[follow] if follow is not None else other
                 of_parameter = None if other is None else NamedSharding(other.mesh, PartitionSpec())
+            if leaf.slot and of_parameter is None:  # of a module within an argument
+                follow = first(by_part, endings, leaf)
+                of_parameter = given[follow] if follow is not None else None
             inherited = leaf.rule is not None and not leaf.rule.own
             sharding = of_parameter or rule if inherited else rule or of_parameter
         follows.append(follow)

@@ -68,8 +68,8 @@ class Record:
 
     Attributes:
       inputs, results: every input and every result, in flat order.
-      out_tree: structure of what the function returned, if that is arrays alone and the structure of its
-        arguments is as before; else None.
+      out_tree: structure of what the function returned, if that is arrays alone and its arguments are of the
+        same Variables and modules as before; else None.
     """
 
     inputs: list[Leaf | None] = dataclasses.field(default_factory=list)
@@ -126,14 +126,16 @@ class Observer:
             if seen is None:  # called while it is traced, or inside another function
                 return fun(*args, **kwargs)
             seen.arrived = dict(_leaves((args, kwargs), self._argument_rules(args), seen.alive))
-            before = nnx.graphdef((args, kwargs))
+            before, there = nnx.graphdef((args, kwargs)), _nodes((args, kwargs))
             out = fun(*args, **kwargs)
             plain = {id(x) for x in jax.tree.leaves((args, kwargs), is_leaf=_is_node)}  # no state of a node
             taken = _set_apart((args, kwargs, out), seen.arrived, plain)
             if self.out_shardings is not None:
                 out = _distinct(out, taken)
             nodes = any(_is_node(x) for x in jax.tree.leaves(out, is_leaf=_is_node))
-            same = not nodes and _compat.same_graph(before, nnx.graphdef((args, kwargs)))
+            # Equal graphs are not enough: what two attributes hold may have been exchanged.
+            kept = list(map(id, there)) == list(map(id, _nodes((args, kwargs))))
+            same = not nodes and kept and _compat.same_graph(before, nnx.graphdef((args, kwargs)))
             seen.out_tree = jax.tree.structure(out) if same else None
             after = _leaves((args, kwargs), {}, seen.alive)
             seen.updated = {number: leaf for number, leaf in after if number not in plain}
@@ -353,6 +355,11 @@ def _on_mesh(sharding: Any) -> Sharding | None:
 
 def _has_paths(x: Any) -> bool:
     return _is_node(x) or isinstance(x, nnx.State)
+
+
+def _nodes(trees: tuple) -> list[Any]:
+    """Every Variable and graph node in (args, kwargs), in order."""
+    return [value for _, value in nnx.iter_graph(trees) if _is_node(value)]
 
 
 def _is_node(x: Any) -> bool:

@@ -70,8 +70,10 @@ def lower(
     ).lower()
     text = stage.as_text(debug_info=False).replace(f"@jit_{call.__name__} ", "@program ", 1)
     specs = tuple(s and s.spec for s in (*shardings, *results))
+    # The text tells neither a weak type from another, nor a random key from its words.
+    avals = tuple((a.shape, a.dtype, a.weak_type) for a in (v.aval for v in (*f.invars, *f.outvars)))
     is_shared = "callback" not in text
-    key = (text, inputs, outputs, specs, _place(f.mesh)) if is_shared else object()
+    key = (text, inputs, outputs, specs, avals, _place(f.mesh)) if is_shared else object()
     return Lowered(stage, inputs, outputs, key, is_shared)
 
 

@@ -116,6 +116,42 @@ def test_each_call_is_as_on_one_device(step, other, donate):
     assert_alike(step, other, donate)
 
 
+def exchanged(m):
+    m.a, m.b = m.b, m.a
+    m.a[...] += 10
+
+
+def replaced(m):
+    m.a = nnx.Variable(m.a[...] + 1)
+
+
+def exchanged_modules(m):
+    m.first, m.second = m.second, m.first
+    m.first.a[...] += 10
+
+
+@pytest.mark.parametrize("step", [exchanged, replaced, exchanged_modules])
+def test_variables_that_others_hold_too(step):
+    """What a call writes is in those that the modules held then."""
+
+    class Both(Held):
+        def __init__(self):
+            super().__init__(1)
+            self.first, self.second = two()
+
+    mesh, tasks = pipeline(2)
+    rules = mm.TaskSharding({mm.path("a"): tasks[0], mm.path("first"): tasks[0], mm.path(...): tasks[1]})
+    with mesh:
+        found = []
+        for jit, model in ((nnx.jit, Both()), (mm.jit, mm.jit(Both, out_shardings=rules)())):
+            run, held = jit(step), [model.a, model.b, model.first.a, model.second.a]
+            for _ in range(4):
+                run(model)
+                held.append(model.a)
+            found.append([float(v[0]) for v in held])
+    assert found[0] == found[1]
+
+
 @st.composite
 def assignments(draw):
     """What a step writes into which Variable: another, the argument, or something new."""

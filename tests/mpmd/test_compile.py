@@ -15,6 +15,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.mpmd import bind as bind_module
@@ -179,6 +180,31 @@ def test_stages_that_are_only_alike_are_not_one(compiles):
         compiles.clear()
         assert_same(mm.jit(lambda model, x: model(x))(model, X), make()(X))
     assert len(compiles) == 4
+
+
+def test_types_that_the_text_of_a_program_does_not_tell():
+    """A weak type from another; a random key from its words."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            words = lambda: nnx.Variable(jnp.arange(2, dtype=jnp.uint32).reshape(1, 2))
+            self.weak, self.strong = nnx.Variable(jnp.full(4, 2.0)), nnx.Variable(jnp.arange(4.0))
+            self.words, self.more = words(), words()
+            self.key, self.last = nnx.Variable(jax.random.key(0).reshape(1)), words()
+
+    def step(m):
+        m.key[...] = jax.random.wrap_key_data(m.words[...] * 2)
+        m.last[...] = m.more[...] * 2
+        return jnp.sin(m.strong[...]), jnp.sin(m.weak[...])
+
+    mesh, tasks = pipeline(2)
+    rules = {mm.path({"strong", "words", "key"}): (tasks[0], P()), mm.path({"weak", "more"}): (tasks[1], P())}
+    with mesh:
+        model = mm.jit(Model, out_shardings=mm.TaskSharding(rules | {mm.path("last"): (tasks[1], P(None))}))()
+        strong, weak = mm.jit(step)(model)
+    assert (strong.weak_type, weak.weak_type) == (False, True)
+    assert jnp.issubdtype(model.key[...].dtype, jax.dtypes.prng_key) and model.key[...].shape == (1,)
+    assert (model.last[...].dtype, model.last[...].shape) == (jnp.uint32, (1, 2))
 
 
 def test_callbacks_keep_their_own_programs(compiles):

@@ -176,3 +176,39 @@ def test_tables_say_the_same(kind, rules):
                     (said,) = homes.find([path], v, [x])
                     assert said.spec == spec_text(x.sharding.spec), path
                     assert set(said.home.devices) == {d.id for d in x.sharding.device_set}, path
+
+
+class Pair(nnx.Module):
+    """Two models in one, of which each may have an optimizer of its own."""
+
+    def __init__(self):
+        self.first, self.second = Model(), Model()
+        self.second.layers = nnx.List([nnx.Linear(WIDTH, 2 * WIDTH, rngs=nnx.Rngs(n)) for n in range(3)])
+
+
+def test_of_a_part_of_the_model():
+    """Its parameters are at longer paths in the argument than in the optimizer."""
+    reverse = {mm.path("second", "layers", n): (TASKS[2 - n], P()) for n in range(3)}
+    rules = {mm.path("first", "layers", n): (TASKS[n], P()) for n in range(3)} | reverse
+    with MESH:
+        pair = mm.jit(Pair, out_shardings=mm.TaskSharding(rules))()
+        first, second = mm.jit(
+            lambda m: tuple(nnx.Optimizer(x, optax.adam(1e-2), wrt=nnx.Param) for x in (m.first, m.second))
+        )(pair)
+    for n in range(3):
+        for optimizer, device in ((first, n), (second, 2 - n)):
+            slot = optimizer.opt_state[0].mu["layers"][n]["kernel"][...]
+            assert slot.sharding.device_set == set(MESH.mesh.devices[device])
+
+
+def test_of_two_models_whose_paths_are_alike():
+    reverse = mm.TaskSharding({mm.path("layers", n): (TASKS[2 - n], P()) for n in range(3)})
+    with MESH:
+        one, two = mm.jit(lambda: (Model(), Model()), out_shardings=(mm.TaskSharding(RULES), reverse))()
+        optimizers = mm.jit(
+            lambda *models: tuple(nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param) for m in models)
+        )(one, two)
+    for model, optimizer in zip((one, two), optimizers):
+        for n in range(3):
+            weight, slot = model.layers[n].kernel[...], optimizer.opt_state[0].mu["layers"][n]["kernel"][...]
+            assert slot.sharding.device_set == weight.sharding.device_set
