@@ -197,6 +197,12 @@ def set_values(pairs: Sequence[tuple[nnx.Variable, Any]]) -> None:
             object.__setattr__(variable, "_raw_value", value)
 
 
+def weakly_typed(x: jax.Array) -> jax.Array:
+    """The same array with a weak type, for which `jax.make_array_from_single_device_arrays` has no name."""
+    shards = [shard.data for shard in x.addressable_shards]
+    return type(x)(x.aval.update(weak_type=True), x.sharding, shards, committed=True)  # type: ignore[call-arg]
+
+
 def in_cached_partial() -> bool:
     """Whether the call comes from `nnx.cached_partial`, which needs `nnx.jit` itself to take its cache."""
     return nnx.graphlib.GRAPH_CONTEXT.tmp_static_cache is not None

@@ -483,6 +483,13 @@ def test_starting_several_processes():
     assert _compat.copies_between_processes() is False  # on CPU
 
 
+def test_weakly_typed():
+    x = jax.device_put(jnp.float32(2), jax.devices()[0])
+    weak = _compat.weakly_typed(x)
+    assert not x.weak_type and weak.weak_type and weak.sharding == x.sharding and float(weak) == 2
+    assert (weak * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
 def test_set_values():
     """What the first is refused, all are: a trace changes no Variable from outside."""
     variables = [nnx.Param(jnp.zeros(())), nnx.Param(jnp.ones(()))]

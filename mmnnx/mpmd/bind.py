@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmnnx import _compat
 from mmnnx.mpmd.processes import elsewhere, is_here
 from mmnnx.mpmd.transfer import put, spread
 from mmnnx.sharding.mesh import MultiMesh
@@ -57,7 +58,8 @@ def everywhere(arrays: Sequence[jax.Array], target: NamedSharding) -> jax.Array:
     for d in target.addressable_devices - shards.keys():
         shards[d] = jax.device_put(arrays[0].addressable_data(0), d)
     parts = [shards[d] for d in target.mesh.devices.flat if d in shards]
-    return jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
+    made = jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
+    return _compat.weakly_typed(made) if arrays[0].aval.weak_type else made
 
 
 Delivery = Callable[[Sequence[Any], Sequence[jax.Array]], Any]

@@ -56,10 +56,10 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
     owners = list(dict.fromkeys(leaf.path[:1] for leaf in record.results if leaf is not None and leaf.slot))
 
     def first(known: dict[Any, list[int]], ends: Sequence[Any], leaf: Leaf) -> int | None:
-        found = next((known[e] for e in ends if e in known), None)
-        if found is None:
-            return None
-        return found[min(owners.index(leaf.path[:1]), len(found) - 1) if leaf.slot else 0]
+        found = next((known[e] for e in ends if e in known), [])
+        if not leaf.slot and len({homes[n] for n in found}) > 1:
+            return None  # a gradient, say: what it is made of says where it is
+        return found[min(owners.index(leaf.path[:1]), len(found) - 1) if leaf.slot else 0] if found else None
 
     # Parameters among the results, for the slots of an optimizer that is made together with its model.
     made: dict[Any, NamedSharding] = {}

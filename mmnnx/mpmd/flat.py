@@ -298,8 +298,16 @@ class FlatCompiled:
         return getattr(self.lowered, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = jax.tree.leaves(self.lowered.traced.owner.static.divide(args, kwargs)[0])
-        return jax.tree.unflatten(self.lowered.traced.out_tree, self.lowered.prepare()(leaves))
+        traced = self.lowered.traced
+        moving, held = traced.owner.static.divide(args, kwargs)
+        leaves, tree = jax.tree.flatten(moving)
+        if tree != traced.tree or held != traced.held:
+            raise TypeError(
+                f"{traced.fun_name} is called with other arguments than it was lowered for: another number "
+                "of them, names where there were none, another static argument or static attribute of a "
+                "module. Lower it for these, or call what mm.jit made, which compiles for what it is given"
+            )
+        return jax.tree.unflatten(traced.out_tree, self.lowered.prepare()(leaves))
 
     @property
     def input_shardings(self) -> Any:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -90,6 +93,7 @@ class _Seen:
 
     Attributes:
       arrived, updated, made: by id of the tracer: arguments before and after the call, and results.
+      returned: ids of the results that are arrays themselves.
       out_tree: as in `Record`.
       alive: the tracers, so that an id stays theirs.
     """
@@ -97,6 +101,7 @@ class _Seen:
     arrived: dict[int, Leaf] = dataclasses.field(default_factory=dict)
     updated: dict[int, Leaf] = dataclasses.field(default_factory=dict)
     made: dict[int, Leaf] = dataclasses.field(default_factory=dict)
+    returned: set[int] = dataclasses.field(default_factory=set)
     out_tree: Any = None
     alive: list[Any] = dataclasses.field(default_factory=list)
 
@@ -127,6 +132,7 @@ class Observer:
                 return fun(*args, **kwargs)
             seen.arrived = dict(_leaves((args, kwargs), self._argument_rules(args), seen.alive))
             before, there = nnx.graphdef((args, kwargs)), _nodes((args, kwargs))
+            came = {id(value): path for path, value in there}
             out = fun(*args, **kwargs)
             plain = {id(x) for x in jax.tree.leaves((args, kwargs), is_leaf=_is_node)}  # no state of a node
             taken = _set_apart((args, kwargs, out), seen.arrived, plain)
@@ -134,13 +140,14 @@ class Observer:
                 out = _distinct(out, taken)
             nodes = any(_is_node(x) for x in jax.tree.leaves(out, is_leaf=_is_node))
             # Equal graphs are not enough: what two attributes hold may have been exchanged.
-            kept = list(map(id, there)) == list(map(id, _nodes((args, kwargs))))
+            kept = [id(value) for _, value in _nodes((args, kwargs))] == [id(value) for _, value in there]
             same = not nodes and kept and _compat.same_graph(before, nnx.graphdef((args, kwargs)))
             seen.out_tree = jax.tree.structure(out) if same else None
-            after = _leaves((args, kwargs), {}, seen.alive)
+            after = _leaves((args, kwargs), {}, seen.alive, came)
             seen.updated = {number: leaf for number, leaf in after if number not in plain}
             rules = _rules(self.out_shardings, out, "out_shardings")
             seen.made = dict(_leaves((out,), rules, seen.alive))
+            seen.returned = set(map(id, jax.tree.leaves(out, is_leaf=_is_node)))
             return out
 
         return watched
@@ -157,9 +164,12 @@ class Observer:
                 self._now.__dict__.pop("seen", None)
             inputs = [seen.arrived.get(id(a)) for a in dynamic(args, kwargs)]
             number = {leaf.path: n for n, leaf in enumerate(inputs) if leaf is not None}
-            results = []
-            for a in jax.tree.leaves(out):
+            results, flat = [], jax.tree.leaves(out)
+            times = Counter(map(id, flat))
+            for a in flat:
                 leaf, made = seen.updated.get(id(a)), seen.made.get(id(a))
+                if id(a) in seen.returned and times[id(a)] == 1:
+                    leaf = None  # a value of state that is not written back
                 if leaf is not None:  # state of an argument, which may be returned as well
                     rule = made.rule if made is not None else None
                     leaf = dataclasses.replace(leaf, updates=number.get(leaf.path), rule=rule)
@@ -179,9 +189,15 @@ class Observer:
         return _rules(shardings, args, "in_shardings")
 
 
-def _leaves(trees: tuple, rules: dict[int, Any], alive: list[Any]) -> Iterator[tuple[int, Leaf]]:
-    """Every array in (args, kwargs) or (result,), by id, with what is known about it; adds it to `alive`."""
+def _leaves(
+    trees: tuple, rules: dict[int, Any], alive: list[Any], came: Mapping[int, Path] = MappingProxyType({})
+) -> Iterator[tuple[int, Leaf]]:
+    """Every array in (args, kwargs) or (result,), by id, with what is known about it; adds it to `alive`.
+
+    `came` has the paths, by id, of Variables that are known by another than they have now.
+    """
     for path, value in nnx.iter_graph(trees):
+        path = came.get(id(value), path) if isinstance(value, nnx.Variable) else path
         slot = _compat.is_optimizer_slot(value)
         for keys, a in _paths_inside(value):
             alive.append(a)
@@ -211,13 +227,14 @@ def _set_apart(trees: tuple[Any, Any, Any], arrived: dict[int, Leaf], plain: set
                 )
             came_with = [(*path[1:], *keys) for keys, _ in _paths_inside(value)]
             found = [arrived[id(a)].path if id(a) in arrived else None for a in _arrays(value)]
-            if path[0] < 2 and found == came_with:
+            if path[0] < 2 and found and found == came_with:
                 taken.update(map(id, _arrays(value)))
             else:
                 changed.append(value)
     for value in changed:
         numbers = {id(a) for a in _arrays(value)}
-        if len(numbers) == len(_arrays(value)) and taken.isdisjoint(numbers):
+        leaves = jax.tree.leaves(value.get_raw_value())
+        if len(numbers) == len(leaves) and taken.isdisjoint(numbers):
             taken |= numbers
         else:
             _compat.set_values([(value, _distinct(value.get_raw_value(), taken))])
@@ -228,6 +245,8 @@ def _distinct(tree: Any, taken: set[int]) -> Any:
     """The same tree, with a copy of each array that is in `taken` or was met before; adds all to `taken`."""
 
     def once(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            leaf = jnp.copy(jnp.asarray(leaf))  # traced, so that it can be placed
         if isinstance(leaf, jax.Array):
             leaf = jnp.copy(leaf) if id(leaf) in taken else leaf
             taken.add(id(leaf))
@@ -357,9 +376,9 @@ def _has_paths(x: Any) -> bool:
     return _is_node(x) or isinstance(x, nnx.State)
 
 
-def _nodes(trees: tuple) -> list[Any]:
-    """Every Variable and graph node in (args, kwargs), in order."""
-    return [value for _, value in nnx.iter_graph(trees) if _is_node(value)]
+def _nodes(trees: tuple) -> list[tuple[Path, Any]]:
+    """Every Variable and graph node in (args, kwargs), in order, with its path."""
+    return [(path, value) for path, value in nnx.iter_graph(trees) if _is_node(value)]
 
 
 def _is_node(x: Any) -> bool:

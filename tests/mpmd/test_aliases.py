@@ -226,6 +226,80 @@ def test_what_is_returned_is_the_callers_own(other):
         np.testing.assert_array_equal(b, np.full(4, 10))
 
 
+def test_what_tree_mode_returns_is_the_callers_own():
+    mesh, m, _ = placed(0, 1)
+    with mesh:
+        value, total = mm.jit(lambda m: (m.a[...], m.b[...].sum()), graph=False)(m)
+        mm.jit(lambda m: nnx.update(m, jax.tree.map(lambda x: x + 1, nnx.state(m))), donate_argnums=0)(m)
+    np.testing.assert_array_equal(value, np.ones(4))
+    assert float(total) == 40
+
+
+def test_a_variable_takes_its_home_along():
+    """Homes are those of Variables, whichever path they have after the call."""
+
+    class Listed(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Param(jnp.full(4, float(n))) for n in range(4)])
+
+    mesh, tasks = pipeline(2, 2)
+    rules = {mm.path("layers", {0, 1}): (tasks[0], P()), mm.path("layers", {2, 3}): (tasks[1], P("model"))}
+    with mesh:
+        model = mm.jit(Listed, out_shardings=mm.TaskSharding(rules))()
+        third = model.layers[2]
+        before = third[...].sharding
+        mm.jit(lambda model: model.layers.pop(0) and None)(model)
+    assert model.layers[1] is third and third[...].sharding == before
+    assert [float(v[0]) for v in model.layers] == [1, 2, 3]
+
+
+def test_numpy_values_are_placed_too():
+    def make():
+        held = Held(1)
+        held.a.set_value(np.arange(4, dtype=np.float32))
+        return held
+
+    mesh, tasks = pipeline(2, 2)
+    rules = mm.TaskSharding({mm.path("a"): (tasks[1], P("model")), mm.path(...): (tasks[0], P())})
+    with mesh:
+        held = mm.jit(make, out_shardings=rules)()
+        before = homes(held)
+        assert before["['a'].value"] == set(mesh.mesh.devices[1].flat)
+        mm.jit(lambda held: held.a.set_value(np.ones(4, np.float32)))(held)
+        assert homes(held) == before
+    np.testing.assert_array_equal(held.a[...], np.ones(4))
+
+
+@pytest.mark.parametrize("other", [0, 1], ids=["one mesh", "two meshes"])
+def test_new_values_keep_the_spec(other):
+    mesh, m, n = placed(0, other)
+    with mesh:
+        before = [x.sharding for x in jax.tree.leaves(nnx.state((m, n)))]
+
+        @mm.jit
+        def step(m, n):
+            for name in NAMES:
+                mine, others = getattr(m, name), getattr(n, name)
+                mine[...] = 0.9 * mine[...] + 0.1 * others[...]
+
+        step(m, n)
+        after = [x.sharding for x in jax.tree.leaves(nnx.state((m, n)))]
+    assert all(a.is_equivalent_to(b, 1) for a, b in zip(after, before))
+
+
+def test_two_models_whose_paths_are_alike():
+    """Copies of state and gradients are where the state is."""
+    mesh, m, n = placed(0, 1)
+    with mesh:
+        copies = mm.jit(lambda m, n: (nnx.clone(m), nnx.clone(n)))(m, n)
+        assert homes(nnx.state(copies)) == homes(nnx.state((m, n)))
+        grad_fn = nnx.grad(lambda n, x: (n.a[...] * n.b[...] * n.c[...] * x).sum())
+        program = mm.jit(lambda m, n, x: mm.microbatch(grad_fn, 0, 2, argnum=1)(n, x)).program(
+            m, n, jnp.ones((4, 4))
+        )
+    assert not program.transfers
+
+
 @pytest.mark.parametrize("other", [0, 1], ids=["one mesh", "two meshes"])
 def test_donating_one_array_twice_is_refused(other):
     mesh, m, n = placed(0, other)

@@ -645,3 +645,52 @@ def test_one_value_returned_several_times_can_have_several_shardings():
     made = mm.jit(lambda: [jnp.zeros(4)] * 3, out_shardings=shardings, mesh=mesh)()
     for x, y, sharding in zip(shared, made, shardings):
         assert x.sharding == y.sharding == sharding
+
+
+def test_what_is_compiled_takes_what_it_was_lowered_for():
+    """Over two meshes: not the same arrays under other names, nor another static argument or attribute."""
+
+    def step(model, b, a, times):
+        return (model.first(b) * times).sum() + model.second(model.first(a)).sum()
+
+    mesh, tasks = pipeline(2)
+    with mesh:
+        model = born(Pair, mm.TaskSharding({mm.path("first"): tasks[0], mm.path(...): tasks[1]}))
+        one, two = jnp.ones((2, 4)), jnp.full((2, 4), 2.0)
+        run = mm.jit(step, static_argnums=3).lower(model, one, two, 2).compile()
+        np.testing.assert_allclose(run(model, one, two, 2), step(Pair(), one, two, 2), rtol=1e-5)
+        calls = [
+            lambda: run(model, two, b=one, times=2),
+            lambda: run(model, one, two, 3),
+            lambda: run(model, one),
+            lambda: run(one, one, two, 2),
+        ]
+        for call in calls:
+            with pytest.raises(
+                TypeError, match="step is called with other arguments than it was lowered for"
+            ):
+                call()
+        model.mode = "other"
+        with pytest.raises(TypeError, match="static attribute"):
+            run(model, one, two, 2)
+
+
+def test_a_scalar_of_a_weak_type_stays_weak():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.temperature = nnx.Variable(jnp.asarray(1.0))
+            self.a, self.b = (nnx.Param(jnp.ones(4, jnp.bfloat16)) for _ in range(2))
+
+    def step(model):
+        y = model.a[...] * model.temperature[...] + model.b[...]
+        model.temperature[...] *= 0.5
+        return y
+
+    mesh, tasks = pipeline(2)
+    with mesh:
+        model = mm.jit(
+            Model, out_shardings=mm.TaskSharding({mm.path("a"): tasks[0], mm.path("b"): tasks[1]})
+        )()
+        run = mm.jit(step)
+        for _ in range(3):
+            assert run(model).dtype == jnp.bfloat16 and model.temperature.get_raw_value().weak_type
