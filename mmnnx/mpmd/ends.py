@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -52,14 +52,15 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
             by_end.setdefault(leaf.within, []).append(n)
             for k in range(1, 0 if leaf.slot else len(leaf.within)):
                 by_part.setdefault((leaf.within[k:], shapes[n]), []).append(n)
-    # Two models may have the same paths. Their optimizers are in the order that they are in.
     owners = list(dict.fromkeys(leaf.path[:1] for leaf in record.results if leaf is not None and leaf.slot))
 
-    def first(known: dict[Any, list[int]], ends: Sequence[Any], leaf: Leaf) -> int | None:
+    def first(known: dict[Any, list[int]], ends: Iterable[Any], leaf: Leaf) -> int | None:
+        """The argument that is known by the first of these ends. Two models may have the same paths."""
         found = next((known[e] for e in ends if e in known), [])
-        if not leaf.slot and len({homes[n] for n in found}) > 1:
-            return None  # a gradient, say: what it is made of says where it is
-        return found[min(owners.index(leaf.path[:1]), len(found) - 1) if leaf.slot else 0] if found else None
+        if leaf.slot and found:  # optimizers are made in the order of their models
+            return found[min(owners.index(leaf.path[:1]), len(found) - 1)]
+        # Where it is not clear, what a result is made of, such as a gradient, says where it is.
+        return found[0] if len({homes[n] for n in found}) == 1 else None
 
     # Parameters among the results, for the slots of an optimizer that is made together with its model.
     made: dict[Any, NamedSharding] = {}
@@ -84,7 +85,7 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
             if leaf.slot and of_parameter is None and aval.shape:  # statistics of rows, a history
                 parts = parts_of(leaf.path)
                 other = next((made[p] for p in parts if p in made), None)
-                follow = first(by_end, list(parts), leaf) if other is None else None
+                follow = first(by_end, parts, leaf) if other is None else None
                 other = given[follow] if follow is not None else other
                 of_parameter = None if other is None else NamedSharding(other.mesh, PartitionSpec())
             if leaf.slot and of_parameter is None:  # of a module within an argument

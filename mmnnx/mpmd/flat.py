@@ -289,7 +289,10 @@ class FlatLowered:
 
 
 class FlatCompiled:
-    """A compiled program, to be called with arguments of the types and homes it was compiled for."""
+    """A compiled program, to be called with arguments of the types and homes it was compiled for.
+
+    As with what JAX compiles, static arguments are left out.
+    """
 
     def __init__(self, lowered: FlatLowered):
         self.lowered = lowered
@@ -299,13 +302,13 @@ class FlatCompiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         traced = self.lowered.traced
-        moving, held = traced.owner.static.divide(args, kwargs)
-        leaves, tree = jax.tree.flatten(moving)
-        if tree != traced.tree or held != traced.held:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if tree != traced.tree:
             raise TypeError(
                 f"{traced.fun_name} is called with other arguments than it was lowered for: another number "
-                "of them, names where there were none, another static argument or static attribute of a "
-                "module. Lower it for these, or call what mm.jit made, which compiles for what it is given"
+                "of them, names where there were none, or another static attribute of a module. Static "
+                "arguments are left out. Lower it for these, or call what mm.jit made, which compiles for "
+                "what it is given"
             )
         return jax.tree.unflatten(traced.out_tree, self.lowered.prepare()(leaves))
 

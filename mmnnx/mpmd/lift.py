@@ -225,28 +225,30 @@ def _set_apart(trees: tuple[Any, Any, Any], arrived: dict[int, Leaf], plain: set
                     f"{'.'.join(map(str, path[1:])) or 'the result'} is a Variable with ref=True: mm.jit "
                     "takes state that is returned, not references; leave ref out"
                 )
-            came_with = [(*path[1:], *keys) for keys, _ in _paths_inside(value)]
-            found = [arrived[id(a)].path if id(a) in arrived else None for a in _arrays(value)]
-            if path[0] < 2 and found and found == came_with:
-                taken.update(map(id, _arrays(value)))
+            held = {(*path[1:], *keys): id(a) for keys, a in _paths_inside(value)}
+            kept = all(a in arrived and arrived[a].path == where for where, a in held.items())
+            if path[0] < 2 and held and kept:
+                taken.update(held.values())
             else:
                 changed.append(value)
     for value in changed:
-        numbers = {id(a) for a in _arrays(value)}
-        leaves = jax.tree.leaves(value.get_raw_value())
-        if len(numbers) == len(leaves) and taken.isdisjoint(numbers):
-            taken |= numbers
+        held, own = value.get_raw_value(), set(map(id, _arrays(value)))
+        if len(own) == len(jax.tree.leaves(held)) and taken.isdisjoint(own):
+            taken |= own
         else:
-            _compat.set_values([(value, _distinct(value.get_raw_value(), taken))])
+            _compat.set_values([(value, _distinct(held, taken))])
     return taken
 
 
 def _distinct(tree: Any, taken: set[int]) -> Any:
-    """The same tree, with a copy of each array that is in `taken` or was met before; adds all to `taken`."""
+    """The same tree, with a copy of each array that is in `taken` or was met before; adds all to `taken`.
+
+    NumPy's arrays become JAX's, as they are after a call.
+    """
 
     def once(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):
-            leaf = jnp.copy(jnp.asarray(leaf))  # traced, so that it can be placed
+            leaf = jnp.copy(jnp.asarray(leaf))  # traced: it can be placed
         if isinstance(leaf, jax.Array):
             leaf = jnp.copy(leaf) if id(leaf) in taken else leaf
             taken.add(id(leaf))

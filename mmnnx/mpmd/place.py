@@ -279,19 +279,18 @@ class _Region:
 
     def _state_homes(self, e: Equation) -> dict[Mesh, int]:
         """Bytes of state that an equation reads, by home; of the batch only if it reads no other."""
-        homes: dict[Mesh, int] = {}
         state = [a for a in e.invars if self._of(a).kind is Kind.STATE]
-        for a in [a for a in state if a not in self.of_batch] or state:
-            mesh = self._of(a).mesh
-            homes[mesh] = homes.get(mesh, 0) + nbytes(a)
-        return homes
+        return self._bytes_by_home([a for a in state if a not in self.of_batch] or state)
 
     def _renewed_homes(self, e: Equation) -> dict[Mesh, int]:
         """Bytes of new values of state that an equation reads, by home."""
+        return self._bytes_by_home(a for a in e.invars if is_var(a) and a in self.renewed)
+
+    def _bytes_by_home(self, atoms: Iterable[Atom]) -> dict[Mesh, int]:
         homes: dict[Mesh, int] = {}
-        for a in e.invars:
-            if is_var(a) and a in self.renewed:
-                homes[self.where[a].mesh] = homes.get(self.where[a].mesh, 0) + nbytes(a)
+        for a in atoms:
+            mesh = self._of(a).mesh
+            homes[mesh] = homes.get(mesh, 0) + nbytes(a)
         return homes
 
     def _note_renewed(self, e: Equation) -> None:
@@ -470,9 +469,7 @@ class _Region:
         scoped, weight = self.task_of(e.scope), self._state_homes(e)
         arriving = self._flow(e, (_FORWARD, _BACKWARD, _LATE))
         if scoped is None and not weight:
-            for a in e.invars:
-                if (origin := self._of(a)).kind is Kind.ACTIVATION:
-                    weight[origin.mesh] = weight.get(origin.mesh, 0) + nbytes(a)
+            weight = self._bytes_by_home(a for a in e.invars if self._of(a).kind is Kind.ACTIVATION)
             # Sums and scalings of a gradient are done at the home of its parameter, if a part of it is there.
             state = next((self.out.follows[v] for v in e.outvars if v in self.out.follows), None)
             if state is not None and self.where[state].mesh in weight:

@@ -155,9 +155,8 @@ def learn(
     if len(number) != len(arguments.values) or any(id(x) not in number for x in leaves):
         return None
     inputs = tuple(number[id(x)] for x in leaves)
-    state = updates[
-        : len(updates) - out_tree.num_leaves
-    ]  # what is returned comes after it, and is the caller's
+    # What is returned comes after the state, and is the caller's.
+    state = updates[: len(updates) - out_tree.num_leaves]
     written = [(result, inputs[n]) for result, n in enumerate(state) if n is not None]
     if len(written) < len(state) or any(n not in arguments.variables for _, n in written):
         return None

@@ -129,10 +129,11 @@ def split(
     everyone = len(holders(divided[0])) == jax.process_count()
     as_it_is = not ruled and everyone and not (placed and constrains(traced.jaxpr, divided[0]))
     # Left to itself, XLA may shard new values of state otherwise than the old ones.
+    made = {v for node in pieces.flat.nodes for v in node.outvars}
     as_it_is &= not any(
         leaf is not None and leaf.updates is not None and s is not None and s.num_devices > 1
         for leaf, s, v in zip(record.results, ends.asked, pieces.flat.outvars)
-        if v not in pieces.flat.invars
+        if is_var(v) and v in made
     )
     if len(divided) == 1 and there and as_it_is:
         return Split(program, None, derive)

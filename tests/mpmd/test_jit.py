@@ -658,12 +658,12 @@ def test_what_is_compiled_takes_what_it_was_lowered_for():
         model = born(Pair, mm.TaskSharding({mm.path("first"): tasks[0], mm.path(...): tasks[1]}))
         one, two = jnp.ones((2, 4)), jnp.full((2, 4), 2.0)
         run = mm.jit(step, static_argnums=3).lower(model, one, two, 2).compile()
-        np.testing.assert_allclose(run(model, one, two, 2), step(Pair(), one, two, 2), rtol=1e-5)
+        np.testing.assert_allclose(run(model, one, two), step(Pair(), one, two, 2), rtol=1e-5)
         calls = [
-            lambda: run(model, two, b=one, times=2),
+            lambda: run(model, two, b=one),
             lambda: run(model, one, two, 3),
             lambda: run(model, one),
-            lambda: run(one, one, two, 2),
+            lambda: run(one, one, two),
         ]
         for call in calls:
             with pytest.raises(
@@ -672,7 +672,7 @@ def test_what_is_compiled_takes_what_it_was_lowered_for():
                 call()
         model.mode = "other"
         with pytest.raises(TypeError, match="static attribute"):
-            run(model, one, two, 2)
+            run(model, one, two)
 
 
 def test_a_scalar_of_a_weak_type_stays_weak():
