@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,9 +108,16 @@ def _lowest(x):
         return jnp.zeros_like(x)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.full_like(x, -jnp.inf)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"microbatch: reduce='max' has no meaning for {x.dtype}")
     return jnp.full_like(x, jnp.iinfo(x.dtype).min)
+
+
+def _check_reduction(name: str, dtype: Any) -> None:
+    """Refuses sums of random keys, and the largest of what has no order, such as complex numbers."""
+    numbers = {"sum": jnp.number, "mean": jnp.number, "max": jnp.integer}
+    if name in numbers and not any(
+        jnp.issubdtype(dtype, kind) for kind in (numbers[name], jnp.floating, jnp.bool_)
+    ):
+        raise TypeError(f"microbatch: reduce={name!r} has no meaning for {dtype}")
 
 
 def _last(acc, out):
@@ -190,16 +199,16 @@ def microbatch(
     The arguments are those of `multimesh.jax.microbatch`, with `reduce` added.
     """
     given = {"interleave": interleave, "unrolling": unrolling}
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: _whole(n, name, "a positive int", 1) for name, n in given.items() if n is not None}
     rows = _rows(schedule, custom_schedule)
     _check_options(schedule, options, rows)
     for name in jax.tree.leaves(reduce):
         if name not in _NAMES:
             raise ValueError(f"microbatch: reduce={name!r} is none of {', '.join(map(repr, _NAMES))}")
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"microbatch: size must be a positive int, got {size!r}")
-    if memory_limit is not None and not (isinstance(memory_limit, int) and memory_limit > 0):
-        raise ValueError(f"microbatch: memory_limit= is a number of bytes, not {memory_limit!r}")
+    dim, argnum = _whole(dim, "dim", "an int"), _whole(argnum, "argnum", "the number of one argument", 0)
+    size = _whole(size, "size", "a positive int", 1)
+    if memory_limit is not None:
+        memory_limit = _whole(memory_limit, "memory_limit", "a number of bytes", 1)
     for each in remat if isinstance(remat, (list, tuple)) else (remat,):
         check_remat(each, "microbatch: remat=")
     spec = LoopSpec(
@@ -213,7 +222,7 @@ def microbatch(
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        if not 0 <= argnum < len(args):
+        if argnum >= len(args):
             raise ValueError(
                 f"microbatch: argnum={argnum}, but the call has {len(args)} positional arguments"
             )
@@ -262,6 +271,8 @@ def microbatch(
             "float0" if o.dtype == jax.dtypes.float0 else n  # gradients of integers hold nothing
             for o, n in zip(out_leaves, _broadcast(reduce, out_shape))
         ]
+        for o, n in zip(out_leaves, names):
+            _check_reduction(n, o.dtype)
         folded = [(o, _REDUCTIONS[n]) for o, n in zip(out_leaves, names) if n in _REDUCTIONS]
 
         def body(carry, piece):
@@ -303,6 +314,21 @@ def microbatch(
     return wrapped
 
 
+def _whole(value: Any, name: str, what: str, least: float = -math.inf) -> int:
+    """A whole number, of Python or NumPy.
+
+    Raises:
+      ValueError: says what it has to be.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least:
+        raise ValueError(f"microbatch: {name} must be {what}, got {value!r}")
+    return number
+
+
 def _rows(schedule: str | None, custom: Sequence[Sequence[Any]] | None) -> tuple[tuple[Any, ...], ...]:
     """The rows of a custom schedule: of Actions, or of (microbatch, name) pairs."""
     if (custom is not None) != (schedule == "custom") and (custom is None or schedule is not None):
@@ -338,10 +364,7 @@ def _rows(schedule: str | None, custom: Sequence[Sequence[Any]] | None) -> tuple
 
 
 def _check_options(schedule: str | None, options: dict[str, int], rows: Sequence[Any]) -> None:
-    """Options must be positive, and of a schedule that has them."""
-    for name, value in options.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"microbatch: {name} must be a positive int, got {value!r}")
+    """Options must be of a schedule that has them."""
     if schedule not in (None, "custom"):
         known = get_schedule(schedule).options  # an unknown name fails here, not in the first step
         for name in options.keys() - set(known):

@@ -57,7 +57,24 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
       moving: positional and keyword arguments, without the static ones.
       held: the static ones.
     """
-    leaves, tree = jax.tree.flatten(moving, is_leaf=lambda x: _KINDS[type(x)] is _VARIABLE)
+    modules: list[int] = []  # by id, as often as they are met
+    times: dict[int, int] = {}
+
+    def is_variable(x: Any) -> bool:
+        kind = _KINDS[type(x)]
+        if kind is _MODULE:
+            modules.append(id(x))
+            times[id(x)] = times.get(id(x), 0) + 1
+            if times[id(x)] > _MANY:
+                raise _Endless
+        return kind is _VARIABLE
+
+    try:
+        leaves, tree = jax.tree.flatten(moving, is_leaf=is_variable)
+    except _Endless:
+        return None
+    numbers = {m: n for n, m in enumerate(times)}
+    same = [numbers[m] for m in modules] if len(numbers) < len(modules) else None
     seen: dict[int, int] = {}
     shared: list[int] = []
     types: list[Any] = []
@@ -80,10 +97,16 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
         else:
             return None
         values.append(value)
-    return Arguments((held, surroundings(), shared, types, tree), variables, values)
+    return Arguments((held, surroundings(), shared, same, types, tree), variables, values)
 
 
-_VARIABLE, _ARRAY, _NUMBER, _OTHER = "Variable", "array", "number", "other"
+_VARIABLE, _MODULE, _ARRAY, _NUMBER, _OTHER = "Variable", "module", "array", "number", "other"
+
+_MANY = 64  # a module that is met more often refers to itself, as a child does that knows its parent
+
+
+class _Endless(Exception):
+    """Raised out of the flattening of such a module: in C++ it would go on until Python's stack is full."""
 
 
 class _Kinds(dict[type, str]):
@@ -92,6 +115,8 @@ class _Kinds(dict[type, str]):
     def __missing__(self, cls: type) -> str:
         if issubclass(cls, nnx.Variable):
             kind = _VARIABLE
+        elif issubclass(cls, nnx.Pytree):
+            kind = _MODULE
         elif issubclass(cls, jax.core.Tracer):
             kind = _OTHER
         elif issubclass(cls, jax.Array):
@@ -127,7 +152,7 @@ class Shortcuts:
 
     def add(self, arguments: Arguments, shortcut: Shortcut) -> None:
         """Notes how to repeat a call."""
-        held, surroundings, _, types, tree = arguments.key
+        held, surroundings, _, _, types, tree = arguments.key
         try:
             hash((held, surroundings, tuple(types), tree))
         except TypeError:  # what cannot be hashed may be changed, and still be equal to itself

@@ -256,6 +256,10 @@ def test_differentiated_from_outside(run):
         (dict(size=16), X, r"16.*8"),
         (dict(size=0), X, "size"),
         (dict(size=-2), X, "size"),
+        (dict(size=True), X, "size must be a positive int, got True"),
+        (dict(size=2, dim=1.0), X, "dim must be an int, got 1.0"),
+        (dict(size=2, argnum=(0,)), X, r"argnum must be the number of one argument, got \(0,\)"),
+        (dict(size=2, memory_limit=0.5), X, "memory_limit must be a number of bytes, got 0.5"),
         (dict(size=2), {"x": X, "y": X[:6]}, r"(?s)disagree.*'x'.*8.*'y'.*6"),
         (dict(size=2, dim=2), X, r"dimension 2"),
         (dict(size=2), X[:0], "empty: its dimension 0 has size 0"),
@@ -292,6 +296,15 @@ def test_bad_input(jitted, options, batch, message):
         g = mm.microbatch(f, **options)
         (mm.jit(g) if jitted else g)(batch, A)
     assert not called or "reduce" in options
+
+
+@pytest.mark.parametrize("reduce, is_complex", [("sum", False), ("mean", False), ("max", True)])
+def test_reductions_that_mean_nothing(reduce, is_complex):
+    """Random keys cannot be added up, and complex numbers have no order."""
+    made = (lambda x: x.sum() * 1j) if is_complex else (lambda x: jax.random.key(x.sum().astype(int)))
+    with pytest.raises(TypeError, match=rf"reduce='{reduce}' has no meaning for (key<fry>|complex64)"):
+        mm.microbatch(made, 0, 2, reduce=reduce)(X)
+    assert mm.microbatch(made, 0, 2, reduce="concat")(X).shape == (4,)
 
 
 @pytest.mark.parametrize(

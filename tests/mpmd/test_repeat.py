@@ -364,6 +364,59 @@ def test_shared_variables(model, taken):
     assert_same(other.first.bias[...], np.full(4, 43.0, np.float32))
 
 
+def test_shared_modules(model, taken):
+    """Two modules of the same Variables are not one module."""
+    other = nnx.clone(model)
+    other.first, other.second, other.count = model.first, model.second, model.count
+    other.dropout = model.dropout
+
+    @mm.jit
+    def are_one(a, b):
+        return jnp.asarray(a is b)
+
+    for _ in range(2):
+        assert are_one(model, model)
+        assert not are_one(model, other)
+        assert not are_one(other, model)
+    assert len(taken) == 4  # (other, model) is like (model, other)
+
+
+class Child(nnx.Module):
+    """A layer that knows what it is a part of."""
+
+    def __init__(self, parent, rngs):
+        self.parent = nnx.data(parent)
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+
+class Parent(nnx.Module):
+    def __init__(self):
+        self.children = nnx.List([Child(self, nnx.Rngs(n)) for n in range(2)])
+
+    def __call__(self, x):
+        for child in self.children:
+            x = jnp.tanh(child.linear(x))
+        return x
+
+
+def test_modules_that_refer_to_their_parent(mesh):
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    rules = {mm.path("children", n): mesh.tasks[n] for n in range(2)}
+    model = mm.jit(Parent, out_shardings=mm.TaskSharding(rules))()
+    reference = Parent()
+    optimizers = [nnx.Optimizer(m, optax.adam(0.1), wrt=nnx.Param) for m in (model, reference)]
+    split, whole = mm.jit(step), nnx.jit(step)
+    for _ in range(3):
+        assert_same(split(model, optimizers[0], X), whole(reference, optimizers[1], X))
+    assert_same(nnx.state(model), nnx.state(reference))
+    for child, device in zip(model.children, mesh.mesh.devices.flat):
+        assert child.linear.kernel.sharding.device_set == {device}
+
+
 def test_two_variables_that_hold_one_array(model, taken):
     """They were one array at first, and are two after."""
     model.first.bias[...] = jax.device_put(jnp.zeros(4), model.first.bias[...].sharding)
