@@ -90,10 +90,8 @@ def deliver(
         return lambda values, arrays: away
     if held:
         return lambda values, arrays: arrays[0] if arrays[0].sharding == asked else _at(asked, arrays[0])
-    if asked is None and number is None and multimesh is not None and not var.aval.shape:
-        asked = NamedSharding(multimesh.mesh, PartitionSpec())  # where steps will keep a counter
     if number is not None:
-        return lambda values, arrays: _at(asked, values[number])
+        return lambda values, arrays: _at(asked, _array(values[number]))
     value = jnp.asarray(var.val, var.aval.dtype)
     if var.aval.weak_type and (weak := jnp.asarray(value.item())).dtype == value.dtype:
         value = weak  # as what Python computes is
@@ -102,6 +100,10 @@ def deliver(
 
 def _at(sharding: NamedSharding | None, x: Any) -> Any:
     return x if sharding is None else put(x, sharding)
+
+
+def _array(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def copied(delivery: Delivery) -> Delivery:

@@ -92,8 +92,8 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
             kind = _KINDS[type(value)]
         if kind is _ARRAY:
             types.append((type(leaf), metadata, value.aval, value.sharding if value.committed else None))
-        elif kind is _NUMBER and metadata is None:
-            types.append(jax.typeof(value))
+        elif kind is _NUMBER:
+            types.append((type(leaf), metadata, jax.typeof(value)))
         else:
             return None
         values.append(value)

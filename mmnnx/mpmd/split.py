@@ -333,6 +333,9 @@ def _preparer(
     used: set[Any] = set()
     for leaf, v, sharding, held in zip(record.results, flat.outvars, ends.asked, pieces.results):
         argument = number.get(v) if is_var(v) else None
+        is_constant = not held and (argument is None or argument >= len(leaves))
+        if sharding is None and is_constant and multimesh is not None and not v.aval.shape:
+            sharding = NamedSharding(multimesh.mesh, PartitionSpec())  # where steps will keep a counter
         delivery = deliver(v, argument, sharding, held, multimesh)
         # Two results, or a result and an argument that it is not the state of, never share a buffer.
         foreign = argument is not None and (leaf is None or leaf.updates != argument)

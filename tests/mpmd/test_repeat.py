@@ -417,6 +417,16 @@ def test_modules_that_refer_to_their_parent(mesh):
         assert child.linear.kernel.sharding.device_set == {device}
 
 
+def test_numpy_values_of_variables(model, taken):
+    """They are read as they are, and are arrays of JAX after a call, as with `nnx.jit`."""
+    f = mm.jit(forward)
+    for scale in (2, 3):
+        model.second.bias.set_raw_value(np.full(4, scale, np.float32))
+        assert_same(f(model, X), by_hand(model, X))
+        assert isinstance(model.second.bias.get_raw_value(), jax.Array)
+    assert len(taken) == 1
+
+
 def test_two_variables_that_hold_one_array(model, taken):
     """They were one array at first, and are two after."""
     model.first.bias[...] = jax.device_put(jnp.zeros(4), model.first.bias[...].sharding)

@@ -370,3 +370,40 @@ def test_counters_with_a_stage_to_spare():
             step(model, optimizer, jnp.ones((2, 4)))
             assert where() == before and int(optimizer.step[...]) == n + 1
         assert before[0].device_set == set(mesh.mesh.devices.flat)
+
+
+@pytest.mark.parametrize("made", ["in the function", "before"])
+def test_scalars_that_a_model_is_born_with(made):
+    """A scalar or a random key that nobody places is where steps keep it from the start, also one that was
+    there before."""
+    mesh, tasks = pipeline(2)
+
+    class Counting(nnx.Module):
+        def __init__(self, count, key):
+            self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+            self.out = nnx.Linear(4, 1, rngs=nnx.Rngs(1))
+            self.count = nnx.Variable(count)
+            self.key = nnx.RngKey(key, tag="noise")
+
+    def scalars():
+        return jnp.asarray(3.5), jax.random.key(7)
+
+    before = scalars() if made == "before" else None
+
+    @mm.jit
+    def step(model, x):
+        model.count[...] += 1
+        model.key[...] = jax.random.fold_in(model.key[...], 1)
+        return model.out(jnp.tanh(model.linear(x))).sum()
+
+    with mesh:
+        model = mm.jit(
+            lambda: Counting(*(before or scalars())),
+            out_shardings=mm.TaskSharding({mm.path("linear"): tasks[0], mm.path("out"): tasks[1]}),
+        )()
+        born_at = model.count[...].sharding, model.key[...].sharding
+        for n in range(1, 4):
+            step(model, jnp.ones((2, 4)))
+            assert float(model.count[...]) == 3.5 + n
+            assert (model.count[...].sharding, model.key[...].sharding) == born_at
+    assert born_at[0].device_set == set(mesh.mesh.devices.flat)
