@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmnnx.mpmd.bind import entering
 from mmnnx.mpmd.lift import Leaf, Record
 from mmnnx.mpmd.meshes import Meshes, mesh_of
 from mmnnx.sharding.placement import parts_of
@@ -25,6 +26,8 @@ class Ends:
         copied to every mesh that reads them.
       follows: for each result, the placed argument that it is the new value, the gradient or a slot of.
       asked: the sharding that each result must have; None for one that stays where it is computed.
+      beside: for each result that is state, the mesh of all other state of its module, or of the module that
+        it is in: where it goes if it depends on nothing, as an empty cache does.
       everywhere: for each result, whether it is the new value of a scalar that nobody placed, or that lives
         on the whole MultiMesh already.
     """
@@ -33,6 +36,7 @@ class Ends:
     homes: list[Mesh | None]
     follows: list[int | None]
     asked: list[NamedSharding | None]
+    beside: list[Mesh | None]
     everywhere: list[bool]
 
 
@@ -46,10 +50,14 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
     shapes = [jnp.shape(x) for x in leaves]
     by_end: dict[Any, list[int]] = {}  # by path and shape, and by path alone
     by_part: dict[Any, list[int]] = {}  # parameters by the end of their path, and shape
+    inside: dict[Any, set[Mesh]] = {}  # where the state of a module is, by the path of the module
     for n, leaf in enumerate(record.inputs):
-        if leaf is not None and leaf.within and homes[n] is not None:
+        if leaf is not None and leaf.within and (home := homes[n]) is not None:
             by_end.setdefault((leaf.within, shapes[n]), []).append(n)
             by_end.setdefault(leaf.within, []).append(n)
+            for path in (leaf.path, leaf.within):
+                for k in range(len(path)):
+                    inside.setdefault(path[:k], set()).add(home)
             for k in range(1, 0 if leaf.slot else len(leaf.within)):
                 by_part.setdefault((leaf.within[k:], shapes[n]), []).append(n)
     owners = list(dict.fromkeys(leaf.path[:1] for leaf in record.results if leaf is not None and leaf.slot))
@@ -74,8 +82,11 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
         follow, sharding = None, rule
         if leaf is not None and leaf.updates is not None:
             same = shapes[leaf.updates] == aval.shape
-            follow = leaf.updates if same and homes[leaf.updates] is not None else None
-            sharding = rule or (placed[leaf.updates] if same else None)
+            home, own = homes[leaf.updates], placed[leaf.updates]
+            follow = leaf.updates if same and home is not None else None
+            if not same:  # its own, as far as that fits
+                own = entering(aval, home, own) if home is not None else None
+            sharding = rule or own
         elif leaf is not None:
             endings = [(leaf.path[k:], aval.shape) for k in range(len(leaf.path))]
             follow = first(by_end, endings, leaf)
@@ -103,7 +114,19 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
         and ((own := given[leaf.updates]) is None or own.mesh in spanning)
         for leaf, aval, sharding in zip(record.results, types, asked)
     ]
-    return Ends(given, homes, follows, asked, everywhere)
+    beside = [
+        _only_home(inside, leaf) if leaf is not None and leaf.within else None for leaf in record.results
+    ]
+    return Ends(given, homes, follows, asked, beside, everywhere)
+
+
+def _only_home(inside: dict[Any, set[Mesh]], leaf: Leaf) -> Mesh | None:
+    """The mesh of the innermost module around a piece of state that has other state, if it is one."""
+    path, within = leaf.path, leaf.within
+    above = [path[:k] for k in range(len(path) - 1, 0, -1)]
+    above += [within[:k] for k in range(len(within) - 1, -1, -1)]  # of a copy, or another module
+    homes = next((inside[module] for module in above if module in inside), set())
+    return next(iter(homes)) if len(homes) == 1 else None
 
 
 def _given(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:

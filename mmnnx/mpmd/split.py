@@ -425,7 +425,7 @@ def _results(
     everywhere = divided if whole else divided[:1]
     inputs = {*flat.invars, *(v for v, _ in flat.constants)}
     results: list[list[Held]] = []
-    for v, sharding, scalar in zip(flat.outvars, ends.asked, ends.everywhere):
+    for v, sharding, beside, scalar in zip(flat.outvars, ends.asked, ends.beside, ends.everywhere):
         if not is_var(v) or (v in inputs and sharding is None):
             results.append([])
         elif sharding is not None:
@@ -433,7 +433,7 @@ def _results(
         elif (home := placement.where[v].home) is not None:
             results.append([(v, m) for m in everywhere] if scalar and whole else [(v, home)])
         else:
-            results.append([(v, m) for m in (divided[:1] if v.aval.shape else everywhere)])
+            results.append([(v, m) for m in ([beside or divided[0]] if v.aval.shape else everywhere)])
     return results
 
 

@@ -407,3 +407,69 @@ def test_scalars_that_a_model_is_born_with(made):
             assert float(model.count[...]) == 3.5 + n
             assert (model.count[...].sharding, model.key[...].sharding) == born_at
     assert born_at[0].device_set == set(mesh.mesh.devices.flat)
+
+
+class TwoAttentions(nnx.Module):
+    def __init__(self):
+        self.first, self.second = (
+            nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(n)) for n in range(2)
+        )
+
+    def __call__(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_caches_of_decoding(returned):
+    """They depend on nothing, and are born beside the weights of their layer; with each new batch size."""
+    mesh, tasks = pipeline(2, 2)
+
+    def start(model, size):
+        model = nnx.clone(model) if returned else model
+        for layer in (model.first, model.second):
+            layer.init_cache((size, 6, 8))
+        return model if returned else None
+
+    def decode(model, x):
+        return model(x)
+
+    split, whole = mm.jit(decode), nnx.jit(decode)
+    with mesh:
+        model = born(TwoAttentions, place(tasks, ["first"], ["second"]))
+        reference = TwoAttentions()
+        begin = mm.jit(start, static_argnums=1)
+        for size in (2, 3):
+            model, reference = begin(model, size) or model, start(reference, size) or reference
+            for n in range(3):
+                x = jax.random.normal(jax.random.key(n), (size, 1, 8))
+                assert_same(split(model, x), whole(reference, x))
+            for n, layer in enumerate((model.first, model.second)):
+                devices = set(mesh.slice(stage=n).devices.flat)
+                assert layer.cached_key[...].sharding.device_set == devices
+                assert layer.cached_key.shape == (size, 6, 2, 4)
+            (crossing,) = split.program(model, x).transfers
+            assert crossing.shape == x.shape
+
+
+def test_state_of_a_new_shape_stays_at_home():
+    """With its own sharding, as far as that fits; whatever it is made of."""
+    mesh, tasks = pipeline(2, 2)
+
+    class Remembering(nnx.Module):
+        def __init__(self):
+            self.first = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+            self.seen = nnx.Variable(jnp.zeros((2, 4)))
+
+    @mm.jit
+    def step(model, x):
+        model.seen.set_value(jnp.concatenate([model.seen[...], model.first(x)]))
+
+    with mesh:
+        rules = {mm.path("first"): tasks[0], mm.path("seen"): (tasks[1], P("model"))}
+        model = mm.jit(Remembering, out_shardings=mm.TaskSharding(rules))()
+        home = model.seen[...].sharding
+        for rows, spec in ((2, P("model")), (1, P()), (1, P())):
+            before, x = np.asarray(model.seen[...]), np.ones((rows, 4), np.float32)
+            step(model, x)
+            assert_same(model.seen[...], np.concatenate([before, model.first(x)]))
+            assert model.seen[...].sharding.is_equivalent_to(NamedSharding(home.mesh, spec), 2)
