@@ -200,7 +200,7 @@ def set_values(pairs: Sequence[tuple[nnx.Variable, Any]]) -> None:
 def weakly_typed(x: jax.Array) -> jax.Array:
     """The same array with a weak type, for which `jax.make_array_from_single_device_arrays` has no name."""
     shards = [shard.data for shard in x.addressable_shards]
-    return type(x)(x.aval.update(weak_type=True), x.sharding, shards, committed=True)  # type: ignore[call-arg]
+    return type(x)(x.aval.update(weak_type=True), x.sharding, shards, committed=x.committed)  # type: ignore[call-arg]
 
 
 def in_cached_partial() -> bool:

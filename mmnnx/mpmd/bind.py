@@ -58,8 +58,7 @@ def everywhere(arrays: Sequence[jax.Array], target: NamedSharding) -> jax.Array:
     for d in target.addressable_devices - shards.keys():
         shards[d] = jax.device_put(arrays[0].addressable_data(0), d)
     parts = [shards[d] for d in target.mesh.devices.flat if d in shards]
-    made = jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
-    return _compat.weakly_typed(made) if arrays[0].aval.weak_type else made
+    return jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
 
 
 Delivery = Callable[[Sequence[Any], Sequence[jax.Array]], Any]
@@ -81,6 +80,27 @@ def deliver(
       held: the values of the program that hold it.
       multimesh: whose devices a value that is held on every mesh is spread over.
     """
+    delivery = _delivery(var, number, asked, held, multimesh)
+    return _weak(delivery) if var.aval.weak_type else delivery
+
+
+def _weak(delivery: Delivery) -> Delivery:
+    """The same, of a weak type, which arrays that come from elsewhere do not have."""
+
+    def weak(values: Sequence[Any], arrays: Sequence[jax.Array]) -> jax.Array:
+        made = delivery(values, arrays)
+        return made if made.aval.weak_type else _compat.weakly_typed(made)
+
+    return weak
+
+
+def _delivery(
+    var: Any,
+    number: int | None,
+    asked: NamedSharding | None,
+    held: Sequence[Any],
+    multimesh: MultiMesh | None,
+) -> Delivery:
     if len(held) > 1:
         assert multimesh is not None  # without one, a result is held once
         target = NamedSharding(multimesh.mesh, PartitionSpec())
@@ -93,8 +113,6 @@ def deliver(
     if number is not None:
         return lambda values, arrays: _at(asked, _array(values[number]))
     value = jnp.asarray(var.val, var.aval.dtype)
-    if var.aval.weak_type and (weak := jnp.asarray(value.item())).dtype == value.dtype:
-        value = weak  # as what Python computes is
     return copied(lambda values, arrays: _at(asked, value))
 
 
@@ -131,7 +149,8 @@ def check_shared(leaves: Sequence[Any], donated: Sequence[bool], names: Sequence
         return
     first: dict[int, int] = {}
     for n, x in enumerate(leaves):
-        if isinstance(x, jax.Array):
+        # What this process has no part of may be one array for several.
+        if isinstance(x, jax.Array) and x.sharding.addressable_devices:
             m = first.setdefault(id(x), n)
             if m != n and (donated[m] or donated[n]):
                 raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from mmnnx.mpmd.processes import holders
 from mmnnx.mpmd.words import hear, say, store
@@ -21,10 +22,14 @@ def fetch(tree: Any) -> Any:
     It waits for them. Meant for losses and metrics: what is elsewhere comes through the coordinator.
 
     Args:
-      tree: a pytree of arrays; in several processes each must call it, with the same.
+      tree: a pytree of arrays; in several processes each must call it, with the same. What is on JAX's
+        default device is taken as each process has it.
 
     Returns:
       The same tree with NumPy arrays.
+
+    Raises:
+      ValueError: if another process fetches something else.
 
     Example:
       >>> loss = mm.fetch(train_step(model, optimizer, batch))
@@ -39,6 +44,8 @@ def _is_apart(x: Any) -> bool:
     """Whether an array is not whole in every process."""
     if not isinstance(x, jax.Array) or jax.process_count() == 1:
         return False
+    if x.is_fully_addressable and not isinstance(x.sharding, NamedSharding):
+        return False  # on JAX's default device, which each process has one of
     return not (x.is_fully_replicated and len(holders(x.sharding)) == jax.process_count())
 
 
@@ -63,9 +70,17 @@ def _gather(arrays: list[jax.Array]) -> list[np.ndarray]:
         say(key, b"".join(part.tobytes() for part in own))
     said = {d.process_index for ps in parts for _, d in ps} - {here}
     heard = {p: memoryview(hear(p, key)) for p in sorted(said)}
-    mine, wholes = iter(own), []
-    for x, ps in zip(arrays, parts):
-        whole = np.empty(x.shape, x.dtype)
+    wholes = [np.empty(x.shape, x.dtype) for x in arrays]
+    for p in said:
+        its = [(whole, index) for whole, ps in zip(wholes, parts) for index, d in ps if d.process_index == p]
+        expected = sum(whole[index].nbytes for whole, index in its)
+        if expected != len(heard[p]):
+            raise ValueError(
+                f"mm.fetch: process {p} says {len(heard[p])} bytes where process {here} expects {expected}: "
+                "every process has to fetch the same arrays, in the same order"
+            )
+    mine = iter(own)
+    for x, whole, ps in zip(arrays, wholes, parts):
         for index, device in ps:
             if device.process_index == here:
                 whole[index] = next(mine)
@@ -73,7 +88,6 @@ def _gather(arrays: list[jax.Array]) -> list[np.ndarray]:
             size, raw = whole[index].nbytes, heard[device.process_index]
             whole[index] = np.frombuffer(raw[:size], x.dtype).reshape(whole[index].shape)
             heard[device.process_index] = raw[size:]
-        wholes.append(whole)
     if number == _BLOCK - 1 and store().key_value_increment(f"mmnnx/read/{block}", 1) == count:
         for p in range(count):
             store().key_value_delete(f"mmnnx/{p}/fetch/{block}/")

@@ -339,9 +339,8 @@ def _key(tree: Any, held: Any, leaves: Sequence[Any]) -> Any:
 
 def _signature(x: Any) -> Any:
     """What a program depends on in an argument: its type and where it lives."""
-    if isinstance(x, jax.Array) and x.committed:
-        return (x.aval, x.sharding)
-    return (_aval(x), x.sharding) if isinstance(x, jax.ShapeDtypeStruct) else _aval(x)
+    placed = isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.committed)
+    return (_aval(x), x.sharding) if placed else _aval(x)
 
 
 def _aval(x: Any) -> jax.ShapeDtypeStruct:
@@ -349,4 +348,5 @@ def _aval(x: Any) -> jax.ShapeDtypeStruct:
         aval = jax.typeof(x)
     except TypeError as error:
         raise TypeError(f"{error}. What is no array is named by static_argnums or static_argnames") from None
+    # Without its sharding, which is not the same in a process that has the array and in one that has not.
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

@@ -91,7 +91,8 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
             value, metadata = leaf.get_raw_value(), tuple(leaf.get_metadata().items())
             kind = _KINDS[type(value)]
         if kind is _ARRAY:
-            types.append((type(leaf), metadata, value.aval, value.sharding if value.committed else None))
+            aval, home = value.aval, value.sharding if value.committed else None
+            types.append((type(leaf), metadata, aval.shape, aval.dtype, aval.weak_type, home))
         elif kind is _NUMBER:
             types.append((type(leaf), metadata, jax.typeof(value)))
         else:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from mmnnx import _compat
 from mmnnx.mpmd.compile import Compiled
 from mmnnx.mpmd.position import at, move
-from mmnnx.mpmd.processes import elsewhere, is_here
+from mmnnx.mpmd.processes import are_apart, elsewhere, is_here
 from mmnnx.mpmd.profile import Step, measure
 from mmnnx.mpmd.program import Call, Instruction, Program, Transfer
 from mmnnx.mpmd.transfer import sender
@@ -36,7 +37,8 @@ def runner(
     program = compiled.program
     groups = [own for own in _together(program.instructions) if _concerns(program, own)]
     place = {s: n for n, s in enumerate(program.inputs)}  # of slots, in a list that all arrays are kept in
-    steps = [_quick(_step(compiled, own), place) for own in groups]
+    lasting = {*program.inputs, *itertools.chain.from_iterable(program.outputs)}
+    steps = [_quick(_step(compiled, own, lasting), place) for own in groups]
     given, size = len(program.inputs), len(place)
     there = (s for held in program.outputs for s in held if not _is_local(program, s))
     away = {s: _absent(compiled, s) for s in there}
@@ -102,7 +104,7 @@ def _picker(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
 def measurer(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
     """As `runner`, of a program in one process that is measured while it runs."""
     program = compiled.program
-    steps = [_step(compiled, [n]) for n in range(len(program.instructions))]
+    steps = [_step(compiled, [n], frozenset()) for n in range(len(program.instructions))]
 
     def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
         slots = measure(program, steps, arrays)
@@ -127,8 +129,11 @@ def _concerns(program: Program, numbers: Sequence[int]) -> bool:
     return any(_is_local(program, s) for s in (*i.inputs, *i.outputs))
 
 
-def _step(compiled: Compiled, numbers: Sequence[int]) -> Step:
-    """What this process does for a call, or for transfers between the same two meshes."""
+def _step(compiled: Compiled, numbers: Sequence[int], lasting: Set[int]) -> Step:
+    """What this process does for a call, or for transfers between the same two meshes.
+
+    What is `lasting` outlasts the call of the program, in other hands.
+    """
     program, shardings = compiled.program, compiled.shardings
     own = [program.instructions[n] for n in numbers]
     i = own[0]
@@ -142,9 +147,16 @@ def _step(compiled: Compiled, numbers: Sequence[int]) -> Step:
     )
     send = sender([(shardings[s], shardings[t], program.values[s][0].aval) for s, t in zip(given, made)])
     if _is_local(program, given[0]):
+        if are_apart(i.source_mesh, i.target_mesh) and not lasting.isdisjoint(given):
+            send = _lent(send, [s in lasting for s in given])
         is_local = _is_local(program, made[0])
         return (send, given, made, frees) if is_local else (_handing(send), given, (), frees)
     return functools.partial(send, *(_absent(compiled, s) for s in given)), (), made, frees
+
+
+def _lent(send: Callable[..., Any], lasting: Sequence[bool]) -> Callable[..., Any]:
+    """Sends copies of what is lasting: another call may use it up before it has been fetched."""
+    return lambda *arrays: send(*(jnp.copy(a) if lasts else a for a, lasts in zip(arrays, lasting)))
 
 
 def _handing(send: Callable[..., Any]) -> Callable[..., Sequence[Any]]:

@@ -30,7 +30,7 @@ from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred, without
 from mmnnx.mpmd.open import open_calls
 from mmnnx.mpmd.order import Moves
 from mmnnx.mpmd.place import Placement, Position, TaskOf, place
-from mmnnx.mpmd.processes import agree, are_apart, holders
+from mmnnx.mpmd.processes import agree, holders
 from mmnnx.mpmd.profile import is_measured
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.reduce_once import reduce_once
@@ -344,9 +344,6 @@ def _preparer(
     # An array of which this process has nothing is one object for all calls, and cannot be used up.
     arrays = [(n, x) for n, x in enumerate(leaves) if isinstance(x, jax.Array)]
     away = {n for n, x in arrays if not x.sharding.addressable_devices}
-    # Nor one that another process has still to fetch.
-    handed = {t.inputs[0] for t in program.transfers if are_apart(t.source_mesh, t.target_mesh)}
-    away |= {number[v] for slot, (v, _) in program.inputs.items() if slot in handed}
     gone = [
         n
         for n, donated in enumerate(donates)

@@ -44,7 +44,7 @@ def sender(ways: Sequence[Way]) -> Callable[..., Any]:
 
 def _goes_with_others(source: NamedSharding, target: NamedSharding, aval: Any) -> bool:
     """Whether arrays of a mesh are copied by one call that takes several."""
-    if not same_shape(mesh_of(source), mesh_of(target)) or _is_key(aval.dtype):
+    if not same_shape(mesh_of(source), mesh_of(target)) or _is_key(aval.dtype) or 0 in aval.shape:
         return False
     if not source.is_equivalent_to(transferred(target, mesh_of(source)), len(aval.shape)):
         return False
@@ -155,6 +155,8 @@ def _between(array: jax.Array, source: NamedSharding, target: NamedSharding) -> 
     """
     if transport.goes_by_device_put(source, target):
         return transport.put(array, target)
+    if 0 in array.shape and not _is_key(array.dtype):  # no byte would ever come
+        return put(np.zeros(array.shape, array.dtype), target)
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         words = _between(jax.random.key_data(array), source, target)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))

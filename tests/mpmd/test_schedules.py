@@ -611,7 +611,7 @@ def test_the_default_is_none_of_ones_own(registry):
 
 @pytest.mark.parametrize("limit", [0, -1, "1MB"])
 def test_a_memory_limit_that_is_none(limit):
-    with pytest.raises(ValueError, match="memory_limit= is a number of bytes"):
+    with pytest.raises(ValueError, match="memory_limit must be a number of bytes"):
         mm.microbatch(models.squared_error, 0, 2, argnum=1, memory_limit=limit)
 
 

@@ -1,0 +1,22 @@
+"""Several functions over the same state, in two processes of which one is slow: as in one process."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.processes.harness import run
+
+
+def test_functions_in_turn(tmp_path):
+    """State that one call has sent and the next donates, results of one function twice, counters of
+    optax.MultiSteps, weak types, arrays without elements, and what each process has of its own."""
+    found = []
+    for count in (1, 2):
+        run("calls.py", count, 4 // count, str(tmp_path / f"of{count}"))
+        found += [dict(np.load(tmp_path / f"of{count}.{number}.npz")) for number in range(count)]
+    alone = found[0]
+    assert len(alone) > 30
+    for values in found[1:]:
+        assert values.keys() == alone.keys()
+        for name, expected in alone.items():
+            np.testing.assert_allclose(values[name], expected, rtol=2e-5, atol=1e-6, err_msg=name)
