@@ -60,22 +60,54 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
                     inside.setdefault(path[:k], set()).add(home)
             for k in range(1, 0 if leaf.slot else len(leaf.within)):
                 by_part.setdefault((leaf.within[k:], shapes[n]), []).append(n)
-    owners = list(dict.fromkeys(leaf.path[:1] for leaf in record.results if leaf is not None and leaf.slot))
+    number = {
+        leaf.path: n for n, leaf in enumerate(record.inputs) if leaf is not None and homes[n] is not None
+    }
 
-    def first(known: dict[Any, list[int]], ends: Iterable[Any], leaf: Leaf) -> int | None:
+    def first(known: dict[Any, list[int]], ends: Iterable[Any]) -> int | None:
         """The argument that is known by the first of these ends. Two models may have the same paths."""
         found = next((known[e] for e in ends if e in known), [])
-        if leaf.slot and found:  # optimizers are made in the order of their models
-            return found[min(owners.index(leaf.path[:1]), len(found) - 1)]
         # Where it is not clear, what a result is made of, such as a gradient, says where it is.
         return found[0] if len({homes[n] for n in found}) == 1 else None
 
     # Parameters among the results, for the slots of an optimizer that is made together with its model.
-    made: dict[Any, NamedSharding] = {}
+    made: dict[Any, list[NamedSharding]] = {}
     for leaf, aval, rule in zip(record.results, types, rules):
         if leaf is not None and rule is not None and not leaf.slot:
-            for k in range(min(2, len(leaf.within))):
-                made[leaf.within[k:], aval.shape] = made[leaf.within[k:]] = rule
+            for k in range(len(leaf.within)):  # by the end of its path, and shape, and by path alone
+                made.setdefault((leaf.within[k:], aval.shape), []).append(rule)
+                made.setdefault(leaf.within[k:], []).append(rule)
+    owners: dict[Any, list[Any]] = {}  # the optimizers that have such slots, as they are met
+
+    def made_together(ends: Iterable[Any], leaf: Leaf) -> NamedSharding | None:
+        """Of several that are alike, the first for the first: optimizers are made in the order of models."""
+        end = next((e for e in ends if e in made), None)
+        if end is None:
+            return None
+        alike = owners.setdefault(end, [])
+        if leaf.path[:1] not in alike:
+            alike.append(leaf.path[:1])
+        return made[end][min(alike.index(leaf.path[:1]), len(made[end]) - 1)]
+
+    def parameter(leaf: Leaf, aval: Any) -> tuple[int | None, NamedSharding | None]:
+        """The argument that a result is like, or is a slot of; and its sharding, or that of what was made."""
+        endings = [(leaf.path[k:], aval.shape) for k in range(len(leaf.path))]
+        follow = number.get(leaf.origin) if leaf.origin is not None else first(by_end, endings)
+        if follow is None and leaf.slot and leaf.origin is None:
+            if (own := made_together(endings, leaf)) is not None:
+                return None, own
+            if aval.shape:  # statistics of rows, a history
+                parts = parts_of(leaf.path)
+                if (own := made_together(parts, leaf)) is not None:
+                    return None, NamedSharding(own.mesh, PartitionSpec())
+                follow = first(by_end, parts)
+            if follow is None:  # of a module within an argument
+                follow = first(by_part, endings)
+        own = given[follow] if follow is not None else None
+        if follow is not None and own is not None and shapes[follow] != aval.shape:
+            own = NamedSharding(own.mesh, PartitionSpec())
+        return follow, own
+
     follows: list[int | None] = []
     asked: list[NamedSharding | None] = []
     for leaf, aval, rule in zip(record.results, types, rules):
@@ -88,20 +120,7 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
                 own = entering(aval, home, own) if home is not None else None
             sharding = rule or own
         elif leaf is not None:
-            endings = [(leaf.path[k:], aval.shape) for k in range(len(leaf.path))]
-            follow = first(by_end, endings, leaf)
-            of_parameter = given[follow] if follow is not None else None
-            if leaf.slot and of_parameter is None:
-                of_parameter = next((made[e] for e in endings if e in made), None)
-            if leaf.slot and of_parameter is None and aval.shape:  # statistics of rows, a history
-                parts = parts_of(leaf.path)
-                other = next((made[p] for p in parts if p in made), None)
-                follow = first(by_end, parts, leaf) if other is None else None
-                other = given[follow] if follow is not None else other
-                of_parameter = None if other is None else NamedSharding(other.mesh, PartitionSpec())
-            if leaf.slot and of_parameter is None:  # of a module within an argument
-                follow = first(by_part, endings, leaf)
-                of_parameter = given[follow] if follow is not None else None
+            follow, of_parameter = parameter(leaf, aval)
             inherited = leaf.rule is not None and not leaf.rule.own
             sharding = of_parameter or rule if inherited else rule or of_parameter
         follows.append(follow)

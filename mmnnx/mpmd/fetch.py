@@ -26,7 +26,7 @@ def fetch(tree: Any) -> Any:
         default device is taken as each process has it.
 
     Returns:
-      The same tree with NumPy arrays.
+      The same tree with NumPy arrays; of typed PRNG keys, their words.
 
     Raises:
       ValueError: if another process fetches something else.
@@ -34,10 +34,15 @@ def fetch(tree: Any) -> Any:
     Example:
       >>> loss = mm.fetch(train_step(model, optimizer, batch))
     """
+    tree = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
     leaves = jax.tree.leaves(tree)
     apart = [x for x in leaves if _is_apart(x)]
     values = iter(_gather(apart) if apart else ())
     return jax.tree.map(lambda x: next(values) if _is_apart(x) else _own(x), tree)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _is_apart(x: Any) -> bool:

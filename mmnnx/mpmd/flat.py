@@ -152,16 +152,24 @@ class FlatJit:
         key = (tree, held, surroundings(), avals)
         if key not in self.traces:
             moving = jax.tree.unflatten(tree, avals)
-            # JAX would give one jax.jit the same trace again where what differs is not known to it.
-            jitted = jax.jit(functools.partial(self.observed), **self.options)
-            token = splitting.set(not ignoring.get())
-            try:
-                with uncollected(), jax.disable_jit(False):
-                    traced = jitted.trace(*_restore(moving[0], held[0]), **moving[1], **dict(held[1]))
-            finally:
-                splitting.reset(token)
-            self.traces[key] = (jitted, traced, self.observer.take_record())
+            arguments = _restore(moving[0], held[0]), moving[1] | dict(held[1])
+            self.traces[key] = self._traced(*arguments)
+            if self.traces[key][-1].needs_origins():
+                self.observer.ask_for_origins()
+                with contextlib.suppress(Exception):  # it may compare what is marked with what is not
+                    self.traces[key] = self._traced(*arguments)
         return FlatTraced(self, *self.traces[key], leaves, tree, held, current_multimesh())
+
+    def _traced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, jax.stages.Traced, Record]:
+        # JAX would give one jax.jit the same trace again where what differs is not known to it.
+        jitted = jax.jit(functools.partial(self.observed), **self.options)
+        token = splitting.set(not ignoring.get())
+        try:
+            with uncollected(), jax.disable_jit(False):
+                traced = jitted.trace(*args, **kwargs)
+        finally:
+            splitting.reset(token)
+        return jitted, traced, self.observer.take_record()
 
     def trace(self, *args: Any, **kwargs: Any) -> FlatTraced:
         moving, held = self.static.divide(args, kwargs)

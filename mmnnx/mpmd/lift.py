@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
+from mmnnx.mpmd.origins import are_clear, mark, unmark
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.placement import Match, PlacementError, TaskSharding
 from mmnnx.sharding.task import Task
@@ -53,6 +54,7 @@ class Leaf:
       slot: whether it is a slot of an optimizer.
       rule: what in_shardings or out_shardings ask for it.
       updates: for the new value of an argument's state, the number of the input.
+      origin: for a slot that was made for an argument's state, the path of that, if the function was asked.
     """
 
     path: Path
@@ -60,6 +62,7 @@ class Leaf:
     slot: bool = False
     rule: Rule | None = None
     updates: int | None = None
+    origin: Path | None = None
 
     def __str__(self) -> str:
         return ".".join(map(str, self.path)) or "the value"
@@ -78,6 +81,12 @@ class Record:
     inputs: list[Leaf | None] = dataclasses.field(default_factory=list)
     results: list[Leaf | None] = dataclasses.field(default_factory=list)
     out_tree: Any = None
+
+    def needs_origins(self) -> bool:
+        """Whether paths do not tell whose slots those of an optimizer are that was made."""
+        new = [leaf.path for leaf in self.results if leaf is not None and leaf.slot and leaf.updates is None]
+        known = (leaf.path for leaf in self.inputs if leaf is not None and not leaf.slot)
+        return bool(new) and not are_clear(known, new)
 
     def names(self) -> list[str]:
         """What messages call the inputs: "0.blocks.3.mlp.kernel", "argument 2"."""
@@ -116,11 +125,16 @@ class Observer:
         self.in_shardings = in_shardings
         self.out_shardings = out_shardings
         self.static = static
-        self._now = threading.local()  # .seen is of the trace under way, .record of the last one
+        # .seen is of the trace under way, .record of the last one, .asks whether the next is for origins.
+        self._now = threading.local()
 
     def take_record(self) -> Record:
         """The record of the trace that this thread just made."""
         return self._now.__dict__.pop("record")
+
+    def ask_for_origins(self) -> None:
+        """Has the next trace of this thread find out whose the slots are that it makes."""
+        self._now.asks = True
 
     def around_user(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """The user's function, watched."""
@@ -133,7 +147,10 @@ class Observer:
             seen.arrived = dict(_leaves((args, kwargs), self._argument_rules(args), seen.alive))
             before, there = nnx.graphdef((args, kwargs)), _nodes((args, kwargs))
             came = {id(value): path for path, value in there}
+            if asks := self._now.__dict__.pop("asks", False):
+                mark((args, kwargs))
             out = fun(*args, **kwargs)
+            origins = unmark((args, kwargs, out)) if asks else {}
             plain = {id(x) for x in jax.tree.leaves((args, kwargs), is_leaf=_is_node)}  # no state of a node
             taken = _set_apart((args, kwargs, out), seen.arrived, plain)
             if self.out_shardings is not None:
@@ -143,10 +160,10 @@ class Observer:
             kept = [id(value) for _, value in _nodes((args, kwargs))] == [id(value) for _, value in there]
             same = not nodes and kept and _compat.same_graph(before, nnx.graphdef((args, kwargs)))
             seen.out_tree = jax.tree.structure(out) if same else None
-            after = _leaves((args, kwargs), {}, seen.alive, came)
+            after = _leaves((args, kwargs), {}, seen.alive, came, origins)
             seen.updated = {number: leaf for number, leaf in after if number not in plain}
             rules = _rules(self.out_shardings, out, "out_shardings")
-            seen.made = dict(_leaves((out,), rules, seen.alive))
+            seen.made = dict(_leaves((out,), rules, seen.alive, {}, origins))
             seen.returned = set(map(id, jax.tree.leaves(out, is_leaf=_is_node)))
             return out
 
@@ -189,19 +206,28 @@ class Observer:
         return _rules(shardings, args, "in_shardings")
 
 
+_NONE: Mapping[int, Path] = MappingProxyType({})
+
+
 def _leaves(
-    trees: tuple, rules: dict[int, Any], alive: list[Any], came: Mapping[int, Path] = MappingProxyType({})
+    trees: tuple,
+    rules: dict[int, Any],
+    alive: list[Any],
+    came: Mapping[int, Path] = _NONE,
+    origins: Mapping[int, Path] = _NONE,
 ) -> Iterator[tuple[int, Leaf]]:
     """Every array in (args, kwargs) or (result,), by id, with what is known about it; adds it to `alive`.
 
-    `came` has the paths, by id, of Variables that are known by another than they have now.
+    `came` has the paths, by id, of Variables that are known by another than they have now; `origins` those of
+    the Variables that they were made for.
     """
     for path, value in nnx.iter_graph(trees):
         path = came.get(id(value), path) if isinstance(value, nnx.Variable) else path
         slot = _compat.is_optimizer_slot(value)
         for keys, a in _paths_inside(value):
             alive.append(a)
-            yield id(a), Leaf((*path[1:], *keys), (*path[len(trees) :], *keys), slot, rules.get(id(a)))
+            where, within = (*path[1:], *keys), (*path[len(trees) :], *keys)
+            yield id(a), Leaf(where, within, slot, rules.get(id(a)), origin=origins.get(id(value)))
 
 
 def _set_apart(trees: tuple[Any, Any, Any], arrived: dict[int, Leaf], plain: set[int]) -> set[int]:

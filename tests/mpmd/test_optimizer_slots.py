@@ -212,3 +212,89 @@ def test_of_two_models_whose_paths_are_alike():
         for n in range(3):
             weight, slot = model.layers[n].kernel[...], optimizer.opt_state[0].mu["layers"][n]["kernel"][...]
             assert slot.sharding.device_set == weight.sharding.device_set
+
+
+def linear(size=WIDTH):
+    return nnx.Linear(size, WIDTH, rngs=nnx.Rngs(0))
+
+
+class Agent(nnx.Module):
+    """Modules that are alike in paths, two of them in shapes too."""
+
+    def __init__(self):
+        self.actor, self.critic, self.twin = linear(), linear(2 * WIDTH), linear(2 * WIDTH)
+        self.average = nnx.clone(self.actor)
+
+
+PARTS = {"actor": 0, "average": 1, "critic": 1, "twin": 2}
+AGENT = mm.TaskSharding({mm.path(name): (TASKS[n], P()) for name, n in PARTS.items()})
+
+
+def adam(module):
+    return nnx.Optimizer(module, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def check_parts(agent, optimizers):
+    for name, optimizer in optimizers.items():
+        for path, x in slots(optimizer).items():
+            assert x.sharding.device_set == set(MESH.mesh.devices[PARTS[name]]), (name, path)
+            assert not optimizer.opt_state[0].mu["kernel"].has_metadata("mmnnx_origin")
+    assert not agent.actor.kernel.has_metadata("mmnnx_origin")
+
+
+@pytest.mark.parametrize("names", [["actor"], ["twin", "critic", "actor"], ["average", "twin"]])
+def test_of_parts_that_are_alike(names):
+    """A network and its moving average, two critics, in any order: each by the parameters it was made for."""
+    traced = []
+
+    def make(agent):
+        traced.append(agent)
+        return {name: adam(getattr(agent, name)) for name in names}
+
+    with MESH:
+        agent = mm.jit(Agent, out_shardings=AGENT)()
+        make_optimizers = mm.jit(make)
+        for _ in range(2):
+            check_parts(agent, make_optimizers(agent))
+    assert len(traced) == 2  # once more, to find out
+
+
+def test_of_parts_that_are_made_with_them():
+    """In the order of those that are alike, for nothing is known but that."""
+
+    class Twins(nnx.Module):
+        def __init__(self):
+            self.critic, self.twin = linear(), linear()
+
+    def make():
+        twins = Twins()
+        return twins, adam(twins.critic), adam(twins.twin)
+
+    rules = mm.TaskSharding({mm.path(name): (TASKS[PARTS[name]], P()) for name in ("critic", "twin")})
+    with MESH:
+        _, critic, twin = mm.jit(make, out_shardings=(rules, None, None))()
+    for optimizer, n in ((critic, 1), (twin, 2)):
+        for x in slots(optimizer).values():
+            assert x.sharding.device_set == set(MESH.mesh.devices[n])
+
+
+def test_to_ask_may_not_work():
+    """A function that compares the state of an argument with that of a new module is traced as it is."""
+
+    def make(agent):
+        both = jax.tree.map(lambda a, b: a + b, nnx.state(linear()), nnx.state(agent.actor))
+        return both, adam(agent.actor)
+
+    with MESH:
+        agent = mm.jit(Agent, out_shardings=AGENT)()
+        both, optimizer = mm.jit(make)(agent)
+        assert_same(both["kernel"].get_value(), 2 * agent.actor.kernel[...])
+        assert not optimizer.opt_state[0].mu["kernel"].has_metadata("mmnnx_origin")
+
+
+def test_a_model_by_itself_is_traced_once():
+    traced = []
+    with MESH:
+        model = born(Model, mm.TaskSharding(RULES))
+        mm.jit(lambda m: traced.append(m) or adam(m))(model)
+    assert len(traced) == 1

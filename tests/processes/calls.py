@@ -84,6 +84,10 @@ empty = mm.task(lambda x: x[:0] * 2, task=first)
 joined = mm.task(lambda e, x: jnp.concatenate([e, x + 1]), task=second)
 keep(joined=mm.jit(lambda x: joined(empty(x), x))(X))
 
+# A random key is fetched as its words.
+draw = mm.task(lambda key: jax.random.split(key)[0], task=second)
+keep(key=mm.jit(draw)(jax.random.key(3)))
+
 # What is on JAX's default device each process has itself.
 keep(rate=optax.linear_schedule(1e-2, 0.0, 100)(jnp.asarray(3)), loss=loss)
 np.savez(f"{OUT}.{NUMBER}", **values)
