@@ -315,8 +315,10 @@ class _Region:
         elif homes:
             mesh = max(homes, key=homes.__getitem__)
             ahead = any(p.mesh == mesh for p in self.positions[max(before, 0) :])
-            if before >= 0 and not ahead and self._roots(e) & self.used_state:
-                # Shared state used again further on: it is sent there, rather than the flow sent back.
+            flow = [a for a in e.invars if a.aval.shape and self._of(a).kind is Kind.ACTIVATION]
+            if flow and before >= 0 and not ahead and self._roots(e) & self.used_state:
+                # Shared state used again further on: it is sent there, rather than the flow sent back. (A
+                # scalar is sent back: such as the norm of all weights, which scales each of them.)
                 position = before
             else:
                 position = self._position(mesh, None, before)
