@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -91,6 +92,11 @@ def compile_program(
     return Compiled(program, executables, known.of)
 
 
+# What programs in use have, by key and mesh. A function is cut once more when arguments come from elsewhere,
+# as counters do after their first step, and most of its fragments are what they were.
+_in_use: WeakValueDictionary[Any, jax.stages.Compiled] = WeakValueDictionary()
+
+
 class _Once:
     """Compiles in a pool of threads, and what is equal but for its devices once."""
 
@@ -114,7 +120,9 @@ class _Once:
             self.lowered[like] = low
         self.waiting[f] = low, own
         if low.key not in self.first:
-            self.first[low.key] = f.mesh, self.pool.submit(low.stage.compile)
+            there = _in_use.get((low.key, f.mesh))
+            made = self.pool.submit(low.stage.compile) if there is None else _finished(there)
+            self.first[low.key] = f.mesh, made
 
     def completed(self) -> Iterator[tuple[Fragment, Executable]]:
         """The fragments that are compiled, as soon as there are any; none if none was begun."""
@@ -128,8 +136,18 @@ class _Once:
             if mesh != f.mesh:
                 results = jax.tree.leaves(compiled.output_shardings)
                 named = all(isinstance(s, NamedSharding) for s in results)  # or nothing says how to move it
-                compiled = _compat.load_for(compiled, f.mesh) if named else own().stage.compile()
+                if (there := _in_use.get((low.key, f.mesh))) is not None:
+                    compiled = there
+                else:
+                    compiled = _compat.load_for(compiled, f.mesh) if named else own().stage.compile()
+            _in_use[low.key, f.mesh] = compiled
             yield f, Executable(compiled, low.inputs, low.outputs)
+
+
+def _finished(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
 
 
 class _Known:

@@ -316,11 +316,11 @@ def _rules(prefix: Any, tree: Any, name: str) -> dict[int, Rule]:
                 own = True
                 if isinstance(entry, TaskSharding):
                     matched = used.setdefault(id(entry), (entry, set()))[1]
-                    match = _lookup(entry, paths, value)
-                    if match is None:
+                    matches = _lookup(entry, paths, value)
+                    if not matches:
                         continue
-                    matched.add(match.index)
-                    task, sharding, own = match.task, match.sharding, match.own
+                    matched.update(match.index for match in matches)
+                    task, sharding, own = matches[0].task, matches[0].sharding, matches[0].own
                 elif isinstance(entry, nnx.StateSharding):
                     sharding = _on_mesh(entry.map_prefix(paths[0], value))
                 else:
@@ -372,10 +372,11 @@ def _paths(node: Any) -> list[tuple[Any, list[Path]]]:
     return list(found.values())
 
 
-def _lookup(sharding: TaskSharding, paths: Sequence[Path], value: Any) -> Match | None:
-    """Where state goes that several paths may lead to: the first rule that matches any of them."""
+def _lookup(sharding: TaskSharding, paths: Sequence[Path], value: Any) -> list[Match]:
+    """Where state goes that several paths may lead to: the rules that match any of them, the first first."""
     if _compat.is_optimizer_slot(value):
-        return sharding.lookup_slot(paths, value)
+        match = sharding.lookup_slot(paths, value)
+        return [] if match is None else [match]
     matches, errors = [], []
     for path in paths:
         try:
@@ -383,9 +384,9 @@ def _lookup(sharding: TaskSharding, paths: Sequence[Path], value: Any) -> Match 
         except PlacementError as error:
             errors.append(error)
     if matches:
-        return min(matches, key=lambda match: match.index)
+        return sorted(matches, key=lambda match: match.index)
     if all(not a.shape for a in _arrays(value)):
-        return None  # counters and keys need no place
+        return []  # counters and keys need no place
     raise errors[0]
 
 

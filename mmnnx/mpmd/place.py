@@ -20,6 +20,7 @@ off: then it is done where it is needed first, and sent).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Literal
@@ -96,13 +97,14 @@ fusing: ContextVar[str] = ContextVar("mmnnx_fusing", default="none")
 """Where neighbouring tasks on one TaskMesh become one: "none", "loops" (microbatch loops alone) or "all"."""
 
 TaskOf = Callable[[str], "tuple[Task, Mesh] | None"]
+Fits = Callable[[Loop, Placement], bool]
 
 _FORWARD, _BACKWARD, _LATE, _LOOP = "forward", "backward", "late", "loop"
 _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
 
 def place(
-    nodes: Sequence[Node], inputs: dict[Var, Origin], task_of: TaskOf, follows: dict[Var, Var]
+    nodes: Sequence[Node], inputs: dict[Var, Origin], task_of: TaskOf, follows: dict[Var, Var], fits: Fits
 ) -> Placement:
     """Places the nodes of a function.
 
@@ -111,8 +113,42 @@ def place(
       inputs: the origin of every input and constant.
       task_of: from a name stack to the task scope that it lies in and that task's mesh.
       follows: results whose home is that of a state variable (outputs that follow their parameter).
+      fits: whether the schedule of a loop can be that of a placement of its body.
     """
-    return _Region(nodes, inputs, task_of, follows).run()
+    return _cheaper(functools.partial(_Region, nodes, inputs, task_of, follows, fits))
+
+
+def _cheaper(region: Callable[..., _Region], loop: Loop | None = None) -> Placement:
+    """The placement of a region; if it uses state again further on, of two the one that sends fewer bytes.
+
+    In a loop that goes for the state of several meshes, as where all layers are gone through again. What one
+    mesh alone has, such as an embedding, is sent once for all microbatches, and adds no stage.
+    """
+    first = region(returning=False)
+    placement = first.run()
+    if len(first.sent_from) < (1 if loop is None else 2):
+        return placement
+    other = region(returning=True).run()
+    if loop is not None and not first.fits(loop, other):
+        return placement
+    return min(placement, other, key=lambda p: _bytes_sent(first.nodes, p, first.microbatches))
+
+
+def _bytes_sent(nodes: Sequence[Node], placement: Placement, times: int) -> int:
+    """Bytes of the values that a mesh reads from another, for all microbatches; of state, once."""
+    readers: dict[Var, set[Mesh]] = {}
+    total = 0
+    for n in nodes:
+        if isinstance(n, Loop):
+            total += _bytes_sent(n.body, placement.bodies[n], n.spec.length)
+        elif n in placement.spots:
+            mesh = placement.spots[n].mesh
+            for a in filter(is_var, n.invars):
+                if placement.where[a].home not in (None, mesh):
+                    readers.setdefault(a, set()).add(mesh)
+    for a, meshes in readers.items():
+        total += nbytes(a) * len(meshes) * (1 if placement.where[a].kind is Kind.STATE else times)
+    return total
 
 
 class _Region:
@@ -124,13 +160,17 @@ class _Region:
         inputs: dict[Var, Origin],
         task_of: TaskOf,
         follows: dict[Var, Var],
+        fits: Fits,
         roots: dict[Var, frozenset[Var]] | None = None,
         microbatches: int | None = None,
         slices: Iterable[Var] = (),
+        *,
+        returning: bool,
     ):
         self.nodes = nodes
         self.of_batch = set(slices)  # what is made of the batch alone, where that has a home
         self.task_of = task_of
+        self.fits = fits
         self.in_loop = microbatches is not None
         self.fuses = fusing.get() == "all" or (fusing.get() == "loops" and self.in_loop)
         self.microbatches = microbatches or 1
@@ -140,6 +180,8 @@ class _Region:
         # For every variable derived from state alone: the inputs it is derived from.
         self.roots = {v: frozenset([v]) for v, o in inputs.items() if o.kind is Kind.STATE} | (roots or {})
         self.renewed: set[Var] = set()  # new values of state, and what they are made of
+        self.returning = returning  # the flow to state that was used before, where that is elsewhere
+        self.sent_from: set[Mesh] = set()  # the homes of state that goes to the flow instead
         self.tied: set[Node] = set()
         self.maker: dict[Var, Node] = {v: n for n in nodes for v in n.outvars}
         self.users: dict[Var, list[Node]] = {}
@@ -316,9 +358,11 @@ class _Region:
             mesh = max(homes, key=homes.__getitem__)
             ahead = any(p.mesh == mesh for p in self.positions[max(before, 0) :])
             flow = [a for a in e.invars if a.aval.shape and self._of(a).kind is Kind.ACTIVATION]
-            if flow and before >= 0 and not ahead and self._roots(e) & self.used_state:
+            again = flow and before >= 0 and not ahead and bool(self._roots(e) & self.used_state)
+            if again and not self.returning:
                 # Shared state used again further on: it is sent there, rather than the flow sent back. (A
                 # scalar is sent back: such as the norm of all weights, which scales each of them.)
+                self.sent_from.add(mesh)
                 position = before
             else:
                 position = self._position(mesh, None, before)
@@ -500,10 +544,9 @@ class _Region:
         }
         while True:
             known = inputs | {s: self.where[s] for s in follows.values() if s not in inputs}
-            region = _Region(
-                loop.body, known, self.task_of, follows, roots, loop.spec.length, loop.slice_vars
-            )
-            body = region.run()
+            of_loop = (loop.body, known, self.task_of, follows, self.fits, roots)
+            region = functools.partial(_Region, *of_loop, loop.spec.length, loop.slice_vars)
+            body = _cheaper(region, loop)
             moved = {
                 v: Origin(Kind.STATE, body.where[o].home)
                 for v, o in zip(loop.carry_in, loop.carry_out)
@@ -551,7 +594,7 @@ class _Region:
                 for u in self.users.get(v, ()):
                     if u in at:
                         bounds += [at[u]] if u in self.tied else [limit[u]] if u in limit else []
-                state = self.out.follows.get(v) if backward else None
+                state = self.out.follows.get(v)
                 if state is not None:
                     position = self._last_position(self.where[state].mesh, flow[e])
                     if position is not None and coordinate(position) >= at[e]:
@@ -612,7 +655,8 @@ class _Region:
                     edges += [*((u, count - 1, -1) for u in near), (count - 1, 1, nbytes(v) + 1)]
             if maker in number and wanted.get(maker, -1) > boundary:
                 # A gradient is summed where it is made and sent home once, not in every microbatch.
-                edges.append((number[maker], 1, max(1, nbytes(v) // self.microbatches)))
+                times = self.microbatches if self.classes[maker] == _BACKWARD else 1
+                edges.append((number[maker], 1, max(1, nbytes(v) // times)))
         beyond = sink_side(count, edges)
         return [e for e in movable if number[e] in beyond]
 

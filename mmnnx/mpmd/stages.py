@@ -84,6 +84,15 @@ def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:
     )
 
 
+def fits(loop: Loop, placement: Placement) -> bool:
+    """Whether a loop can have the schedule and whatever else it asks for, if its body is placed so."""
+    try:
+        timetable(loop, placement)
+    except (ValueError, IndexError):
+        return False
+    return True
+
+
 def split_positions(placement: Placement) -> frozenset[int]:
     """The positions of tasks with `split_backprop`."""
     return frozenset(

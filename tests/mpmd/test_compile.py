@@ -1,12 +1,14 @@
 """Fragments are compiled at once where they can be, equal ones once, and not again at a second start."""
 
 import dataclasses
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +122,7 @@ def test_equal_stages_are_compiled_once(compiles, per_stage):
     assert sum(name.startswith(("stage1", "stage2")) for name in compiles) <= len(middle) / 2
 
 
-def test_no_growth_with_stages_and_microbatches(compiles):
+def test_no_growth_with_stages_and_microbatches(compiles, monkeypatch):
     counts = []
     for stages, microbatches in ((4, 2), (4, 4), (8, 2)):
         mesh, placement = on_stages(stages)
@@ -128,9 +130,32 @@ def test_no_growth_with_stages_and_microbatches(compiles):
             model = born(lambda n=stages: Chain(n), placement)
             optimizer = mm.jit(make_optimizer)(model)
             compiles.clear()
+            monkeypatch.setattr(compile_module, "_in_use", WeakValueDictionary())
             mm.jit(train_step(microbatches))(model, optimizer, X)
         counts.append(len(compiles))
     assert counts[0] == counts[1] == counts[2]
+
+
+def test_what_another_program_has_is_not_compiled_again(compiles):
+    """A step whose counters come from elsewhere the second time, and the same step once more; as long as a
+    program that has it is in use."""
+    mesh, placement = on_stages(4)
+    with mesh:
+        model = born(lambda: Chain(4), placement)
+        step = mm.jit(train_step(2))
+        optimizer = make_optimizer(model)  # outside of mm.jit, so that its counters are on one device
+        step(model, optimizer, X)
+        before, first = optimizer.step[...].sharding, len(compiles)
+        step(model, optimizer, X)
+        mm.jit(train_step(2))(model, optimizer, X)
+        assert len(compiles) == first > 0
+        assert before.device_set == set(mesh.mesh.devices.flat)
+        assert int(optimizer.step[...]) == 3
+        del step, optimizer
+        gc.collect()
+        optimizer = mm.jit(make_optimizer)(model)
+        mm.jit(train_step(2))(model, optimizer, X)
+        assert len(compiles) > first
 
 
 def kernels(compiled):

@@ -476,3 +476,21 @@ def test_state_of_a_new_shape_stays_at_home():
             step(model, x)
             assert_same(model.seen[...], np.concatenate([before, model.first(x)]))
             assert model.seen[...].sharding.is_equivalent_to(NamedSharding(home.mesh, spec), 2)
+
+
+def test_rules_for_several_paths_of_one_module():
+    """The first rule that matches one of them places it; those for the others are not missed."""
+    mesh, tasks = pipeline(2)
+
+    class Shared(nnx.Module):
+        def __init__(self):
+            first, second = (nnx.Linear(4, 4, rngs=nnx.Rngs(n)) for n in range(2))
+            self.layers = nnx.List([first, second, first])
+
+    rules = {mm.path("layers", n): tasks[n % 2] for n in range(3)}
+    with mesh:
+        model = mm.jit(Shared, out_shardings=mm.TaskSharding(rules))()
+        for layer, n in zip(model.layers, (0, 1, 0)):
+            assert layer.kernel[...].sharding.device_set == set(mesh.slice(stage=n).devices.flat)
+        with pytest.raises(mm.PlacementError, match="layers.*3"):
+            mm.jit(Shared, out_shardings=mm.TaskSharding({**rules, mm.path("layers", 3): tasks[0]}))()

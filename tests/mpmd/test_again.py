@@ -1,0 +1,161 @@
+"""State that is used again further on: is it sent to the flow, or does the flow go back to it?"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mmnnx as mm
+from tests.mpmd.parity import assert_same, born, pipeline, place
+
+WIDTH, STAGES = 16, 3
+X = np.random.default_rng(0).normal(size=(4, WIDTH)).astype(np.float32)
+MESH, TASKS = pipeline(STAGES)
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(n)) for n in range(STAGES)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x
+
+
+PLACEMENT = place(TASKS, *[[("layers", n)] for n in range(STAGES)])
+
+
+def recycled(model, x):
+    """Two rounds, as in AlphaFold 2 (Jumper et al. 2021) or self-conditioned diffusion."""
+    return (model(x + jax.lax.stop_gradient(model(x))) ** 2).mean()
+
+
+def shared_rounds(model, x):
+    """A universal transformer's (Dehghani et al. 2018): the gradient goes through both."""
+    return (model(model(x)) ** 2).mean()
+
+
+def scale_of(model):
+    return jnp.max(jnp.stack([jnp.abs(p).max() for p in jax.tree.leaves(nnx.state(model, nnx.Param))]))
+
+
+def quantised(model, x):
+    """Fake quantisation with one scale for all weights, straight through (Bengio et al. 2013)."""
+    graph, params = nnx.split(model)
+    scale = jax.lax.stop_gradient(scale_of(model))
+    levels = jax.tree.map(
+        lambda p: p + jax.lax.stop_gradient(jnp.round(p / scale * 7) / 7 * scale - p), params
+    )
+    return (nnx.merge(graph, levels)(x) ** 2).mean()
+
+
+def penalised(model, x):
+    """A penalty on the norm of all weights."""
+    norm = jnp.sqrt(sum(jnp.vdot(p, p) for p in jax.tree.leaves(nnx.state(model, nnx.Param))))
+    return (model(x) ** 2).mean() + 0.1 * norm
+
+
+def train(loss_fn, schedule, **options):
+    def step(model, optimizer, x):
+        grad_fn = nnx.value_and_grad(loss_fn)
+        if schedule is not None:
+            grad_fn = mm.microbatch(grad_fn, 0, 2, argnum=1, reduce="mean", schedule=schedule, **options)
+        loss, grads = grad_fn(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    return step
+
+
+def check(step):
+    """Three calls of a step are those of one device; returns the shapes that cross in one."""
+    reference = Net()
+    references = reference, nnx.Optimizer(reference, optax.adam(1e-2), wrt=nnx.Param)
+    whole, split = nnx.jit(step), mm.jit(step)
+    with MESH:
+        model = born(Net, PLACEMENT)
+        state = model, mm.jit(lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param))(model)
+        for n in range(3):
+            x = np.roll(X, n, axis=0)
+            assert_same(split(*state, x), whole(*references, x), 1e-4)
+        assert_same(nnx.state(state), nnx.state(references), 1e-4)
+        return [t.shape for t in split.program(*state, X).transfers]
+
+
+@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b"])
+@pytest.mark.parametrize("loss_fn", [recycled, shared_rounds, quantised])
+def test_activations_and_scalars_alone_cross(loss_fn, schedule):
+    shapes = check(train(loss_fn, schedule))
+    rows = 4 if schedule is None else 2
+    assert shapes and set(shapes) <= {(), (rows, WIDTH)}
+
+
+def test_where_the_stages_are_counted():
+    """Going back would make five of three stages: where three are asked for, the weights are sent."""
+    assert (WIDTH, WIDTH) in check(train(recycled, "1f1b", num_stages=STAGES))
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+def test_a_penalty_on_all_weights(schedule):
+    check(train(penalised, schedule))
+
+
+def test_weights_clipped_by_their_norm():
+    def clip(model):
+        params = nnx.state(model, nnx.Param)
+        norm = jnp.sqrt(sum(jnp.vdot(p, p) for p in jax.tree.leaves(params)))
+        nnx.update(model, jax.tree.map(lambda p: p * jnp.minimum(1, 1 / norm), params))
+
+    reference = Net()
+    with MESH:
+        model = born(Net, PLACEMENT)
+        for _ in range(2):
+            mm.jit(clip)(model)
+            nnx.jit(clip)(reference)
+        assert_same(nnx.state(model), nnx.state(reference), 1e-5)
+        assert {t.shape for t in mm.jit(clip).program(model).transfers} == {()}
+
+
+def test_greedy_decoding():
+    """A Python loop: the token goes back to the first stage, not the model to the last."""
+
+    def decode(model, x):
+        for _ in range(3):
+            x = jax.nn.one_hot(model(x).argmax(-1), WIDTH)
+        return x
+
+    with MESH:
+        model = born(Net, PLACEMENT)
+        split = mm.jit(decode)
+        for n in range(2):
+            assert_same(split(model, X[n:]), nnx.jit(decode)(Net(), X[n:]))
+        assert (WIDTH, WIDTH) not in {t.shape for t in split.program(model, X).transfers}
+
+
+@pytest.mark.parametrize("vocab, goes", [(8, "embedding"), (512, "activation")])
+def test_a_tied_embedding(vocab, goes):
+    """Outside of a loop the smaller of the two goes; in one the embedding, once."""
+
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Embed(vocab, WIDTH, rngs=nnx.Rngs(0))
+            self.layer = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+
+        def __call__(self, tokens):
+            return self.embed.attend(jnp.tanh(self.layer(self.embed(tokens))))
+
+    tokens = np.arange(24).reshape(4, 6) % vocab
+    with MESH:
+        model = born(Tied, place(TASKS[:2], ["embed"], ["layer"]))
+        split = mm.jit(lambda model, tokens: model(tokens))
+        assert_same(split(model, tokens), Tied()(tokens))
+        shapes = [t.shape for t in split.program(model, tokens).transfers]
+        assert ((vocab, WIDTH) in shapes) == (goes == "embedding")
+        loop = mm.jit(mm.microbatch(lambda model, tokens: model(tokens), 0, 2, argnum=1, reduce="concat"))
+        assert_same(loop(model, tokens), Tied()(tokens))
+        assert [t.shape for t in loop.program(model, tokens).transfers].count((vocab, WIDTH)) == 1
