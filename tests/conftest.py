@@ -5,6 +5,7 @@ import os
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import hypothesis
 import pytest
@@ -35,6 +36,8 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 import jax  # noqa: E402  # reads the environment
 
+from mmnnx.mpmd import compile  # noqa: E402
+
 if MLIR_ALONE:
     # The second test that compiles a program reads it from a folder: one for each worker, for JAX writes it
     # without a lock.
@@ -44,6 +47,9 @@ if MLIR_ALONE:
 
 # A traced model is a hundred thousand objects, and hardly any garbage: look for it seldom.
 gc.set_threshold(100_000, 50, 100)
+
+# What one program has compiled another test's may use, also when the first is gone.
+compile._in_use = {}
 
 MAPS = Path("/proc/self/maps")
 
@@ -58,5 +64,12 @@ def forget_compiled_programs():
     """Each compiled program is a few memory maps, of which Linux gives a process 65,530; then LLVM aborts."""
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:
+        compile._in_use.clear()
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def compiled_anew(monkeypatch):
+    """For a test that looks at what is compiled."""
+    monkeypatch.setattr(compile, "_in_use", WeakValueDictionary())

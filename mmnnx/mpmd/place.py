@@ -10,6 +10,9 @@ Forward equations are placed at positions in three steps:
 3. equations that nothing ties down then move to the side of each boundary where fewer bytes cross it, which
    is a minimum cut.
 
+Where state is read again further on than it lives, either it goes there or the flow goes back to it: both are
+tried, and the one that sends fewer bytes is taken.
+
 Backward equations go where the residuals they consume are; those that consume none follow their operands,
 again up to a minimum cut. What comes after the backward (the optimizer) goes to the state it updates, and
 what uses new values of state (a second loss) to those.

@@ -399,8 +399,11 @@ def place_task(task: Task, mesh: Mesh) -> None:
 
 def placed_tasks(mesh: Mesh, multimesh: MultiMesh | None) -> tuple[Task, ...]:
     """The tasks that have state on a mesh, but for those that move."""
-    found = () if multimesh is None else multimesh.registry.placed(_devices(mesh))
-    tasks = found or _registry.placed(_devices(mesh))
+    devices = _devices(mesh)
+    tasks = () if multimesh is None else multimesh.registry.placed(devices)
+    # A task of all devices, of an earlier program perhaps, does not make a place of the whole MultiMesh.
+    if not tasks and (multimesh is None or devices != _devices(multimesh.mesh)):
+        tasks = _registry.placed(devices)
     return tuple(t for t in tasks if t.loop_dependent_mesh_slice is None)
 
 

@@ -129,7 +129,7 @@ def test_over_four_stages_as_on_one_device(options, how):
     with mesh:
         tokens = generate(model, prompts(), 3, **how)
     np.testing.assert_array_equal(tokens, expected)
-    # A tied embedding stays where it is: what it is multiplied with goes there, and the next token starts there.
+    # A tied embedding stays where it is: what it is multiplied with goes there.
     assert tokens.sharding.device_set == set(mesh.devices[0 if options.get("tied") else 3])
 
 

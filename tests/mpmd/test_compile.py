@@ -69,7 +69,7 @@ def on_stages(stages, per_stage=()):
 
 
 @pytest.fixture
-def compiles(monkeypatch):
+def compiles(monkeypatch, compiled_anew):
     """Grows by the name of every program that is compiled for a fragment, without JAX's cache on disk."""
     names = []
     folder = jax.config.values["jax_compilation_cache_dir"]
@@ -265,7 +265,7 @@ def test_on_one_device_each_nothing_waits(compiles):
     assert len(ready) == len(program.fragments)
 
 
-def test_what_xla_refuses_is_raised(monkeypatch):
+def test_what_xla_refuses_is_raised(monkeypatch, compiled_anew):
     class Refused:
         def compile(self):
             raise RuntimeError("out of registers")

@@ -413,7 +413,7 @@ def test_donated_state_is_overwritten_and_right():
     assert_same(results[1], results[0])
 
 
-def test_a_second_call_compiles_nothing():
+def test_a_second_call_compiles_nothing(compiled_anew):
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
     mesh, step, model, optimizer = trained()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -109,3 +111,17 @@ def test_tasks_on_one_mesh_that_call_its_axes_by_other_names():
     y, z = mm.jit(f)(model, x)
     assert y.sharding.shard_shape(y.shape) == (y.shape[0], y.shape[1] // 2)
     assert_same((y, z), nnx.jit(f)(make(models.MLP, layers=3)(), x))
+
+
+def test_a_task_of_all_devices_before():
+    """State that another program had on all devices makes no stage of them: counters stay with the stages."""
+    devices = jax.devices()[:4]
+    whole = mm.Task("whole", mesh=jax.sharding.Mesh(np.reshape(devices, (2, 2)), ("data", "model")))
+    mm.jit(make(models.MLP), out_shardings=mm.TaskSharding({...: whole}))()
+    mesh, tasks = pipeline(2, 2)
+    with mesh:
+        model = born(make(models.MLP), place(tasks, *STAGES))
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param))(model)
+        step = mm.jit(lambda m, o: o.update(m, nnx.grad(lambda m: (m.layers[0].kernel[...] ** 2).sum())(m)))
+        found = {fragment.mesh for fragment in step.program(model, optimizer).fragments}
+    assert len(found) == 2 and all(m.size == 2 for m in found)

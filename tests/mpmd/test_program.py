@@ -199,7 +199,7 @@ def test_no_more_programs_for_more_microbatches():
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
-def test_compilations_do_not_grow_with_microbatches():
+def test_compilations_do_not_grow_with_microbatches(compiled_anew):
     """XLA compiles as many programs for sixteen microbatches as for four, and none in a second step."""
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))

@@ -24,7 +24,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 
 
 @pytest.fixture
-def hlo(monkeypatch):
+def hlo(monkeypatch, compiled_anew):
     """Name and optimized HLO of every fragment that is compiled."""
     texts: list[tuple[str, str]] = []
     compile = jax.stages.Lowered.compile
