@@ -33,11 +33,33 @@ class Executable:
     Attributes:
       call: takes the fragment's inputs and returns its results, in orders of its own.
       inputs, outputs: which input (result) of the fragment comes where in them.
+      code: what `call` is of, to stay in use with it.
     """
 
     call: jax.stages.Compiled
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    code: Code
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Code:
+    """What was compiled for one mesh, and loaded for others. (What was loaded cannot be loaded from.)"""
+
+    mesh: Mesh
+    compiled: jax.stages.Compiled
+    loaded: dict[Mesh, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
+
+    def on(self, mesh: Mesh, lower_there: Callable[[], Lowered]) -> jax.stages.Compiled:
+        if mesh == self.mesh:
+            return self.compiled
+        if mesh not in self.loaded:
+            results = jax.tree.leaves(self.compiled.output_shardings)
+            named = all(isinstance(s, NamedSharding) for s in results)  # or nothing says how to move it
+            self.loaded[mesh] = (
+                _compat.load_for(self.compiled, mesh) if named else lower_there().stage.compile()
+            )
+        return self.loaded[mesh]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,9 +114,9 @@ def compile_program(
     return Compiled(program, executables, known.of)
 
 
-# What programs in use have, by key and mesh. A function is cut once more when arguments come from elsewhere,
-# as counters do after their first step, and most of its fragments are what they were.
-_in_use: WeakValueDictionary[Any, jax.stages.Compiled] = WeakValueDictionary()
+# What programs in use have, by key. A function is cut once more when arguments come from elsewhere, as
+# counters do after their first step, and most of its fragments are what they were.
+_in_use: WeakValueDictionary[Any, Code] = WeakValueDictionary()
 
 
 class _Once:
@@ -103,7 +125,7 @@ class _Once:
     def __init__(self, pool: ThreadPoolExecutor):
         self.pool = pool
         self.lowered: dict[Any, Lowered] = {}
-        self.first: dict[Any, tuple[Mesh, Future[jax.stages.Compiled]]] = {}
+        self.code: dict[Any, Future[Code]] = {}
         self.waiting: dict[Fragment, tuple[Lowered, Callable[[], Lowered]]] = {}
 
     def begin(
@@ -119,29 +141,19 @@ class _Once:
         if like is not None and low.is_shared:
             self.lowered[like] = low
         self.waiting[f] = low, own
-        if low.key not in self.first:
-            there = _in_use.get((low.key, f.mesh))
-            made = self.pool.submit(low.stage.compile) if there is None else _finished(there)
-            self.first[low.key] = f.mesh, made
+        if low.key not in self.code:
+            there = _in_use.get(low.key)
+            compiling = lambda: Code(f.mesh, low.stage.compile())
+            self.code[low.key] = self.pool.submit(compiling) if there is None else _finished(there)
 
     def completed(self) -> Iterator[tuple[Fragment, Executable]]:
         """The fragments that are compiled, as soon as there are any; none if none was begun."""
-        done, _ = wait([self.first[low.key][1] for low, _ in self.waiting.values()], None, FIRST_COMPLETED)
+        done, _ = wait([self.code[low.key] for low, _ in self.waiting.values()], None, FIRST_COMPLETED)
         for f, (low, own) in list(self.waiting.items()):
-            mesh, future = self.first[low.key]
-            if future not in done:
-                continue
-            del self.waiting[f]
-            compiled = future.result()
-            if mesh != f.mesh:
-                results = jax.tree.leaves(compiled.output_shardings)
-                named = all(isinstance(s, NamedSharding) for s in results)  # or nothing says how to move it
-                if (there := _in_use.get((low.key, f.mesh))) is not None:
-                    compiled = there
-                else:
-                    compiled = _compat.load_for(compiled, f.mesh) if named else own().stage.compile()
-            _in_use[low.key, f.mesh] = compiled
-            yield f, Executable(compiled, low.inputs, low.outputs)
+            if (future := self.code[low.key]) in done:
+                del self.waiting[f]
+                code = _in_use[low.key] = future.result()
+                yield f, Executable(code.on(f.mesh, own), low.inputs, low.outputs, code)
 
 
 def _finished(result: Any) -> Future[Any]:

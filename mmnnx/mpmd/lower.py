@@ -11,7 +11,6 @@ import jax
 import jax.extend.core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmnnx import _compat
 from mmnnx.mpmd.alike import computation
 from mmnnx.mpmd.donate import Pairs
 from mmnnx.mpmd.fragments import Fragment, Held
@@ -75,8 +74,8 @@ def lower(
     # The text tells neither a weak type from another, nor a random key from its words.
     avals = tuple((a.shape, a.dtype, a.weak_type) for a in (v.aval for v in (*f.invars, *f.outvars)))
     is_shared = "callback" not in text
-    code, context = hashlib.sha256(text.encode()).digest(), _compat.trace_context()
-    key = (code, inputs, outputs, specs, avals, context, _place(f.mesh)) if is_shared else object()
+    digest = hashlib.sha256(text.encode()).digest()
+    key = (digest, inputs, outputs, specs, avals, _place(f.mesh)) if is_shared else object()
     return Lowered(stage, inputs, outputs, key, is_shared)
 
 

@@ -158,6 +158,25 @@ def test_what_another_program_has_is_not_compiled_again(compiles):
         assert len(compiles) > first
 
 
+def test_programs_on_other_meshes(compiles):
+    """What one program has on two meshes another has on two of which one is new."""
+    runs = []
+    for first in range(3):
+        mesh = mm.MultiMesh(axis_sizes=(2,), axis_names=("stage",), devices=jax.devices()[first : first + 2])
+        tasks = [mm.Task(f"stage{n}", mesh_slice={"stage": n}) for n in range(2)]
+        placement = mm.TaskSharding({mm.path("layers", n): (task, None) for n, task in enumerate(tasks)})
+        with mesh:
+            model = born(lambda: Chain(2), placement)
+            optimizer = mm.jit(make_optimizer)(model)
+            compiles.clear()
+            step = mm.jit(train_step(2))
+            runs.append([step(model, optimizer, X + n) for n in range(2)])
+            assert bool(compiles) == (first == 0)
+            runs[-1].append(step)
+    for *losses, _ in runs[1:]:
+        assert_same(losses, runs[0][:2])
+
+
 def kernels(compiled):
     """The different computations of a program that XLA makes kernels of."""
     fused = re.findall(r"^%\S*(?:fused|wrapped)\S* .*?^}", compiled.as_text(), re.MULTILINE | re.DOTALL)
