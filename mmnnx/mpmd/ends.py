@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmnnx.mpmd.bind import entering
 from mmnnx.mpmd.lift import Leaf, Record
 from mmnnx.mpmd.meshes import Meshes, mesh_of
-from mmnnx.sharding.placement import parts_of
+from mmnnx.mpmd.owners import Owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,66 +48,7 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
     placed = [None if g is None or g.mesh in spanning else g for g in given]
     homes = [None if g is None or not jnp.ndim(x) else mesh_of(g) for g, x in zip(placed, leaves)]
     shapes = [jnp.shape(x) for x in leaves]
-    by_end: dict[Any, list[int]] = {}  # by path and shape, and by path alone
-    by_part: dict[Any, list[int]] = {}  # parameters by the end of their path, and shape
-    inside: dict[Any, set[Mesh]] = {}  # where the state of a module is, by the path of the module
-    for n, leaf in enumerate(record.inputs):
-        if leaf is not None and leaf.within and (home := homes[n]) is not None:
-            by_end.setdefault((leaf.within, shapes[n]), []).append(n)
-            by_end.setdefault(leaf.within, []).append(n)
-            for path in (leaf.path, leaf.within):
-                for k in range(len(path)):
-                    inside.setdefault(path[:k], set()).add(home)
-            for k in range(1, 0 if leaf.slot else len(leaf.within)):
-                by_part.setdefault((leaf.within[k:], shapes[n]), []).append(n)
-    number = {
-        leaf.path: n for n, leaf in enumerate(record.inputs) if leaf is not None and homes[n] is not None
-    }
-
-    def first(known: dict[Any, list[int]], ends: Iterable[Any]) -> int | None:
-        """The argument that is known by the first of these ends. Two models may have the same paths."""
-        found = next((known[e] for e in ends if e in known), [])
-        # Where it is not clear, what a result is made of, such as a gradient, says where it is.
-        return found[0] if len({homes[n] for n in found}) == 1 else None
-
-    # Parameters among the results, for the slots of an optimizer that is made together with its model.
-    made: dict[Any, list[NamedSharding]] = {}
-    for leaf, aval, rule in zip(record.results, types, rules):
-        if leaf is not None and rule is not None and not leaf.slot:
-            for k in range(len(leaf.within)):  # by the end of its path, and shape, and by path alone
-                made.setdefault((leaf.within[k:], aval.shape), []).append(rule)
-                made.setdefault(leaf.within[k:], []).append(rule)
-    owners: dict[Any, list[Any]] = {}  # the optimizers that have such slots, as they are met
-
-    def made_together(ends: Iterable[Any], leaf: Leaf) -> NamedSharding | None:
-        """Of several that are alike, the first for the first: optimizers are made in the order of models."""
-        end = next((e for e in ends if e in made), None)
-        if end is None:
-            return None
-        alike = owners.setdefault(end, [])
-        if leaf.path[:1] not in alike:
-            alike.append(leaf.path[:1])
-        return made[end][min(alike.index(leaf.path[:1]), len(made[end]) - 1)]
-
-    def parameter(leaf: Leaf, aval: Any) -> tuple[int | None, NamedSharding | None]:
-        """The argument that a result is like, or is a slot of; and its sharding, or that of what was made."""
-        endings = [(leaf.path[k:], aval.shape) for k in range(len(leaf.path))]
-        follow = number.get(leaf.origin) if leaf.origin is not None else first(by_end, endings)
-        if follow is None and leaf.slot and leaf.origin is None:
-            if (own := made_together(endings, leaf)) is not None:
-                return None, own
-            if aval.shape:  # statistics of rows, a history
-                parts = parts_of(leaf.path)
-                if (own := made_together(parts, leaf)) is not None:
-                    return None, NamedSharding(own.mesh, PartitionSpec())
-                follow = first(by_end, parts)
-            if follow is None:  # of a module within an argument
-                follow = first(by_part, endings)
-        own = given[follow] if follow is not None else None
-        if follow is not None and own is not None and shapes[follow] != aval.shape:
-            own = NamedSharding(own.mesh, PartitionSpec())
-        return follow, own
-
+    owners = Owners(record, given, homes, shapes, types, rules)
     follows: list[int | None] = []
     asked: list[NamedSharding | None] = []
     for leaf, aval, rule in zip(record.results, types, rules):
@@ -120,7 +61,7 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
                 own = entering(aval, home, own) if home is not None else None
             sharding = rule or own
         elif leaf is not None:
-            follow, of_parameter = parameter(leaf, aval)
+            follow, of_parameter = owners.of(leaf, aval)
             inherited = leaf.rule is not None and not leaf.rule.own
             sharding = of_parameter or rule if inherited else rule or of_parameter
         follows.append(follow)
@@ -133,19 +74,8 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
         and ((own := given[leaf.updates]) is None or own.mesh in spanning)
         for leaf, aval, sharding in zip(record.results, types, asked)
     ]
-    beside = [
-        _only_home(inside, leaf) if leaf is not None and leaf.within else None for leaf in record.results
-    ]
+    beside = [owners.beside(leaf) if leaf is not None and leaf.within else None for leaf in record.results]
     return Ends(given, homes, follows, asked, beside, everywhere)
-
-
-def _only_home(inside: dict[Any, set[Mesh]], leaf: Leaf) -> Mesh | None:
-    """The mesh of the innermost module around a piece of state that has other state, if it is one."""
-    path, within = leaf.path, leaf.within
-    above = [path[:k] for k in range(len(path) - 1, 0, -1)]
-    above += [within[:k] for k in range(len(within) - 1, -1, -1)]  # of a copy, or another module
-    homes = next((inside[module] for module in above if module in inside), set())
-    return next(iter(homes)) if len(homes) == 1 else None
 
 
 def _given(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
