@@ -44,8 +44,12 @@ def elsewhere(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 
-def agree(describe: Callable[[], str]) -> int:
+def agree(describe: Callable[[], str], name: str) -> int:
     """Checks that all processes have built the same program; returns the number by which they know it.
+
+    Args:
+      describe: gives the program as text.
+      name: of the function that it is of, for messages.
 
     Raises:
       ValueError: if they have not, with the first line that differs.
@@ -53,7 +57,7 @@ def agree(describe: Callable[[], str]) -> int:
     if jax.process_count() == 1:
         return 0
     program, number = describe(), next(_programs)
-    move(lambda _: f"the building of program {number}")
+    move(lambda _: f"the building of program {number}, of {name} for arguments that it had not had before")
     say(f"program {number}", hashlib.sha256(program.encode()).digest())
     others = {p: hear(p, f"program {number}") for p in range(jax.process_count())}
     if len(set(others.values())) == 1:

@@ -354,7 +354,7 @@ def _preparer(
 
     @uncollected()
     def prepare() -> Run:
-        number = agree(lambda: _in_full(program))
+        number = agree(lambda: _in_full(program), name)
         merged, numbers = merge(program)
         compiled = compile_program(merged, fixed, overwritten, number)
         execute = runner(compiled, name, numbers)

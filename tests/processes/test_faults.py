@@ -106,6 +106,14 @@ def test_a_transfer_that_is_cut_names_its_ends():
         )
 
 
+def test_a_process_that_has_another_batch_builds_a_program_alone():
+    """As with the last rows of its data: the others run the program that they know, and wait."""
+    run = Run(2, "shape", 1)
+    for status, message in run.survivors(-1):
+        assert status == 1
+        assert "the building of program 2, of step for arguments that it had not had before" in message
+
+
 @pytest.mark.parametrize("how, victim", [("early", 0), ("exit", 1)])
 def test_a_process_that_ends_before_the_others_is_told_from_one_that_died(how, victim):
     """It has no error to show, and nobody waits for it until the timeout of 60 s."""
