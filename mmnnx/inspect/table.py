@@ -144,7 +144,7 @@ def _modules(found: ModelTable, kinds: Sequence[str], placed: bool) -> Table:
         table.columns[-2].footer = ranges_text(found.by_device)
         table.columns[-1].footer = _device_bytes(found.pieces)
     for row in found.rows:
-        same = "" if row.same_as is None else f"\nas {path_text(row.same_as)}"
+        same = "" if row.same_as is None else f"\nas {path_text(row.same_as) or 'the whole'}"
         cells = [Text(path_text(row.path)), Text.assemble(row.type, (same, "dim"))]
         cells += _calls(row) if calls else ()
         cells += [_state(row, kind) for kind in kinds]
