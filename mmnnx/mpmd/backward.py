@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Sequence
 
-from mmnnx.mpmd.place import Placement
+from mmnnx.mpmd.spots import Placement
 from mmnnx.mpmd.trace import Node, Var, is_var
 
 

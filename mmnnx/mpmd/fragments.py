@@ -18,9 +18,9 @@ from mmnnx import _compat
 from mmnnx.mpmd.backward import split_backward
 from mmnnx.mpmd.joins import set_joins_apart
 from mmnnx.mpmd.localise import localise
-from mmnnx.mpmd.place import Placement
 from mmnnx.mpmd.residuals import rematerialise
 from mmnnx.mpmd.schedule.base import PARTS
+from mmnnx.mpmd.spots import Placement
 from mmnnx.mpmd.stages import Timetable, split_positions, task_remat, timetable
 from mmnnx.mpmd.trace import LAYOUT, Equation, Kind, Loop, Node, Var, is_var, nbytes
 

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.axes import Axes, Dims, Known, dims_of, follow, of_spec
-from mmnnx.mpmd.place import Placement
+from mmnnx.mpmd.spots import Placement
 from mmnnx.mpmd.trace import Equation, Kind, Loop, Node, Var, inline, is_var
 
 

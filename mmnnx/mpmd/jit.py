@@ -15,10 +15,10 @@ from flax import nnx
 from mmnnx import _compat
 from mmnnx.mpmd.flat import FlatJit, static_arguments
 from mmnnx.mpmd.lift import Observer
-from mmnnx.mpmd.place import fusing, recomputing
 from mmnnx.mpmd.profile import measuring
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import Shortcuts, learn, take_apart
+from mmnnx.mpmd.spots import fusing, recomputing
 from mmnnx.mpmd.timeline import Profile
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task, ignoring

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
-from mmnnx.mpmd.place import Placement
+from mmnnx.mpmd.spots import Placement
 from mmnnx.mpmd.trace import Kind, Loop, Node, Var, is_var
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")

@@ -25,13 +25,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from typing import Literal
 
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.cut import sink_side
 from mmnnx.mpmd.follow import follow_back
+from mmnnx.mpmd.spots import Placement, Position, Spot, fusing, recomputing
+from mmnnx.mpmd.stages import fits
 from mmnnx.mpmd.trace import (
     CONST,
     FREE,
@@ -50,64 +51,14 @@ from mmnnx.mpmd.trace import (
 )
 from mmnnx.sharding.task import Task, is_backward
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Spot:
-    """Where an equation runs: a TaskMesh, and its position in the flow (None outside the flow)."""
-
-    mesh: Mesh
-    position: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Position:
-    """One stop in the flow of activations: a TaskMesh and, if it came from a scope, the task."""
-
-    mesh: Mesh
-    task: Task | None
-
-
-@dataclasses.dataclass(eq=False)
-class Placement:
-    """Where everything in one list of nodes is.
-
-    Attributes:
-      positions: the flow of activations, in order.
-      spots: where each equation runs; absent for work that depends on no placed state.
-      phases: for each equation in `spots`, "forward", "backward" or "none".
-      where: the origin of each variable, with the mesh that holds it unless it is free.
-      backward_tasks: the positions whose backward is in a task of another name than the forward.
-      follows: for gradients and what becomes of them, the state variable that they will be combined with.
-      bodies: for each Loop, the placement of its body.
-    """
-
-    positions: list[Position] = dataclasses.field(default_factory=list)
-    spots: dict[Node, Spot] = dataclasses.field(default_factory=dict)
-    phases: dict[Node, str] = dataclasses.field(default_factory=dict)
-    where: dict[Var, Origin] = dataclasses.field(default_factory=dict)
-    backward_tasks: dict[int, str] = dataclasses.field(default_factory=dict)
-    follows: dict[Var, Var] = dataclasses.field(default_factory=dict)
-    bodies: dict[Node, Placement] = dataclasses.field(default_factory=dict)
-
-    def mesh_of(self, atom: Atom) -> Mesh | None:
-        return self.where[atom].home if is_var(atom) else None
-
-
-recomputing: ContextVar[bool] = ContextVar("mmnnx_recomputing", default=True)
-"""False inside `mm.enable_recomputation(False)`."""
-
-fusing: ContextVar[str] = ContextVar("mmnnx_fusing", default="none")
-"""Where neighbouring tasks on one TaskMesh become one: "none", "loops" (microbatch loops alone) or "all"."""
-
 TaskOf = Callable[[str], "tuple[Task, Mesh] | None"]
-Fits = Callable[[Loop, Placement], bool]
 
 _FORWARD, _BACKWARD, _LATE, _LOOP = "forward", "backward", "late", "loop"
 _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
 
 def place(
-    nodes: Sequence[Node], inputs: dict[Var, Origin], task_of: TaskOf, follows: dict[Var, Var], fits: Fits
+    nodes: Sequence[Node], inputs: dict[Var, Origin], task_of: TaskOf, follows: dict[Var, Var]
 ) -> Placement:
     """Places the nodes of a function.
 
@@ -116,9 +67,8 @@ def place(
       inputs: the origin of every input and constant.
       task_of: from a name stack to the task scope that it lies in and that task's mesh.
       follows: results whose home is that of a state variable (outputs that follow their parameter).
-      fits: whether the schedule of a loop can be that of a placement of its body.
     """
-    return _cheaper(functools.partial(_Region, nodes, inputs, task_of, follows, fits))
+    return _cheaper(functools.partial(_Region, nodes, inputs, task_of, follows))
 
 
 def _cheaper(region: Callable[..., _Region], loop: Loop | None = None) -> Placement:
@@ -132,7 +82,7 @@ def _cheaper(region: Callable[..., _Region], loop: Loop | None = None) -> Placem
     if len(first.sent_from) < (1 if loop is None else 2):
         return placement
     other = region(returning=True).run()
-    if loop is not None and not first.fits(loop, other):
+    if loop is not None and not fits(loop, other):
         return placement
     return min(placement, other, key=lambda p: _bytes_sent(first.nodes, p, first.microbatches))
 
@@ -163,7 +113,6 @@ class _Region:
         inputs: dict[Var, Origin],
         task_of: TaskOf,
         follows: dict[Var, Var],
-        fits: Fits,
         roots: dict[Var, frozenset[Var]] | None = None,
         microbatches: int | None = None,
         slices: Iterable[Var] = (),
@@ -173,7 +122,6 @@ class _Region:
         self.nodes = nodes
         self.of_batch = set(slices)  # what is made of the batch alone, where that has a home
         self.task_of = task_of
-        self.fits = fits
         self.in_loop = microbatches is not None
         self.fuses = fusing.get() == "all" or (fusing.get() == "loops" and self.in_loop)
         self.microbatches = microbatches or 1
@@ -547,7 +495,7 @@ class _Region:
         }
         while True:
             known = inputs | {s: self.where[s] for s in follows.values() if s not in inputs}
-            of_loop = (loop.body, known, self.task_of, follows, self.fits, roots)
+            of_loop = (loop.body, known, self.task_of, follows, roots)
             region = functools.partial(_Region, *of_loop, loop.spec.length, loop.slice_vars)
             body = _cheaper(region, loop)
             moved = {

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 
 from mmnnx import _compat
 from mmnnx.mpmd.axes import Axes, Known, dims_of, entering, follow, of_spec
-from mmnnx.mpmd.place import Placement
+from mmnnx.mpmd.spots import Placement
 from mmnnx.mpmd.trace import Atom, Equation, Loop, Node, Var, inline, is_var
 
 Sizes = Mapping[Any, int]  # of the axes of a mesh

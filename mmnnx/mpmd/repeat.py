@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from mmnnx import _compat
-from mmnnx.mpmd.place import fusing, recomputing
+from mmnnx.mpmd.spots import fusing, recomputing
 from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import ignoring, registrations

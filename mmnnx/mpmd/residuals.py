@@ -18,7 +18,7 @@ import jax.extend.core as jex
 
 from mmnnx import _compat
 from mmnnx.mpmd.cut import sink_side
-from mmnnx.mpmd.place import Placement, Spot
+from mmnnx.mpmd.spots import Placement, Spot
 from mmnnx.mpmd.trace import LAYOUT, Equation, Kind, Loop, Node, Var, is_var, nbytes
 
 # None for the cheap alone, True for everything, or a policy of `jax.checkpoint`.

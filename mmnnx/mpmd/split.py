@@ -29,13 +29,13 @@ from mmnnx.mpmd.merge import merge
 from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred, without
 from mmnnx.mpmd.open import open_calls
 from mmnnx.mpmd.order import Moves
-from mmnnx.mpmd.place import Placement, Position, TaskOf, place
+from mmnnx.mpmd.place import TaskOf, place
 from mmnnx.mpmd.processes import agree, holders
 from mmnnx.mpmd.profile import is_measured
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.reduce_once import reduce_once
 from mmnnx.mpmd.run import measurer, runner
-from mmnnx.mpmd.stages import fits
+from mmnnx.mpmd.spots import Placement, Position
 from mmnnx.mpmd.trace import FREE, Equation, Flat, Loop, Node, Var, at_home, is_var, scopes_in
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task, find_task, place_task, placed_tasks
@@ -218,17 +218,17 @@ def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, meshes: Meshes) -> Iterator
     nodes: Sequence[Node] = flat.nodes
     # Where each term of a sum is made is known when the terms are placed one by one.
     apart = split_sums(nodes, lambda loop, term: term)
-    placement = place(apart, origin, task_of, led, fits)
+    placement = place(apart, origin, task_of, led)
     if apart != list(nodes):
         where = {v: o for body in placement.bodies.values() for v, o in body.where.items()}
         nodes = split_sums(nodes, lambda loop, term: where[term].home)
-        placement = place(nodes, origin, task_of, led, fits)
+        placement = place(nodes, origin, task_of, led)
     given = dict(zip(flat.invars, ends.given))
     for hoist in (reduce_once, gather_once):
         hoisted = hoist(nodes, placement, given)
         if hoisted != list(nodes):
             nodes = hoisted
-            placement = place(nodes, origin, task_of, led, fits)
+            placement = place(nodes, origin, task_of, led)
     placement = _with_tasks(placement, meshes.multimesh)
     results = _results(flat, placement, ends, meshes.tasks(), meshes.multimesh)
     sums = [item for node in nodes if isinstance(node, Loop) for item in node.undivided.items()]

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from mmnnx.mpmd.accumulate import running_sums
 from mmnnx.mpmd.backward import split_backward
 from mmnnx.mpmd.microbatch import LoopSpec
-from mmnnx.mpmd.place import Placement
 from mmnnx.mpmd.residuals import Remat
 from mmnnx.mpmd.schedule import (
     Action,
@@ -25,6 +24,7 @@ from mmnnx.mpmd.schedule import (
     simulate,
 )
 from mmnnx.mpmd.schedule.base import PARTS, Phase
+from mmnnx.mpmd.spots import Placement
 from mmnnx.mpmd.trace import Loop, is_var
 
 

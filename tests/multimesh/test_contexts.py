@@ -13,7 +13,7 @@ import pytest
 
 import mmnnx as mm
 from mmnnx.mpmd.flat import ignoring
-from mmnnx.mpmd.place import fusing, recomputing
+from mmnnx.mpmd.spots import fusing, recomputing
 from mmnnx.sharding.logical import autosharding
 from multimesh_compat.jax.constraints import autoshard
 from multimesh_compat.jax.contexts import (
