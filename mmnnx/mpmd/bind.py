@@ -80,27 +80,6 @@ def deliver(
       held: the values of the program that hold it.
       multimesh: whose devices a value that is held on every mesh is spread over.
     """
-    delivery = _delivery(var, number, asked, held, multimesh)
-    return _weak(delivery) if var.aval.weak_type else delivery
-
-
-def _weak(delivery: Delivery) -> Delivery:
-    """The same, of a weak type, which arrays that come from elsewhere do not have."""
-
-    def weak(values: Sequence[Any], arrays: Sequence[jax.Array]) -> jax.Array:
-        made = delivery(values, arrays)
-        return made if made.aval.weak_type else _compat.weakly_typed(made)
-
-    return weak
-
-
-def _delivery(
-    var: Any,
-    number: int | None,
-    asked: NamedSharding | None,
-    held: Sequence[Any],
-    multimesh: MultiMesh | None,
-) -> Delivery:
     if len(held) > 1:
         assert multimesh is not None  # without one, a result is held once
         target = NamedSharding(multimesh.mesh, PartitionSpec())
@@ -131,6 +110,16 @@ def copied(delivery: Delivery) -> Delivery:
         return own_copy(delivery(values, arrays))
 
     return copy
+
+
+def weakly_typed(delivery: Delivery) -> Delivery:
+    """The same result with a weak type, which arrays that come from elsewhere do not have."""
+
+    def weak(values: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
+        made = delivery(values, arrays)
+        return made if made.aval.weak_type else _compat.weakly_typed(made)
+
+    return weak
 
 
 def own_copy(x: Any) -> Any:

@@ -15,7 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
 from mmnnx.mpmd.accumulate import split_sums
-from mmnnx.mpmd.bind import Delivery, binder, check_shared, copied, deliver, entering, own_copy
+from mmnnx.mpmd.bind import (
+    Delivery,
+    binder,
+    check_shared,
+    copied,
+    deliver,
+    entering,
+    own_copy,
+    weakly_typed,
+)
 from mmnnx.mpmd.build import build
 from mmnnx.mpmd.compile import compile_program
 from mmnnx.mpmd.derive import constrains, derive_shardings
@@ -340,7 +349,8 @@ def _preparer(
         delivery = deliver(v, argument, sharding, held, multimesh)
         # Two results, or a result and an argument that it is not the state of, never share a buffer.
         foreign = argument is not None and (leaf is None or leaf.updates != argument)
-        deliveries.append(copied(delivery) if foreign or (is_var(v) and v in used) else delivery)
+        delivery = copied(delivery) if foreign or (is_var(v) and v in used) else delivery
+        deliveries.append(weakly_typed(delivery) if v.aval.weak_type else delivery)
         used.update([v] if is_var(v) else [])
     # An array of which this process has nothing is one object for all calls, and cannot be used up.
     arrays = [(n, x) for n, x in enumerate(leaves) if isinstance(x, jax.Array)]
