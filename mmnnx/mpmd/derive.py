@@ -47,7 +47,8 @@ def derive_shardings(
     known = {v: s for v, s in zip(inputs, given) if s is not None}
     homes: dict[Var, Mesh] = {}
     for v, mesh in program.inputs.values():
-        homes[v] = min(homes.get(v, mesh), mesh, key=order.__getitem__)
+        # Where nothing is computed an input may live nevertheless, to be sent on.
+        homes[v] = min(homes.get(v, mesh), mesh, key=lambda m: order.get(m, float("inf")))
     default = whole or Mesh(np.array(jax.devices()[:1]), ("device",))  # of a program that does nothing
     first = min(order, key=order.__getitem__, default=default)
     derived: Derived = {}

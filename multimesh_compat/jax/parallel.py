@@ -97,7 +97,7 @@ def parallelize(
     sharded = mm.jit(scoped, mesh=mesh, in_shardings=shardings)
     if not divided and fast_path():
         sharded = _plain(constrained, shardings, mesh, sharded)
-    init = mm.jit(init_params, mesh=mesh, out_shardings=shardings[0]) if init_params is not None else None
+    init = _born(init_params, shardings[0], mesh, operands[0]) if init_params is not None else None
     if get_input_batch is None:
         return sharded, init
 
@@ -105,6 +105,16 @@ def parallelize(
         return jax.device_put(made.pop() if made else get_input_batch(), shardings[-1])
 
     return sharded, init, get_batch
+
+
+def _born(
+    init_params: Callable[[], Any], shardings: Any, mesh: mm.MultiMesh, shapes: Any
+) -> Callable[[], Any]:
+    """What makes the parameters sharded. What is no array in them, such as an optimizer, is that of `shapes`:
+    made anew in another trace, it would no longer be equal.
+    """
+    made = mm.jit(lambda: jax.tree.leaves(init_params()), mesh=mesh, out_shardings=jax.tree.leaves(shardings))
+    return functools.wraps(init_params)(lambda: jax.tree.unflatten(jax.tree.structure(shapes), made()))
 
 
 def _whole(devices: Any) -> mm.MultiMesh:

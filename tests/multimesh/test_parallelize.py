@@ -7,8 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -134,6 +136,32 @@ class TestTwoTasks:
         np.testing.assert_allclose(sharded(sharded_init(), x), two_tasks()(init(), batch()), rtol=1e-6)
         sharded, sharded_init = parallelize(two_tasks(), init_params=init, initial_batch=batch())
         np.testing.assert_allclose(sharded(sharded_init(), batch()), two_tasks()(init(), batch()), rtol=1e-6)
+
+    @pytest.mark.parametrize("where", [range(6, 8), range(2, 6)])
+    def test_an_initial_batch_on_devices_where_nothing_is_computed(self, where):
+        there = NamedSharding(Mesh([jax.devices()[n] for n in where], ("rows",)), P("rows"))
+        x = jax.device_put(batch(), there)
+        sharded, sharded_init = parallelize(two_tasks(), init_params=init, initial_batch=x)
+        assert [devices(p) for p in sharded_init()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        np.testing.assert_allclose(sharded(sharded_init(), x), two_tasks()(init(), batch()), rtol=1e-6)
+
+    def test_a_train_state_that_is_made_with_its_optimizer(self):
+        """Each trace of `init_params` makes another optimizer, and JAX takes none for equal."""
+
+        def make():
+            return TrainState.create(apply_fn=None, params=init(), tx=optax.sgd(0.1))
+
+        def step(state, x):
+            value, grads = jax.value_and_grad(two_tasks())(state.params, x)
+            return state.apply_gradients(grads=grads), value
+
+        sharded, sharded_init, get_batch = parallelize(step, make, batch)
+        state, whole = sharded_init(), make()
+        for _ in range(3):
+            state, value = sharded(state, get_batch())
+            whole, expected = jax.jit(step)(whole, batch())
+            np.testing.assert_allclose(value, expected, rtol=1e-5)
+        assert [devices(p) for p in state.params] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
     def test_it_runs_as_two_programs(self):
         sharded, sharded_init, get_batch = parallelize(two_tasks(), init, batch)

@@ -171,6 +171,24 @@ class TestAxes:
         found, _ = train(step, state, [BATCH] * 2)
         np.testing.assert_allclose(found, one_device(Pipeline(), optimizer, [BATCH] * 2)[0], rtol=1e-5)
 
+    @pytest.mark.parametrize("kind", ["adamw", "multi_transform"])
+    def test_what_an_optimizer_masks_has_no_slots(self, kind):
+        def is_kernel(params):
+            return jax.tree.map(lambda x: x.ndim > 1, params)
+
+        def labels(params):
+            return jax.tree.map(lambda x: "kernel" if x.ndim > 1 else "bias", params)
+
+        optimizer = {
+            "adamw": optax.adamw(0.1, mask=is_kernel),
+            "multi_transform": optax.multi_transform(
+                {"kernel": optax.adam(0.1), "bias": optax.sgd(1.0)}, labels
+            ),
+        }[kind]
+        step, state, _ = parallelize_step(Pipeline(explicit()), optimizer, make_mesh(), BATCH)
+        found, _ = train(step, state, [BATCH] * 3)
+        np.testing.assert_allclose(found, one_device(Pipeline(), optimizer, [BATCH] * 3)[0], rtol=1e-5)
+
     def test_layers_in_a_scan(self):
         class Layer(nn.Module):
             @nn.compact

@@ -111,10 +111,11 @@ def parallelize_step(
         params = collections.pop("params")
         slots = optax.tree_utils.tree_map_params(
             optimizer,
-            lambda slot, x: x.sharding if slot.shape == x.shape else _replicated(x.sharding.mesh),
+            _of_parameter,
             jax.eval_shape(optimizer.init, params),
             params,
             transform_non_params=lambda _: everywhere,
+            is_leaf=_is_masked,
         )
         opt_state = mm.jit(optimizer.init, out_shardings=slots)(params)
     count = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
@@ -148,8 +149,15 @@ def _is_box(x: Any) -> bool:
     return isinstance(x, nn.Partitioned)
 
 
-def _replicated(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
+def _of_parameter(slot: Any, x: Any) -> Any:
+    """The sharding of a slot, by that of its parameter; of what an optimizer masks there is none."""
+    if _is_masked(slot):
+        return slot
+    return x.sharding if slot.shape == x.shape else NamedSharding(x.sharding.mesh, PartitionSpec())
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def _check(model: Any, optimizer: Any, mesh: Any, global_batch: Any, local_batch: Any) -> None:
