@@ -63,6 +63,18 @@ def parallelize(
     The arguments are those of `multimesh.jax.parallelize`, which documents those after `fun` as keywords only
     and gives them by position in its example.
     """
+    return parallelized(fun, init_params, get_input_batch, initial_batch, devices)
+
+
+def parallelized(
+    fun: Callable[..., Any],
+    init_params: Callable[[], Any] | None,
+    get_input_batch: Callable[[], Any] | None,
+    initial_batch: Any = None,
+    devices: Any = None,
+    adjusted: Callable[[Any], Any] = lambda shardings: shardings,
+) -> tuple[Any, ...]:
+    """`parallelize`, with a word to say about the shardings of the parameters that were derived."""
     for name, given in (("fun", fun), ("init_params", init_params), ("get_input_batch", get_input_batch)):
         if not callable(given) and (given is not None or name == "fun"):
             raise TypeError(f"parallelize: {name} is a function, not {given!r}")
@@ -90,6 +102,8 @@ def parallelize(
             scoped = mm.task(constrained, getattr(fun, "__name__", "parallelize"))
             traced = mm.jit(scoped, mesh=mesh)
         shardings, _ = traced.input_shardings(*operands)
+        if init_params is not None:
+            shardings = (adjusted(shardings[0]), *shardings[1:])
     except ValueError as error:
         if "cannot slice along" in str(error) and mesh is not current_multimesh():
             raise ValueError(f"{error}. Call parallelize inside `with MultiMesh(...):`") from None

@@ -345,6 +345,29 @@ class TestState:
         np.testing.assert_allclose(found, 0.75 * BATCH[0].mean(axis=0), rtol=1e-5, atol=1e-6)
         assert where(found) == where(mean)
 
+    def test_models_see_their_variables_as_they_are(self):
+        """By name, and as what another module takes apart."""
+
+        class Reads(nn.Module):
+            @nn.compact
+            def __call__(self, batch):
+                x = batch[0]
+                self.variable("seen", "mean", jnp.zeros, 8)
+                self.put_variable("seen", "mean", self.get_variable("seen", "mean") + x.mean(0))
+                x = nn.Dense(8, name="plain")(explicit()(0)(8)(x))
+                weights = self.variables["params"]["plain"]["kernel"]
+                return jnp.mean(nn.WeightNorm(nn.Dense(4))(x) ** 2) + 0.1 * jnp.sum(weights**2)
+
+        step, state, _ = parallelize_step(Reads(), optax.sgd(0.1), make_mesh(), BATCH)
+        variables = Reads().init(KEY, BATCH)
+        assert jax.tree.structure(state.params) == jax.tree.structure(variables["params"])
+        for _ in range(3):
+            before = jax.device_get({"params": state.params, **state.collections})
+            value, updates = Reads().apply(before, BATCH, mutable=["seen"])
+            state, loss = step(state, BATCH)
+            np.testing.assert_allclose(loss, value, rtol=1e-5)
+            assert_close(state.collections, updates)
+
     def test_the_old_state_is_still_there(self):
         step, state, _ = parallelize_step(Pipeline(explicit()), optax.sgd(0.1), make_mesh(), BATCH)
         (one, _), (two, _) = (train(step, state, [BATCH]) for _ in range(2))

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import mmnnx as mm
 from multimesh_compat.jax.constraints import autoshard
 from multimesh_compat.jax.flax.axes import ShardedAxes
-from multimesh_compat.jax.parallel import parallelize
+from multimesh_compat.jax.parallel import parallelized
 from multimesh_compat.jax.unsplit import tracing_shapes
 
 
@@ -87,10 +87,21 @@ def parallelize_step(
     def loss(variables: Any, batch: Any, step: Any = 0) -> tuple[jax.Array, Any]:
         rngs = {name: jax.random.fold_in(key, step) for name, key in keys.items() if name != "params"}
         mutable = [name for name in boxes if name != "params"]
-        boxed = jax.tree.map(lambda box, x: box.replace_boxed(x), boxes, variables, is_leaf=_is_box)
+        boxed = jax.tree.map(
+            lambda box, x: box.replace_boxed(x) if _is_box(box) else x, boxes, variables, is_leaf=_is_box
+        )
         with autoshard():
             value, updates = model.apply(boxed, batch, rngs=rngs, mutable=mutable)
         return value, _unboxed(updates)
+
+    def named(shardings: Any) -> Any:
+        """Without axis names a parameter is replicated on its submesh, whatever XLA would derive."""
+        return jax.tree.map(
+            lambda box, s: s if _is_box(box) else NamedSharding(s.mesh, PartitionSpec()),
+            boxes,
+            shardings,
+            is_leaf=_is_box,
+        )
 
     def step(state: State, batch: Any) -> tuple[State, jax.Array]:
         def of_params(params: Any) -> Any:
@@ -104,7 +115,7 @@ def parallelize_step(
             value, variables = jax.eval_shape(model.init_with_output, keys, batch)
         _check_results(model, value, variables)
         boxes = jax.tree.map(_logical, variables, is_leaf=_is_box)
-        _, init, get_batch = parallelize(loss, init, lambda: batch)
+        _, init, get_batch = parallelized(loss, init, lambda: batch, adjusted=named)
         everywhere = NamedSharding(multimesh.mesh, PartitionSpec())
         inputs = jax.tree.map(lambda x: everywhere if replicate_inputs else x.sharding, get_batch())
         collections = init()
@@ -127,18 +138,8 @@ def parallelize_step(
     return jitted, state, mesh, lambda b: jax.tree.map(jax.make_array_from_process_local_data, inputs, b)
 
 
-class _Replicated(ShardedAxes):
-    """A parameter without axis names, however many axes `nn.scan` and `nn.vmap` take from it and add."""
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> _Replicated:
-        return self
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> _Replicated:
-        return self
-
-
-def _logical(x: Any) -> ShardedAxes:
-    return ShardedAxes(x.value, names=x.names) if _is_box(x) else _Replicated(x, names=())
+def _logical(x: Any) -> Any:
+    return ShardedAxes(x.value, names=x.names) if _is_box(x) else x
 
 
 def _unboxed(tree: Any) -> Any:
