@@ -86,6 +86,7 @@ class Meshes:
         self.multimesh = multimesh
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Mesh] = {}  # by shape and devices
         self._names: dict[Mesh, str] = {}
+        self._scoped: set[Mesh] = set()  # of tasks that have scopes
         self.moving: dict[Mesh, Callable[[int], Mesh]] = {}
         self._moving_names: dict[Mesh, str | None] = {}
 
@@ -103,7 +104,9 @@ class Meshes:
         `moving` has, for each mesh of the latter kind, which one it is for each microbatch.
         """
         if task.loop_dependent_mesh_slice is None:
-            return self.canonical(task.to_mesh(), task.name)
+            mesh = self.canonical(task.to_mesh(), task.name)
+            self._scoped.add(mesh)
+            return mesh
         mesh = self.canonical(task.to_mesh())
         standing = Mesh(mesh.devices[..., None], (*mesh.axis_names, f"microbatch of {scope_name(task)}"))
         self.moving[standing] = functools.cache(lambda m: self.canonical(task.to_mesh(m)))
@@ -117,14 +120,15 @@ class Meshes:
     def spanning(self) -> set[Mesh]:
         """Meshes that others make up, as they do the MultiMesh's own: what is there is on all of those.
 
-        One with devices beside those of others is a place of its own, and so is one where a task has state.
+        One with devices beside those of others is a place of its own, and so is one where a task has state or
+        a scope.
         """
         groups = [(frozenset(ids), mesh) for (_, ids), mesh in self._known.items()]
         whole = frozenset(d.id for d in self.multimesh.devices.flat) if self.multimesh else None
         found = set()
         for ids, mesh in groups:
             parts = [other for other, _ in groups if other < ids]
-            is_task = bool(placed_tasks(mesh, self.multimesh))
+            is_task = mesh in self._scoped or bool(placed_tasks(mesh, self.multimesh))
             if parts and not is_task and ids in (whole, frozenset().union(*parts)):
                 found.add(mesh)
         return found

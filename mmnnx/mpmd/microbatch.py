@@ -339,7 +339,7 @@ def _rows(schedule: str | None, custom: Sequence[Sequence[Any]] | None) -> tuple
     if isinstance(custom, str):
         raise ValueError("microbatch: custom_schedule is a list of rows: mm.read_schedule(path) reads a file")
     rows = []
-    for row in custom or ():
+    for row in () if custom is None else custom:
         entries: list[Any] = []
         if isinstance(row, str) or not isinstance(row, Sequence):
             raise ValueError(f"microbatch: each row of custom_schedule is a list for one mesh, not {row!r}")

@@ -276,6 +276,7 @@ def test_differentiated_from_outside(run):
         (dict(size=2, schedule="custom"), X, "custom_schedule"),
         (dict(size=2, schedule="1f1b", custom_schedule=[["a"]]), X, "custom_schedule"),
         (dict(size=2, custom_schedule=["a"]), X, "each row.*'a'"),
+        (dict(size=2, custom_schedule=np.array([["a"]])), X, "each row.*'a'"),
         (dict(size=2, custom_schedule=[[3]]), X, "an entry of custom_schedule.*not 3"),
         (dict(size=2, custom_schedule=[["a", (0, "forward", 0)]]), X, "both names and Actions"),
         (dict(size=2, custom_schedule=[[]]), X, "no entries"),

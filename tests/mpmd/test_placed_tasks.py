@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -111,6 +112,20 @@ def test_tasks_on_one_mesh_that_call_its_axes_by_other_names():
     y, z = mm.jit(f)(model, x)
     assert y.sharding.shard_shape(y.shape) == (y.shape[0], y.shape[1] // 2)
     assert_same((y, z), nnx.jit(f)(make(models.MLP, layers=3)(), x))
+
+
+def test_a_task_of_all_devices_beside_one_of_some():
+    """Its scope makes it a place of its own: its parameters and work are on all of them."""
+    mesh, tasks = pipeline(2, 2)
+    whole = mm.task(lambda w, x: jnp.tanh(x @ w), "whole", mesh=mesh)
+    part = mm.task(lambda w, x: jnp.sin(x @ w), task=tasks[0])
+    with mesh:
+        f = mm.jit(lambda v, w, x: part(w, whole(v, x)))
+        v, w, x = (np.random.default_rng(n).normal(size=(4, 4)).astype(np.float32) for n in range(3))
+        assert_same(f(v, w, x), np.sin(np.tanh(x @ v) @ w), 1e-5)
+        (homes, *_), _ = f.input_shardings(v, w, x)
+        assert homes.device_set == set(mesh.mesh.devices.flat)
+        assert [fragment.mesh.size for fragment in f.program(v, w, x).fragments] == [4, 2]
 
 
 def test_a_task_of_all_devices_before():
