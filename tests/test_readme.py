@@ -45,3 +45,17 @@ def test_the_programs_written_for_multimesh(tmp_path):
     assert "[[0, 1, 2, 3], [4, 5, 6, 7]]" in printed
     losses = [float(line) for line in printed[-4:]]  # of three steps, and after them
     assert losses == sorted(losses, reverse=True) and losses[3] < losses[0]
+
+
+def test_the_program_about_how_it_works(tmp_path):
+    """It prints the instructions that the document shows, and all files of `mpmd` are explained there."""
+    text = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
+    instruction = r"^ +\d+  (.+? on .*?|send .*? -> \w)(?: \(devices|[:,]|   |$)"
+    shown, printed = (
+        re.findall(instruction, t, flags=re.MULTILINE)
+        for t in (text, run_document("docs/how-it-works.md", tmp_path))
+    )
+    assert len(shown) == 16 and shown == printed
+    _, passes = text.split("## From the user's function to a program")
+    files = {p.stem for p in (ROOT / "mmnnx/mpmd").glob("*.py")} - {"__init__"}
+    assert files == set(re.findall(r"`(\w+)`", passes)) & files
