@@ -29,8 +29,8 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.cut import sink_side
 from mmnnx.mpmd.follow import follow_back
+from mmnnx.mpmd.settle import Flow, settle
 from mmnnx.mpmd.spots import Placement, Position, Spot, fusing, recomputing
 from mmnnx.mpmd.stages import fits
 from mmnnx.mpmd.trace import (
@@ -516,13 +516,8 @@ class _Region:
         for y, row in zip(loop.ys, loop.stacks):
             self.where.update(dict.fromkeys(row, _activation(body.where[y].home)))
 
-    # -- minimum cuts -------------------------------------------------------------------------------------
-
     def _settle(self, equations: Sequence[Equation]) -> bool:
         """Moves equations that nothing ties down across the boundaries between positions, downstream.
-
-        For each boundary: of all ways to divide the movable equations between its two sides, with no value
-        flowing upstream, the one in which the values that cross have the fewest bytes.
 
         Returns:
           Whether any equation moved.
@@ -537,79 +532,20 @@ class _Region:
             return last - position if backward else position
 
         at: dict[Node, int] = {e: coordinate(p) for e, p in flow.items()}
-        limit: dict[Node, int] = {}  # an equation can move up to where its results are needed
-        wanted: dict[Node, int] = {}  # ... by equations of other lists: the home of the state they follow
-        for e in reversed(flow):
-            bounds = []
-            for v in e.outvars:
-                for u in self.users.get(v, ()):
-                    if u in at:
-                        bounds += [at[u]] if u in self.tied else [limit[u]] if u in limit else []
-                state = self.out.follows.get(v)
-                if state is not None:
-                    position = self._last_position(self.where[state].mesh, flow[e])
-                    if position is not None and coordinate(position) >= at[e]:
-                        wanted[e] = coordinate(position)
-                        bounds.append(wanted[e])
-            if bounds:
-                limit[e] = min(bounds)
-        new = dict(at)
-        for boundary in range(last):
-            movable = [e for e in flow if e not in self.tied and at[e] <= boundary < limit.get(e, -1)]
-            if movable:
-                for e in self._cut(movable, at, new, limit, wanted, boundary):
-                    new[e] = max(new[e], boundary + 1)
+        wanted: dict[Node, int] = {}
         for e in flow:
-            if e in self.tied:
-                continue
-            operands = [new[m] for a in e.invars if is_var(a) and (m := self.maker.get(a)) in new]
-            # What only other lists read goes along with what it is made of.
-            new[e] = max(operands, default=new[e]) if e not in limit else max([new[e], *operands])
-            position = coordinate(new[e])
-            self._set(e, Spot(self.positions[position].mesh, position), self.out.phases[e])
+            for state in (self.out.follows[v] for v in e.outvars if v in self.out.follows):
+                position = self._last_position(self.where[state].mesh, flow[e])
+                if position is not None and coordinate(position) >= at[e]:
+                    wanted[e] = coordinate(position)
+        # A gradient is summed where it is made and sent home once, not in every microbatch.
+        times = self.microbatches if backward else 1
+        new = settle(Flow(at, self.tied, wanted, times, self.maker, self.users))
+        for e in flow:
+            if e not in self.tied:
+                position = coordinate(new[e])
+                self._set(e, Spot(self.positions[position].mesh, position), self.out.phases[e])
         return new != at
-
-    def _cut(
-        self,
-        movable: Sequence[Equation],
-        at: dict[Node, int],
-        new: dict[Node, int],
-        limit: dict[Node, int],
-        wanted: dict[Node, int],
-        boundary: int,
-    ) -> list[Equation]:
-        """The movable equations that belong beyond the boundary; `new` is where those before it left them."""
-        number: dict[Node, int] = {e: i + 2 for i, e in enumerate(movable)}
-        edges: list[tuple[int, int, int]] = [(0, 1, 0)]
-        count = len(movable) + 2
-        values = [a for e in movable for a in (*e.invars, *e.outvars) if is_var(a)]
-        for v in dict.fromkeys(values):
-            maker = self.maker.get(v)
-            if maker not in at or (maker not in number and at[maker] > boundary):
-                continue
-            count += 1
-            value = count - 1
-            edges.append((number.get(maker, 0), value, nbytes(v)))
-            for u in self.users.get(v, ()):
-                if u in number:
-                    edges.append((value, number[u], -1))
-                    if maker in number:
-                        edges.append((number[u], number[maker], -1))
-                elif u in at and at[u] > boundary and (u in self.tied or u in limit):
-                    edges.append((value, 1, -1))
-            if at[maker] < boundary:
-                # It is sent to the near side only if an equation that reads it stays there. Where that makes
-                # no difference it goes straight to the far side: branches do not wait for each other.
-                near = [number[u] for u in self.users.get(v, ()) if u in number and at[u] > at[maker]]
-                if len(near) == sum(at[maker] < new.get(u, -1) <= boundary for u in self.users.get(v, ())):
-                    count += 1
-                    edges += [*((u, count - 1, -1) for u in near), (count - 1, 1, nbytes(v) + 1)]
-            if maker in number and wanted.get(maker, -1) > boundary:
-                # A gradient is summed where it is made and sent home once, not in every microbatch.
-                times = self.microbatches if self.classes[maker] == _BACKWARD else 1
-                edges.append((number[maker], 1, max(1, nbytes(v) // times)))
-        beyond = sink_side(count, edges)
-        return [e for e in movable if number[e] in beyond]
 
 
 def _rank(spot: Spot) -> int:
