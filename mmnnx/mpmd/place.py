@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -139,6 +140,7 @@ class _Region:
         for node in nodes:
             for a in dict.fromkeys(filter(is_var, node.invars)):
                 self.users.setdefault(a, []).append(node)
+        self.inner, self.of_inner = self._find_inner()
         self.classes = self._classify()
         autodiff = self.in_loop or _BACKWARD in self.classes.values()
         self.forward_phase = "forward" if autodiff else "none"
@@ -178,6 +180,32 @@ class _Region:
         self._place_effects()
         return self.out
 
+    def _find_inner(self) -> tuple[set[Node], set[Node]]:
+        """Backwards of derivatives that are themselves derived, and so part of the forward of that; and all
+        that depends on these, such as weights after a step down the gradient."""
+        read: set[Var] = set()  # by the backward of an outermost derivative
+        derived: set[Node] = set()
+        for n in reversed(self.nodes):
+            outermost = isinstance(n, Equation) and is_backward(n.scope, outermost=True)
+            if outermost or not read.isdisjoint(n.outvars):
+                derived.add(n)
+                read.update(filter(is_var, n.invars))
+        inner: set[Node] = set()
+        after: set[Node] = set()
+        values: set[Var] = set()
+        for n in self.nodes:
+            depends = not values.isdisjoint(filter(is_var, n.invars))
+            within = isinstance(n, Equation) and is_backward(n.scope) and not is_backward(n.scope, True)
+            if within and (depends or n in derived):
+                inner.add(n)
+            if depends or n in inner:
+                after.add(n)
+                values.update(n.outvars)
+        return inner, after
+
+    def _is_backward(self, e: Equation) -> bool:
+        return is_backward(e.scope) and e not in self.inner
+
     def _all(self, kind: str) -> list[Equation]:
         return [n for n in self.nodes if isinstance(n, Equation) and self.classes[n] == kind]
 
@@ -189,7 +217,7 @@ class _Region:
             depends = any(a in after for a in node.invars if is_var(a))
             if isinstance(node, Loop):
                 classes[node] = _LOOP
-            elif is_backward(node.scope) and (depends or "rematted_computation" not in node.scope):
+            elif self._is_backward(node) and (depends or "rematted_computation" not in node.scope):
                 classes[node] = _BACKWARD
             else:
                 classes[node] = _LATE if depends else _FORWARD
@@ -216,7 +244,7 @@ class _Region:
 
     def _set(self, e: Equation, spot: Spot, phase: str, kind: Kind = Kind.ACTIVATION) -> None:
         self.spots[e] = spot
-        self.out.phases[e] = "backward" if is_backward(e.scope) else phase
+        self.out.phases[e] = "backward" if self._is_backward(e) else phase
         for v in e.outvars:
             self.where[v] = Origin(kind, spot.mesh)
 
@@ -301,7 +329,8 @@ class _Region:
         if self._stays(e):
             return
         before = max((s.position for s in self._flow(e, (_FORWARD,)) if s.position is not None), default=-1)
-        scoped, homes = self.task_of(e.scope), self._state_homes(e)
+        scoped, homes, renewed = self.task_of(e.scope), self._state_homes(e), self._renewed_homes(e)
+        homes = homes or renewed
         if scoped is not None:
             task, mesh = scoped
             position = self._position(mesh, task, before)
@@ -309,7 +338,7 @@ class _Region:
             mesh = max(homes, key=homes.__getitem__)
             ahead = any(p.mesh == mesh for p in self.positions[max(before, 0) :])
             flow = [a for a in e.invars if a.aval.shape and self._of(a).kind is Kind.ACTIVATION]
-            again = flow and before >= 0 and not ahead and bool(self._roots(e) & self.used_state)
+            again = flow and before >= 0 and not ahead and bool(renewed or self._roots(e) & self.used_state)
             if again and not self.returning:
                 # Shared state used again further on: it is sent there, rather than the flow sent back. (A
                 # scalar is sent back: such as the norm of all weights, which scales each of them.)
@@ -323,6 +352,8 @@ class _Region:
             self.tied.add(e)
             self.used_state |= self._roots(e)
         self._set(e, Spot(self.positions[position].mesh, position), self.forward_phase)
+        if e in self.of_inner:
+            self._note_renewed(e)
 
     def _available(self, atom: Atom) -> set[Spot] | None:
         """Where the forward uses a value, None if it nowhere does and every mesh can have it."""
@@ -436,7 +467,10 @@ class _Region:
             return
         elif incoming:
             ahead = self._flow(e, (_LATE,)) if came is None else []
-            self._set(e, self._beside(e, ahead) if ahead else min(incoming, key=_rank), "backward")
+            # What is recomputed in a backward is no residual: a gradient is made at home even so.
+            at_home = [s for s in incoming if s.mesh == self._followed(e)]
+            spot = self._beside(e, ahead) if ahead else min(at_home or incoming, key=_rank)
+            self._set(e, spot, "backward")
             return
         else:
             choices = {Spot(self.positions[-1].mesh, len(self.positions) - 1)}
@@ -466,11 +500,13 @@ class _Region:
         scoped, weight = self.task_of(e.scope), self._state_homes(e)
         arriving = self._flow(e, (_FORWARD, _BACKWARD, _LATE))
         if scoped is None and not weight:
-            weight = self._bytes_by_home(a for a in e.invars if self._of(a).kind is Kind.ACTIVATION)
-            # Sums and scalings of a gradient are done at the home of its parameter, if a part of it is there.
-            state = next((self.out.follows[v] for v in e.outvars if v in self.out.follows), None)
-            if state is not None and self.where[state].mesh in weight:
-                weight = {self.where[state].mesh: 0}
+            weight = self._at_hand(e)
+            # Sums of a gradient are done at the home of its parameter, if a part of it is there, and scalings
+            # after the loop in any case: there may be several of one gradient, as in Adam.
+            home = self._followed(e)
+            alone = not self.in_loop and len([a for a in e.invars if a.aval.shape]) == 1
+            if home is not None and (home in weight or alone):
+                weight = {home: 0}
             else:
                 weight = self._renewed_homes(e) or weight
         mesh = scoped[1] if scoped is not None else max(weight, key=weight.__getitem__)
@@ -481,6 +517,21 @@ class _Region:
         else:
             self._set(e, Spot(mesh), "none")
         self._note_renewed(e)
+
+    def _followed(self, e: Equation) -> Mesh | None:
+        """The home of the state that a result of an equation will be combined with."""
+        return next((self.where[self.out.follows[v]].mesh for v in e.outvars if v in self.out.follows), None)
+
+    def _at_hand(self, e: Equation) -> dict[Mesh, int]:
+        """Bytes of activations that an equation reads, by the meshes that have them: their own first."""
+        held = self._bytes_by_home(a for a in e.invars if self._of(a).kind is Kind.ACTIVATION)
+        for a in e.invars:
+            if self._of(a).kind is Kind.ACTIVATION:
+                before = itertools.takewhile(lambda u: u is not e, self.users[a])
+                copies = {self.spots[u].mesh for u in before if u in self.spots}
+                for mesh in copies & held.keys() - {self._of(a).mesh}:
+                    held[mesh] += nbytes(a)
+        return held
 
     def _place_loop(self, loop: Loop) -> None:
         inputs = {}

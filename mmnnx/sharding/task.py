@@ -447,8 +447,17 @@ def find_task(name_stack: str, multimesh: MultiMesh | None = None) -> Task | Non
     return None
 
 
-def is_backward(name_stack: str) -> bool:
-    """Whether an equation with this name stack is part of a backward pass."""
+def is_backward(name_stack: str, outermost: bool = False) -> bool:
+    """Whether an equation with this name stack is part of a backward pass.
+
+    Args:
+      name_stack: as for `find_task`.
+      outermost: whether it is part of that of the outermost derivative. "jvp(layer)/transpose(jvp())" is the
+        gradient that a layer takes, in the forward of one that is taken of the layer.
+    """
+    if outermost:
+        mark = re.search(r"jvp\(|transpose\(", name_stack)
+        return mark is not None and mark[0] == "transpose("
     return "transpose(" in name_stack
 
 

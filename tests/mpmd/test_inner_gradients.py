@@ -1,0 +1,155 @@
+"""Gradients inside of what is differentiated: of a layer, of the whole model, of a first step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mmnnx as mm
+from tests.mpmd.parity import assert_same, born, pipeline, place
+
+WIDTH, STAGES = 16, 3
+X = np.random.default_rng(0).normal(size=(4, WIDTH)).astype(np.float32)
+MESH, TASKS = pipeline(STAGES)
+PLACEMENT = place(TASKS, *[[("layers", n)] for n in range(STAGES)])
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(n)) for n in range(STAGES)])
+
+    def layer(self, linear, x):
+        return x + jnp.tanh(linear(x))
+
+    def __call__(self, x):
+        for linear in self.layers:
+            x = self.layer(linear, x)
+        return x
+
+
+class Descending(Net):
+    """Each layer goes down its energy, log cosh."""
+
+    def layer(self, linear, x):
+        return x - 0.1 * jax.grad(lambda x: jnp.log(jnp.cosh(linear(x))).sum())(x)
+
+
+class WrittenOut(Net):
+    """The same, without a derivative."""
+
+    def layer(self, linear, x):
+        return x - 0.1 * jnp.tanh(linear(x)) @ linear.kernel[...].T
+
+
+def mean_square(model, x):
+    return (model(x) ** 2).mean()
+
+
+def forces(model, x):
+    """Those of a learned potential, as for molecules."""
+    return ((jax.grad(lambda x: (model(x) ** 2).sum())(x) - 1) ** 2).mean()
+
+
+def penalty(model, x):
+    """A gradient penalty (Gulrajani et al. 2017)."""
+    slope = jax.grad(lambda x: model(x)[:, 0].sum())(x)
+    return mean_square(model, x) + ((jnp.linalg.norm(slope, axis=-1) - 1) ** 2).mean()
+
+
+def after_a_step(model, x):
+    """MAML (Finn et al. 2017)."""
+    graph, params = nnx.split(model)
+    grads = jax.grad(lambda params: mean_square(nnx.merge(graph, params), x))(params)
+    return mean_square(nnx.merge(graph, jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)), x)
+
+
+def curvature(model, x):
+    """Of the loss along x: forward over reverse, and no derivative of that."""
+    slope = jax.grad(lambda x: mean_square(model, x))
+    return jax.jvp(slope, (x,), (x,))[1]
+
+
+def train(loss_fn, schedule):
+    def step(model, optimizer, x):
+        grad_fn = nnx.value_and_grad(loss_fn)
+        if schedule is not None:
+            grad_fn = mm.microbatch(grad_fn, 0, 2, argnum=1, reduce="mean", schedule=schedule)
+        loss, grads = grad_fn(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    return step
+
+
+def check(make, step):
+    """Two calls of a step are those of one device; returns its program."""
+    reference = make()
+    references = reference, nnx.Optimizer(reference, optax.adam(1e-2), wrt=nnx.Param)
+    whole, split = nnx.jit(step), mm.jit(step)
+    with MESH:
+        model = born(make, PLACEMENT)
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param))(model)
+        program = split.program(model, optimizer, X)
+        for _ in range(2):
+            with mm.ignore_transforms():
+                expected = whole(*references, X)
+            assert_same(split(model, optimizer, X), expected)
+        assert_same(nnx.state((model, optimizer)), nnx.state(references))
+    return program
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zero-bubble-h1"])
+@pytest.mark.parametrize("loss_fn", [forces, penalty, after_a_step])
+def test_of_the_whole_model(loss_fn, schedule):
+    program = check(Net, train(loss_fn, schedule))
+    rows = {None: 4}.get(schedule, 2)
+    if loss_fn is not after_a_step:  # which sends some products that are as large as weights
+        assert {t.shape for t in program.transfers} <= {(rows, WIDTH), (rows,), ()}
+    if loss_fn is forces:  # there and back, and what is derived of both; two values more between two stages
+        calls = len({t.microbatch for t in program.transfers})
+        assert len(program.transfers) <= calls * (4 * (STAGES - 1) + 2)
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zero-bubble-h1"])
+def test_a_layer_that_takes_one_is_a_layer(schedule):
+    """What crosses, and when what runs, is as if it had been written out."""
+    programs = [check(make, train(mean_square, schedule)) for make in (Descending, WrittenOut)]
+    sent = [[(t.source, t.target, t.shape, t.microbatch) for t in p.transfers] for p in programs]
+    assert sent[0] == sent[1]
+    assert programs[0].simulate().makespan == programs[1].simulate().makespan
+
+
+@pytest.mark.parametrize("function", [lambda m, x: m(x), curvature], ids=["layers", "curvature"])
+def test_one_that_is_not_differentiated(function):
+    make = {curvature: Net}.get(function, Descending)
+    reference = nnx.jit(function)(make(), X)
+    with MESH:
+        model = born(make, PLACEMENT)
+        run = mm.jit(function)
+        transfers = run.program(model, X).transfers
+        assert_same(run(model, X), reference)
+    ways = 1 if make is Descending else 4  # forward and backward, both with their tangents
+    assert [t.shape for t in transfers] == [(4, WIDTH)] * ways * (STAGES - 1)
+
+
+def test_curvature_beside_a_gradient():
+    """Of the loss along some direction, as second-order optimizers take it: nobody derives that."""
+
+    def step(model, direction, x):
+        graph, params = nnx.split(model)
+        grads = nnx.grad(mean_square)(model, x)
+        slope = jax.grad(lambda params: mean_square(nnx.merge(graph, params), x))
+        return grads, jax.jvp(slope, (params,), (nnx.state(direction),))[1]
+
+    reference = nnx.jit(step)(Net(), Net(), X)
+    with MESH:
+        model, direction = born(Net, PLACEMENT), born(Net, PLACEMENT)
+        run = mm.jit(step)
+        transfers = run.program(model, direction, X).transfers
+        assert_same(run(model, direction, X), reference)
+    # Values and gradients, and the tangents of both; some twice, for two gradients are taken.
+    assert {t.shape for t in transfers} == {(4, WIDTH)} and len(transfers) <= 7 * (STAGES - 1)
