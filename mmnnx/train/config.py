@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -111,6 +112,10 @@ class TrainConfig:
         for field in ("warmup", "weight_decay", "seed", "sample"):
             if not getattr(self, field) >= 0:
                 raise UserError(f"{_option(field)} must not be below zero, not {getattr(self, field)}")
+        if self.seed >= 2**32:
+            raise UserError(f"--seed must be below 2**32, not {self.seed}")
+        if re.match(r"\w\w+:/", str(self.folder())):  # pathlib makes one slash of two
+            raise UserError(f"--out {self.out}: a run is kept on a file system, local or shared, not by URL")
         for whole, part in (
             ("batch", "microbatches"),
             ("width", "heads"),

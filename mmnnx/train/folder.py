@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
 
+from filelock import FileLock
+
 from mmnnx.train.checkpoint.folder import steps_in
+from mmnnx.train.checkpoint.lock import NAME as LOCK
+from mmnnx.train.checkpoint.lock import claim
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.errors import UserError
 
@@ -29,15 +34,16 @@ class RunFolder:
         path = config.folder()
         try:
             # What a process killed in the middle of its first file has left is nothing.
-            if path.exists() and (not path.is_dir() or any(p.suffix != ".new" for p in path.iterdir())):
+            names = {p.name for p in path.iterdir() if p.suffix != ".new"} if path.is_dir() else set()
+            if names - {LOCK} or (path.exists() and not path.is_dir()):
                 raise UserError(
                     f"{path} exists; go on with that run by --resume, or choose another --name or --out"
                 )
             path.mkdir(parents=True, exist_ok=True)
-            folder = cls(path)
-            folder.begin(config, 0)
         except OSError as error:
             raise UserError(f"{path} cannot be written ({error.strerror}); choose another --out") from error
+        folder = cls(path)
+        folder.begin(config, 0)
         return folder
 
     @classmethod
@@ -59,11 +65,32 @@ class RunFolder:
         """The step of the latest checkpoint, told without starting JAX; None without any."""
         return max(steps_in(self.checkpoints), default=None)
 
+    def claim(self) -> FileLock:
+        """Holds the run, until the lock is released or this process ends.
+
+        Raises UserError if another process has it, or the folder cannot be written.
+        """
+        try:
+            lock = claim(self.path)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written ({error.strerror})") from error
+        if lock is None:
+            raise UserError(f"the run in {self.path} is going on in another process")
+        return lock
+
     def begin(self, config: TrainConfig, start: int) -> None:
-        """Write config.json, and forget the rows of steps after ``start``: they were taken but not saved."""
-        _write(self.path / "config.json", config.to_json())
+        """Write config.json, and forget the rows of steps after ``start``: they were taken but not saved.
+
+        Raises UserError if they cannot be written.
+        """
         kept = [row for row in self.rows() if start and row["step"] <= start]
-        _write(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        try:
+            _write(self.path / "config.json", config.to_json())
+            _write(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror}); choose another --out"
+            ) from error
 
     def add(self, **row: float) -> None:
         """Append a row to metrics.jsonl."""
@@ -71,10 +98,14 @@ class RunFolder:
             file.write(json.dumps(row) + "\n")
 
     def rows(self) -> list[dict[str, float]]:
-        """The rows of metrics.jsonl; one that was cut off in the middle does not count."""
+        """The rows of metrics.jsonl; one that was cut off in the middle, or is damaged, does not count."""
         if not self.metrics.exists():
             return []
-        return [json.loads(line) for line in self.metrics.read_text().split("\n")[:-1]]
+        found = []
+        for line in self.metrics.read_text(errors="replace").split("\n")[:-1]:
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [row for row in found if isinstance(row, dict) and "step" in row]
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from flax import nnx
 import mmnnx as mm
 from mmnnx.inspect import draw_loss, draw_timeline
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
+from mmnnx.train.checkpoint.folder import replaced
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.data import load_corpus, train_batches, valid_batches
 from mmnnx.train.devices import choose_devices
@@ -38,7 +39,7 @@ def train(config: TrainConfig) -> RunFolder:
     >>> train(TrainConfig(out=Path("run"), stages=1, tensor=1, steps=10)).rows()[-1]
     {'step': 10, 'val_bits_per_byte': 4.9}
     """
-    first = is_first()
+    first, claimed = is_first(), contextlib.ExitStack()
     with as_one(UserError):
         config.validate()
         corpus = load_corpus(config.data)
@@ -52,8 +53,12 @@ def train(config: TrainConfig) -> RunFolder:
         start = folder.saved or 0
         if start >= config.steps:
             raise UserError(f"the run in {folder.path} has taken {start} steps; to go on give more --steps")
+        if not start and (aside := replaced(folder.checkpoints)):
+            raise UserError(f"there is no checkpoint in {folder.checkpoints}{aside}")
+        if first:
+            claimed.callback(folder.claim().release)
 
-    with mesh, Checkpoints(folder.checkpoints, best="val_bits_per_byte") as checkpoints:
+    with claimed, mesh, Checkpoints(folder.checkpoints, best="val_bits_per_byte") as checkpoints:
         model, optimizer = describe(config) if start else create(config, placement)
         nodes = {"model": model, "optimizer": optimizer}
         if start:
@@ -64,8 +69,9 @@ def train(config: TrainConfig) -> RunFolder:
                         f"the text of the run in {folder.path} has changed since; start another with --name"
                     )
             batches.set_state(data["batches"])
-        if first:
-            folder.begin(config, start)
+        with as_one(UserError):
+            if first:
+                folder.begin(config, start)
         train_step, validate = make_train_step(config), make_validate(held_out)
 
         with (
@@ -79,6 +85,8 @@ def train(config: TrainConfig) -> RunFolder:
                 f"{len(corpus.train) + len(corpus.valid):,} bytes of text in {corpus.files:,} files, "
                 f"run in {folder.path}"
             )
+            if config.resume and not start:
+                display.say("there is no checkpoint to resume: this run begins at its first step")
             meter = Meter(folder if first else None, display, tokens=config.batch * config.sequence)
             if not start:
                 meter.validation(0, validate(model))

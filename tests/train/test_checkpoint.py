@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from filelock import FileLock
 from flax import nnx
 
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints, write
@@ -132,7 +135,7 @@ def test_the_latest_and_the_best_are_kept(tmp_path):
     with Checkpoints(tmp_path) as one:
         one.save(8, nodes)
     assert one.steps == [8] and one.best is None
-    assert [path.name for path in tmp_path.iterdir()] == ["8"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "8"]
 
 
 def test_going_back_keeps_what_came_later_under_another_name(tmp_path):
@@ -145,7 +148,7 @@ def test_going_back_keeps_what_came_later_under_another_name(tmp_path):
         assert checkpoints.restore(nodes, step=10).step == 10
         checkpoints.save(20, nodes)
     assert checkpoints.steps == [10, 20]
-    assert {path.name for path in tmp_path.iterdir()} == {"10", "20", "20.replaced", "30.replaced"}
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "10", "20", "20.replaced", "30.replaced"}
     (tmp_path / "30.replaced").rename(tmp_path / "30")
     assert Checkpoints(tmp_path).restore(nodes).step == 30
 
@@ -173,6 +176,8 @@ def test_what_cannot_be_saved(tmp_path):
         Checkpoints(tmp_path, keep=0)
     with pytest.raises(ValueError, match="gs://bucket/run: .* not by URL"):
         Checkpoints("gs://bucket/run")
+    with pytest.raises(ValueError, match="s3:/bucket/run: .* not by URL"):
+        Checkpoints(Path("s3://bucket/run"))
     assert not (tmp_path / "none").exists()
 
 
@@ -192,7 +197,7 @@ def test_what_a_killed_deletion_left_is_no_hindrance(tmp_path):
         checkpoints.save(1, nodes)
         (tmp_path / "1.deleted" / "state").mkdir(parents=True)
         checkpoints.save(2, nodes)
-    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "2"]
 
 
 def test_where_there_is_none(tmp_path):
@@ -222,4 +227,53 @@ def test_an_error_while_writing_is_raised_later(tmp_path, monkeypatch):
     assert checkpoints.steps == [1] and checkpoints.restore(build(1)).step == 1
     checkpoints.save(4, nodes)  # there is room again
     checkpoints.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "4"]
+
+
+def test_two_that_write_to_one_folder(tmp_path):
+    """Of one process they take turns; another process is refused, and nothing is lost."""
+    nodes = build(0)
+    for number in (1, 2, 3):
+        Checkpoints(tmp_path, keep=3).save(number, nodes)  # nobody waits for it
+    last = Checkpoints(tmp_path, keep=3)
+    last.save(4, nodes)
+    last.close()
+    assert last.steps == [2, 3, 4]
+    busy = pytest.raises(CheckpointError, match=f"another process is writing a checkpoint in {tmp_path}")
+    with FileLock(tmp_path / ".lock"), busy:  # as another process holds it
+        last.save(5, nodes)
+    assert last.steps == [2, 3, 4]
+    with last:
+        last.save(5, nodes)
+    assert last.steps == [3, 4, 5]
+
+
+def test_one_that_was_set_aside_is_named(tmp_path):
+    save(tmp_path, build(0), 3)
+    (tmp_path / "3").rename(tmp_path / "3.replaced")  # as if the new one had not been finished
+    with pytest.raises(CheckpointError, match="to restore 3.replaced rename it to 3"):
+        Checkpoints(tmp_path).restore(build(0))
+
+
+def test_a_metric_that_is_infinite_is_not_kept(tmp_path):
+    nodes = build(0)
+    with Checkpoints(tmp_path, best="loss") as checkpoints:
+        for number, loss in enumerate([float("inf"), 2.0, float("inf"), 3.0], start=1):
+            checkpoints.save(number, nodes, metrics={"loss": loss})
+    assert checkpoints.steps == [2, 4] and checkpoints.best == 2
+
+
+@pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
+def test_what_a_variable_keeps_is_saved(tmp_path):
+    """And not what it shows to those who read it."""
+
+    class Doubled(nnx.Variable):
+        def on_get_value(self, value):
+            return 2 * value
+
+    node = nnx.List([Doubled(jnp.ones(2))])
+    for _ in range(2):
+        save(tmp_path, {"node": node})
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.restore({"node": node})
+    np.testing.assert_array_equal(node[0].get_raw_value(), np.ones(2))

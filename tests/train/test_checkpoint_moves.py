@@ -160,3 +160,74 @@ def test_uncommitted_arrays_stay_uncommitted(tmp_path):
     assert not model.kernel.get_raw_value().committed
     elsewhere = jax.device_put(jnp.ones((1, 2)), jax.devices()[3])
     assert model(elsewhere).devices() == {jax.devices()[3]}
+
+
+def test_an_optimizer_that_comes_alone(tmp_path):
+    """Its slots are where the rules put its parameters, or where those are that are there already."""
+    mesh, nodes = born("4x2")
+    _, sharding = placed("4x2")
+    homes = {path: x.sharding for path, x in arrays_of({"optimizer": nodes["optimizer"]}).items()}
+    with mesh, Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, nodes)
+        for others in ({}, {"model": nodes["model"]}):
+            optimizer = nnx.eval_shape(lambda: nnx.Optimizer(Net(0), adam(), wrt=nnx.Param))
+            checkpoints.restore({"optimizer": optimizer, **others}, sharding=sharding)
+            for path, x in arrays_of({"optimizer": optimizer}).items():
+                assert not x.shape or x.sharding.is_equivalent_to(homes[path], x.ndim), path
+
+
+def test_slots_by_rules_of_their_own(tmp_path):
+    """As with mm.jit: moments sharded over a data axis, of weights that are not (ZeRO, arXiv:1910.02054)."""
+    mesh = mm.MultiMesh(axis_sizes=(2, 2), axis_names=("stage", "data"), devices=jax.devices()[:4])
+    tasks = [mm.Task(f"stage{i}", mesh_slice={"stage": i}) for i in range(2)]
+
+    def make():
+        model = nnx.Dict({name: nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for name in "ab"})
+        return model, nnx.Optimizer(model, adam(), wrt=nnx.Param)
+
+    rules = {mm.path("opt_state", ..., name): (t, P("data")) for name, t in zip("ab", tasks)}
+    rules |= {mm.path(name): (t, P()) for name, t in zip("ab", tasks)}
+    with mesh, Checkpoints(tmp_path) as checkpoints:
+        made = mm.jit(make, out_shardings=mm.TaskSharding(rules))()
+        checkpoints.save(1, dict(zip("mo", made)))
+        new = dict(zip("mo", nnx.eval_shape(make)))
+        checkpoints.restore(new, sharding=mm.TaskSharding(rules))
+    saved = arrays_of(dict(zip("mo", made)))
+    assert any(x.shape and x.sharding.spec == P("data") for x in saved.values())
+    for path, x in arrays_of(new).items():
+        assert not x.shape or x.sharding.is_equivalent_to(saved[path].sharding, x.ndim), path
+
+
+def test_rules_are_for_abstract_nodes(tmp_path):
+    mesh, sharding = placed("4x2")
+    about = nnx.List([nnx.BatchStat(np.arange(4.0))])
+    with mesh, Checkpoints(tmp_path) as checkpoints:
+        model = mm.jit(lambda: Net(0), out_shardings=sharding)()
+        checkpoints.save(1, {"model": model, "about": about})
+        new = nnx.eval_shape(lambda: Net(0))
+        about[0].set_value(np.zeros(4))
+        checkpoints.restore({"model": new, "about": about}, sharding=sharding)
+    np.testing.assert_array_equal(about[0][...], np.arange(4.0))
+
+
+@pytest.mark.parametrize("grid", ["1x1", "4x2"])
+def test_weak_types(tmp_path, grid):
+    """What is bfloat16 with a weak number is float32 with another."""
+
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.weight = nnx.Param(jnp.ones((8, 8), jnp.bfloat16))
+            self.scale = nnx.Variable(jnp.array(0.7))
+            self.strong = nnx.Variable(jnp.float32(0.7))
+
+    mesh, _ = placed(grid)
+    stage = mm.Task("first", mesh_slice={"stage": 0})
+    with mesh, Checkpoints(tmp_path) as checkpoints:
+        model = mm.jit(Scaled, out_shardings=mm.TaskSharding({mm.path("weight"): (stage, P())}))()
+        checkpoints.save(1, {"model": model})
+        for new in (Scaled(), nnx.eval_shape(Scaled)):
+            new.strong.set_value(jnp.array(0.1))  # what was saved counts
+            checkpoints.restore({"model": new})
+            assert (new.weight * new.scale[...]).dtype == jnp.bfloat16
+            assert (new.weight * new.strong[...]).dtype == jnp.float32
+            assert float(new.scale[...]) == np.float32(0.7)

@@ -177,9 +177,35 @@ def test_what_a_killed_process_half_wrote_counts_for_nothing(config, tmp_path):
     (folder / "config.json.new").write_text('{"name": "l')
     train(config(steps=1))
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "lo')
+        file.write('\n{"step": 1, \x00\n[]\n{"step": 2, "lo')
     (folder / "metrics.jsonl.new").write_text("")
     assert [row["step"] for row in train(config(steps=2, resume=True)).rows()] == [0, 1, 1, 2, 2]
+
+
+def test_a_run_that_is_going_on_is_left_alone(config, tmp_path, at_step, monkeypatch, whole):
+    told = []
+
+    def resume(loss):
+        with pytest.raises(UserError, match=f"the run in {tmp_path / 'run'} is going on in another process"):
+            train(config(resume=True))
+        told.append(loss)
+        return loss
+
+    at_step(4, resume)
+    assert losses(train(config())) == losses(whole) and len(told) == 1
+
+
+def test_a_run_without_a_checkpoint_says_so(config, tmp_path, at_step, monkeypatch, capsys):
+    at_step(2, crash)
+    with pytest.raises(RuntimeError):
+        train(config())
+    monkeypatch.undo()
+    (tmp_path / "run" / "checkpoints" / "9.replaced").mkdir(parents=True)
+    with pytest.raises(UserError, match="no checkpoint in .*: to restore 9.replaced rename it to 9"):
+        train(config(resume=True))
+    (tmp_path / "run" / "checkpoints" / "9.replaced").rmdir()
+    train(config(resume=True, steps=2))
+    assert "no checkpoint to resume: this run begins at its first step" in capsys.readouterr().out
 
 
 def test_a_folder_with_something_in_it_is_refused_and_left_alone(config, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from filelock import FileLock
 
 from mmnnx.sharding.placement import TaskSharding
 from mmnnx.train.checkpoint.agree import all_or_none, tell_all
@@ -23,18 +25,20 @@ from mmnnx.train.checkpoint.folder import (
     checksum,
     read_json,
     remove,
+    replaced,
     set_aside,
     steps_in,
     unfinished,
 )
+from mmnnx.train.checkpoint.lock import claim
 from mmnnx.train.checkpoint.nodes import arrays_of, set_arrays
 from mmnnx.train.checkpoint.placement import describe
 from mmnnx.train.checkpoint.rename import Rename
 from mmnnx.train.checkpoint.restore import restore_arrays, targets_of
 from mmnnx.train.checkpoint.write import copy_shards, make_writer
 
-UNKNOWN = math.inf
-"""The metric of a checkpoint whose metrics cannot be read."""
+_writers: dict[FilePath, Checkpoints] = {}
+"""By folder, what in this process is writing to it."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,11 @@ class Checkpoints:
     def __init__(self, folder: str | FilePath, *, keep: int = 1, best: str | None = None):
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint is kept")
-        if "://" in str(folder):
+        if re.match(r"\w\w+:/", str(folder)):  # pathlib makes one slash of two
             raise ValueError(f"{folder}: checkpoints are kept on a file system, local or shared, not by URL")
         self.folder = FilePath(folder).absolute()
         self._keep, self._best, self._saved = keep, best, False
+        self._lock: FileLock | None = None  # held while a checkpoint is being written
 
     @property
     def steps(self) -> list[int]:
@@ -95,7 +100,8 @@ class Checkpoints:
     @property
     def best(self) -> int | None:
         """The step whose metric is the lowest; None if no checkpoint has it."""
-        known = {step: value for step in self.steps if math.isfinite(value := self._metric(step))}
+        values = {step: self._metric(step) for step in self.steps}
+        known = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
         return min(known, key=lambda step: (known[step], -step), default=None)
 
     def save(
@@ -122,6 +128,7 @@ class Checkpoints:
 
         Raises:
           TypeError, ValueError: for what cannot be saved; nothing is written then.
+          CheckpointError: another process is writing to the folder.
           Exception: whatever went wrong in writing the checkpoint before this one.
 
         Example:
@@ -136,21 +143,25 @@ class Checkpoints:
         numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
         values = {"placement": describe(arrays), "data": data, "config": config, "metrics": numbers}
         values = {name: _json(name, value) for name, value in values.items() if value is not None}
-        self.wait()  # so that the host never has two copies of the state
+        earlier = _writers.get(self.folder, self)
+        earlier.wait()  # so that the host never has two copies of the state
         tree: dict[str, Any] = {}
         for path, shards in copy_shards(arrays).items():
             _put(tree, path, shards)
-        if jax.process_index() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            set_aside(self.folder, [s for s in self.steps if s >= step])
-            remove(self.folder, [])
+        with all_or_none():
+            if jax.process_index() == 0:
+                self._claim(step)
+        self._saved, _writers[self.folder] = True, self
         items = {name: ocp.args.JsonSave(value) for name, value in values.items()}
-        self._orbax.save(
-            self.folder / str(step),
-            args=ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(tree)}, **items),
-            custom_metadata={"checksums": {name: checksum(value) for name, value in values.items()}},
-        )
-        self._saved = True
+        try:
+            self._orbax.save(
+                self.folder / str(step),
+                args=ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(tree)}, **items),
+                custom_metadata={"checksums": {name: checksum(value) for name, value in values.items()}},
+            )
+        except BaseException:
+            self._release()
+            raise
 
     def restore(
         self,
@@ -207,9 +218,12 @@ class Checkpoints:
         """Waits until what was saved is written; raises what went wrong with it."""
         if not self._saved:
             return
-        self._orbax.wait_until_finished()
-        if jax.process_index() == 0:
-            remove(self.folder, self._old())
+        try:
+            self._orbax.wait_until_finished()
+            if self._lock is not None:
+                remove(self.folder, self._old())
+        finally:
+            self._release()
 
     def close(self) -> None:
         """Waits until everything is written."""
@@ -225,6 +239,26 @@ class Checkpoints:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _claim(self, step: int) -> None:
+        """Makes the folder this object's to write to, and makes room for a step."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = claim(self.folder)
+        if self._lock is None:
+            raise CheckpointError(f"another process is writing a checkpoint in {self.folder}")
+        try:
+            set_aside(self.folder, [s for s in self.steps if s >= step])
+            remove(self.folder, [])
+        except BaseException:
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+        if _writers.get(self.folder) is self:
+            del _writers[self.folder]
+
     @functools.cached_property
     def _orbax(self) -> ocp.AsyncCheckpointer:
         return make_writer()
@@ -233,7 +267,7 @@ class Checkpoints:
         steps = json.loads(tell_all(json.dumps(self.steps))[0])  # one answer, if files show up late
         if not steps:
             half = "".join(f"; {name} was not finished" for name in unfinished(self.folder))
-            raise CheckpointError(f"there is no checkpoint in {self.folder}{half}")
+            raise CheckpointError(f"there is no checkpoint in {self.folder}{half}{replaced(self.folder)}")
         if step is not None and step not in steps:
             raise CheckpointError(
                 f"there is no checkpoint of step {step} in {self.folder}; there are those of "
@@ -244,16 +278,17 @@ class Checkpoints:
     def _old(self) -> list[int]:
         """Steps that are kept no longer. One whose metrics cannot be read is kept: there is no telling."""
         older = self.steps[: -self._keep]
-        kept = {self.best, *(step for step in older if self._metric(step) == UNKNOWN)}
+        kept = {self.best, *(step for step in older if self._metric(step) is None)}
         return [step for step in older if step not in kept]
 
-    def _metric(self, step: int) -> float:
+    def _metric(self, step: int) -> float | None:
+        """The metric by which the best is chosen, nan without one; None where it cannot be read."""
         if self._best is None:
             return math.nan
         try:
             return (read_json(self.folder / str(step), "metrics") or {}).get(self._best, math.nan)
         except DamagedError:
-            return UNKNOWN
+            return None
 
 
 def _put(tree: dict[str, Any], path: Path, value: Any) -> None:

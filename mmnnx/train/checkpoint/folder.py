@@ -32,6 +32,15 @@ def unfinished(folder: FilePath) -> list[str]:
     return sorted(p.name for p in folder.glob(f"*{HALF}")) if folder.is_dir() else []
 
 
+def replaced(folder: FilePath) -> str:
+    """What to do with checkpoints that were set aside, for a message that there is none else."""
+    names = sorted(p.name for p in folder.glob("*.replaced*") if p.is_dir()) if folder.is_dir() else []
+    if not names:
+        return ""
+    step = names[-1].partition(".")[0]
+    return f"; {', '.join(names)} was set aside: to restore {names[-1]} rename it to {step}"
+
+
 def checksum(value: Any) -> int:
     """A number that tells this JSON value from others."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())

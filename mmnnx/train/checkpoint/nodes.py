@@ -64,5 +64,12 @@ def _trees(nodes: Mapping[str, Any]) -> dict[str, Any]:
         )
     for name, node in nodes.items():
         if not nnx.graph.is_graph_node(node) or isinstance(node, nnx.Variable):
-            raise TypeError(f"{name!r} must be an NNX object (a Module, Optimizer, Rngs, ...), not {node!r}")
-    return {name: nnx.to_pure_dict(nnx.state(node)) for name, node in nodes.items()}
+            raise TypeError(
+                f"{name!r} must be an NNX object (a Module, Optimizer, Rngs, ...), not {type(node).__name__}"
+            )
+    return {name: nnx.to_pure_dict(nnx.state(node), _as_kept) for name, node in nodes.items()}
+
+
+def _as_kept(x: Any) -> Any:
+    """The value of a Variable, rather than what a hook makes of it for those who read it."""
+    return x.get_raw_value() if isinstance(x, nnx.Variable) else x

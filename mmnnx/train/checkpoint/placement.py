@@ -27,8 +27,8 @@ def describe(arrays: Mapping[Path, Any]) -> dict[str, Any]:
     Returns:
       "versions" of what wrote it, the number of "processes", the "mesh" of all devices (None outside
       `with MultiMesh(...)`), the "homes" or submeshes where state lives, and for each path in "state" its
-      "shape", "dtype", "bytes", "spec" and the number of its "home" (None for what has none). Devices are
-      numbered as `TaskMesh` does it.
+      "shape", "dtype", "bytes", "spec" and the number of its "home" (None for what has none), and
+      "weak_type" where it is weak. Devices are numbered as `TaskMesh` does it.
     """
     homes, multimesh = Homes(), current_multimesh()
     numbers = {device: n for n, device in enumerate(program_devices())}
@@ -58,6 +58,8 @@ def describe(arrays: Mapping[Path, Any]) -> dict[str, Any]:
             "spec": spec,
             "home": home,
         }
+        if getattr(x, "weak_type", False):
+            state["/".join(path)]["weak_type"] = True
     return {
         "versions": {name: version(name) for name in ("mmnnx", "jax", "flax", "orbax-checkpoint")},
         "processes": jax.process_count(),
@@ -68,7 +70,7 @@ def describe(arrays: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path, Sharding]:
-    """Where a TaskSharding puts the state of NNX objects, as `mm.jit` would.
+    """Where a TaskSharding puts the state of NNX objects that is abstract, as `mm.jit` would.
 
     An optimizer's slots follow their parameters; numbers without a rule are copied to every mesh.
 
@@ -86,8 +88,12 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
         value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
         for keys, x in jax.tree_util.tree_leaves_with_path(value):
             shape = type_of(x)[0]
+            if not isinstance(x, jax.ShapeDtypeStruct):
+                if isinstance(x, jax.Array):
+                    parameters[path, shape] = x.sharding
+                continue
             if _compat.is_optimizer_slot(variable):
-                own = _of_slot(sharding, path, shape, parameters)
+                own = _of_slot(sharding, path, variable, shape, parameters)
             else:
                 own = parameters[path, shape] = _of_parameter(sharding, path, variable, shape)
             inner = jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -107,10 +113,15 @@ def _of_parameter(sharding: TaskSharding, path: Path, variable: Any, shape: tupl
 def _of_slot(
     sharding: TaskSharding,
     path: Path,
+    variable: nnx.Variable,
     shape: tuple[int, ...],
     parameters: Mapping[tuple[Path, tuple[int, ...]], Sharding],
 ) -> Sharding:
-    """Where its parameter is; sharded alike if it is of its shape, else (factored moments) replicated."""
+    """By a rule of its own; else where its parameter is, or would be by the rules, if that is not among the
+    nodes; sharded alike if it is of its shape, else (factored moments) replicated."""
+    match = sharding.lookup_slot([path], variable)
+    if match is not None and match.own:
+        return match.sharding
     endings = [path[k:] for k in range(len(path))]
     for ending in endings:
         if (ending, shape) in parameters:
@@ -120,6 +131,8 @@ def _of_slot(
             for (parameter, _), own in parameters.items():
                 if parameter == ending and isinstance(own, NamedSharding):
                     return NamedSharding(own.mesh, PartitionSpec())
+        if match is not None:
+            return match.sharding
     return _everywhere(sharding)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from mmnnx import _compat
 from mmnnx.train.checkpoint.errors import DamagedError, Path
 from mmnnx.train.checkpoint.keys import is_key, key_impl, stored_as
 
@@ -30,10 +31,12 @@ class Target:
     Attributes:
       like: an array or number of the shape and dtype, concrete or abstract.
       sharding: where it goes; None for a NumPy array or a number.
+      weak_type: whether what was saved had a weak type, as `jnp.array(0.5)` has.
     """
 
     like: Any
     sharding: Sharding | None
+    weak_type: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,16 +169,17 @@ def _place(target: Target, hosts: Mapping[Bounds, np.ndarray]) -> Any:
         (host,) = hosts.values()
         return host if isinstance(like, np.ndarray | np.generic) else type(like)(host.item())
     wrap: Any = lambda data: data
+    typed: Any = _compat.weakly_typed if target.weak_type else wrap
     if is_key(like.dtype):
         wrap = functools.partial(jax.random.wrap_key_data, impl=key_impl(like.dtype))
     if isinstance(like, jax.Array) and not like.committed:
         (host,) = hosts.values()
-        return wrap(jnp.asarray(host))
+        return typed(wrap(jnp.asarray(host)))
     parts = [
         wrap(jax.device_put(hosts[part], SingleDeviceSharding(device, memory_kind=sharding.memory_kind)))
         for device, part in _bounds(target).items()
     ]
-    return jax.make_array_from_single_device_arrays(like.shape, sharding, parts, dtype=like.dtype)
+    return typed(jax.make_array_from_single_device_arrays(like.shape, sharding, parts, dtype=like.dtype))
 
 
 def _result(state: FilePath, path: Path, future: ts.Future) -> Any:

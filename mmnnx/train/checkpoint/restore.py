@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -80,7 +81,11 @@ def restore_arrays(
     used = {path for source in sources.values() for path, _, _ in source.pieces}
     opened = open_arrays(step / STATE, [names[path] for path in used])
     stores = {path: opened[names[path]] for path in used}
-    reads = {path: (wanted[path], source) for path, source in sources.items()}
+    weak = {new for new, old in names.items() if placement["state"]["/".join(old)].get("weak_type")}
+    reads = {
+        path: (replace(wanted[path], weak_type=weak.issuperset(p for p, _, _ in source.pieces)), source)
+        for path, source in sources.items()
+    }
     for target, source in reads.values():
         for path, _, _ in source.pieces:
             _check_type(step, path, stores[path], stored[path], target)
