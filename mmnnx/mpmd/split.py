@@ -337,7 +337,10 @@ def _preparer(
             placing.append(functools.partial(_placed, values[n], bind))
             continue
         bindings.append((n, bind))
-        if n < len(donates) and donates[n] and bind is None and v not in flat.outvars:
+        # Where it is used on a mesh with some of the same devices, that has its buffers there.
+        here_too = [m for u, m in program.inputs.values() if u is v and m != mesh]
+        alone = not any(set(mesh.devices.flat) & set(m.devices.flat) for m in here_too)
+        if n < len(donates) and donates[n] and bind is None and alone and v not in flat.outvars:
             overwritten.add(slot)
     deliveries: list[Delivery] = []
     used: set[Any] = set()

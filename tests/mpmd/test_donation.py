@@ -6,6 +6,7 @@ import math
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,7 +17,7 @@ import mmnnx as mm
 from mmnnx.mpmd import profile as profile_module
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import assert_parity, born, pipeline, place, train_step
+from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place, train_step
 
 COUNTERS = 8  # bytes
 POSITIONS = 4 * 4  # of four microbatches: constants stay where they are between calls
@@ -150,3 +151,28 @@ def test_what_came_from_a_mesh_of_another_shape_is_left_alone():
     taken = {c.inputs[n] for c in program.calls for n, _ in program.overwrites[c.fragment]}
     dropped = {s for c in program.calls for s in c.frees}
     assert received & dropped and not received & taken
+
+
+def test_a_counter_of_meshes_that_share_a_device():
+    """What one mesh is given holds the buffers that the other is given: it is not overwritten."""
+    devices = jax.devices()[:4]
+    multimesh = mm.MultiMesh(global_mesh=jax.sharding.Mesh(np.array(devices), ("x",)))
+    tasks = [mm.Task(f"on{n}", mesh=mm.TaskMesh(devices=n, axis_names=("x",))) for n in ([0, 1, 2, 3], [2])]
+
+    def decay(params, count):
+        wide, narrow = params
+        wide.kernel[...] /= 1 + count[...]
+        narrow.kernel[...] = narrow.kernel[...] * jnp.abs(wide.kernel[...]).sum() / count[...]
+        count[...] += 1
+
+    def make():
+        return nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(n)) for n in range(2)]), nnx.Variable(np.float32(1))
+
+    reference, step = make(), mm.jit(decay, donate_argnums=(0, 1))
+    with multimesh:
+        sharding = place(tasks, [(0,)], [(1,)])
+        params, count = mm.jit(make, out_shardings=(sharding, None))()
+        for _ in range(3):
+            step(params, count)
+            nnx.jit(decay)(*reference)
+    assert_same(nnx.state((params, count)), nnx.state(reference))
