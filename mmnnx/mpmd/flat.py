@@ -21,6 +21,7 @@ from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import surroundings
 from mmnnx.mpmd.split import OUTERMOST, Run, Split, split
 from mmnnx.mpmd.trace import scopes_in
+from mmnnx.mpmd.turns import taking_turns
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task import Task, find_task, ignoring, splitting
 
@@ -239,7 +240,10 @@ class FlatTraced:
                 with uncollected():
                     found = split(self.traced, self.record, self.leaves, self.multimesh)
                 key = _key(self.tree, self.held, self.leaves)  # state may have been placed
-                splits[key] = found, self.whole(), self.traced.out_tree, self.record
+                whole = self.whole()
+                if found.prepare is None and found.program.calls:
+                    whole = taking_turns(whole, found.program.calls[0].mesh)
+                splits[key] = found, whole, self.traced.out_tree, self.record
             return splits[key][0]
 
     def input_shardings(self) -> Any:

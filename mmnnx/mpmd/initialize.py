@@ -14,6 +14,7 @@ import jax
 from mmnnx import _compat
 from mmnnx.mpmd import transport, watch
 from mmnnx.mpmd.meet import host, join, split_address
+from mmnnx.mpmd.turns import have_threads
 
 _DAY = 24 * 3600  # JAX's own heartbeats would end processes without a word of which failed
 
@@ -87,6 +88,7 @@ def initialize(
             "mm.initialize comes too late: JAX has started. Call it before anything that uses a device, such "
             "as jax.devices(), jax.numpy or jax.random.key"
         )
+    have_threads()
     if transfer_address is not None:
         transport.listen_at(transfer_address)
     watcher = watch.Watch(number, failure_timeout, timeout)

@@ -18,6 +18,7 @@ from mmnnx.mpmd.processes import are_apart, elsewhere, is_here
 from mmnnx.mpmd.profile import Step, measure
 from mmnnx.mpmd.program import Call, Instruction, Program, Transfer
 from mmnnx.mpmd.transfer import sender
+from mmnnx.mpmd.turns import taking_turns
 
 
 def runner(
@@ -27,7 +28,8 @@ def runner(
 
     It empties the list that it is given.
 
-    Nothing in it waits for a device; everything that is decided per program is decided here, once.
+    Nothing in it waits for a device, but on CPU where several processes share a mesh (`mmnnx.mpmd.turns`).
+    What is decided per program is decided here, once.
 
     Args:
       compiled: the program.
@@ -140,7 +142,7 @@ def _step(compiled: Compiled, numbers: Sequence[int], lasting: Set[int]) -> Step
     if isinstance(i, Call):
         e = compiled.executables[i.fragment]
         inputs, outputs = tuple(i.inputs[n] for n in e.inputs), tuple(i.outputs[n] for n in e.outputs)
-        return e.call, inputs, outputs, i.frees
+        return taking_turns(e.call, i.mesh), inputs, outputs, i.frees
     given, made, frees = (
         tuple(itertools.chain.from_iterable(x))
         for x in ([i.inputs for i in own], [i.outputs for i in own], [i.frees for i in own])

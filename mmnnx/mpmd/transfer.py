@@ -15,6 +15,7 @@ from mmnnx import _compat
 from mmnnx.mpmd import transport
 from mmnnx.mpmd.meshes import mesh_of, same_shape, transferred
 from mmnnx.mpmd.processes import elsewhere, holders, is_here
+from mmnnx.mpmd.turns import taking_turns
 
 Way = tuple[NamedSharding, NamedSharding, Any]  # (sharding, that of the copy on another mesh, type)
 
@@ -145,7 +146,9 @@ def _resharded(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 @functools.lru_cache(maxsize=256)
 def _resharder(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda x: x, out_shardings=sharding)
+    program = jax.jit(lambda x: (x,), out_shardings=(sharding,))
+    run = taking_turns(program, sharding)
+    return lambda x: run(x)[0]
 
 
 def _between(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
