@@ -168,6 +168,8 @@ def test_what_cannot_be_saved(tmp_path):
         checkpoints.save(1, {"rngs": nnx.Dict({})})
     with pytest.raises(TypeError, match="model/bias is a ShapeDtypeStruct, which has no values"):
         checkpoints.save(1, {"model": nnx.eval_shape(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))})
+    with pytest.raises(TypeError, match="quantised/0 is uint4, for which Zarr has no type"):
+        checkpoints.save(1, {"quantised": nnx.List([nnx.Variable(jnp.arange(4).astype(jnp.uint4))])})
     with pytest.raises(ValueError, match="odd/a/b and odd/a/b cannot be told apart on disk"):
         checkpoints.save(1, {"odd": nnx.Dict({"a": nnx.Dict(b=nnx.Param(1.0)), "a/b": nnx.Param(2.0)})})
     with pytest.raises(ValueError, match=r"odd/a\.b and odd/a/b cannot be told apart on disk"):

@@ -30,12 +30,16 @@ from mmnnx.train.checkpoint.folder import (
     steps_in,
     unfinished,
 )
+from mmnnx.train.checkpoint.keys import stored_as
 from mmnnx.train.checkpoint.lock import claim
 from mmnnx.train.checkpoint.nodes import arrays_of, set_arrays
 from mmnnx.train.checkpoint.placement import describe
 from mmnnx.train.checkpoint.rename import Rename
 from mmnnx.train.checkpoint.restore import restore_arrays, targets_of
 from mmnnx.train.checkpoint.write import copy_shards, make_writer
+
+UNSTORED = ("uint2", "uint4")
+"""What JAX has and tensorstore's Zarr 3 has not."""
 
 _writers: dict[FilePath, Checkpoints] = {}
 """By folder, what in this process is writing to it."""
@@ -140,6 +144,8 @@ class Checkpoints:
         for path, x in arrays.items():
             if isinstance(x, jax.ShapeDtypeStruct):
                 raise TypeError(f"{'/'.join(path)} is a ShapeDtypeStruct, which has no values")
+            if (name := stored_as(x)[1].name) in UNSTORED:
+                raise TypeError(f"{'/'.join(path)} is {name}, for which Zarr has no type: save it as uint8")
         numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
         values = {"placement": describe(arrays), "data": data, "config": config, "metrics": numbers}
         values = {name: _json(name, value) for name, value in values.items() if value is not None}
