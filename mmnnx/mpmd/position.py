@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-at: list[Any] = [0, lambda _: "the start"]
-"""Where it is: the number of an instruction, and what puts it into words."""
+at: list[Any] = [0, lambda _: "the start", (0, 0)]
+"""Where it is: the number of a step, what puts it into words, and (program, call), the last that it ran."""
 
 handed: collections.Counter[int] = collections.Counter()
 """How many arrays it has handed to each other process."""
@@ -26,7 +26,16 @@ _numbers = itertools.count()
 
 def move(words: Callable[[int], str]) -> None:
     """This process comes to another part of the run; `words` of an instruction's number say where it is."""
-    at[:] = 0, words
+    at[:2] = 0, words
+
+
+def sign(process: int, count: int) -> int:
+    """A number by which an array for a process is asked for here, the `count`-th that it gets from this one.
+
+    In all processes it is the same if they run the same step of the same call: what another call sends is not
+    taken for it, but waited for in vain.
+    """
+    return hash((process, count, at[0], at[2])) & (2**63 - 1)
 
 
 def place() -> str:

@@ -22,7 +22,7 @@ from mmnnx.mpmd.turns import taking_turns
 
 
 def runner(
-    compiled: Compiled, name: str, numbers: Sequence[int]
+    compiled: Compiled, name: str, numbers: Sequence[int], number: int
 ) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
     """The function that runs a compiled program: from the arrays of its input slots to those of each result.
 
@@ -35,12 +35,14 @@ def runner(
       compiled: the program.
       name: of the function that it was made of, for messages.
       numbers: of its instructions in the program as it prints.
+      number: that of the program, the same in all processes.
     """
     program = compiled.program
-    groups = [own for own in _together(program.instructions) if _concerns(program, own)]
+    groups = _together(program.instructions)
+    own = [n for n, group in enumerate(groups) if _concerns(program, group)]
     place = {s: n for n, s in enumerate(program.inputs)}  # of slots, in a list that all arrays are kept in
     lasting = {*program.inputs, *itertools.chain.from_iterable(program.outputs)}
-    steps = [_quick(_step(compiled, own, lasting), place) for own in groups]
+    steps = [_quick(_step(compiled, groups[n], lasting), place) for n in own]
     given, size = len(program.inputs), len(place)
     there = (s for held in program.outputs for s in held if not _is_local(program, s))
     away = {s: _absent(compiled, s) for s in there}
@@ -51,7 +53,7 @@ def runner(
     calls = itertools.count(1)
 
     def words(call: int, step: int) -> str:
-        if step >= len(steps):
+        if step >= len(groups):
             return f"the end of call {call} of {name}"
         return f"instruction {numbers[groups[step][0]]} of call {call} of {name}: {described(step)}"
 
@@ -61,16 +63,17 @@ def runner(
     @functools.cache
     def annotated() -> list[_Quick]:
         """The steps, each under the name that a trace of jax.profiler shows."""
-        return [(_annotated(described(n), step[0]), *step[1:]) for n, step in enumerate(steps)]
+        return [(_annotated(described(n), step[0]), *step[1:]) for n, step in zip(own, steps)]
 
     def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
         call = next(calls)
         move(functools.partial(words, call))
+        at[2] = number, call
         slots = arrays + [None] * (size - given)
         arrays.clear()  # from here on the program alone decides how long they are kept
         named = annotated() if _compat.is_traced() else steps
         try:
-            for at[0], (execute, read, start, end, frees) in enumerate(named):  # where it is, others may ask
+            for at[0], (execute, read, start, end, frees) in zip(own, named):  # where it is, others may ask
                 slots[start:end] = execute(*read(slots))
                 for s in frees:
                     slots[s] = None
@@ -78,7 +81,7 @@ def runner(
             if (what := _compat.found_by_debug_nans(error)) is not None:
                 raise FloatingPointError(f"invalid value ({what}) made by {words(call, at[0])}") from None
             raise
-        at[0] = len(steps)
+        at[0] = len(groups)
         return results(slots)
 
     return run

@@ -370,7 +370,7 @@ def _preparer(
         number = agree(lambda: _in_full(program), name)
         merged, numbers = merge(program)
         compiled = compile_program(merged, fixed, overwritten, number)
-        execute = runner(compiled, name, numbers)
+        execute = runner(compiled, name, numbers, number)
         returned = (own_copy(c) if v in used else c for (v, _), c in zip(flat.constants, constants))
         kept = [*returned, *(place() for place in placing)]
 

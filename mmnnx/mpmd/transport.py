@@ -68,15 +68,15 @@ def put(array: jax.Array, target: NamedSharding) -> jax.Array:
 
 
 def send(process: int, arrays: Sequence[jax.Array]) -> None:
-    """Hands arrays to a process, which receives them in the same order."""
+    """Hands arrays to a process, which receives them in the same order, at the same place in the run."""
     position.handed[process] += 1
-    _server().await_pull(position.handed[process] * jax.process_count() + process, list(arrays))
+    _server().await_pull(position.sign(process, position.handed[process]), list(arrays))
 
 
 def receive(process: int, types: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """The arrays that a process hands to this one, without waiting for them."""
-    number = (_received[process] + 1) * jax.process_count() + jax.process_index()
-    arrays = _connection(process).pull(number, list(types))
+    sign = position.sign(jax.process_index(), _received[process] + 1)
+    arrays = _connection(process).pull(sign, list(types))
     _expect(process, arrays)
     return arrays
 
@@ -84,7 +84,7 @@ def receive(process: int, types: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Arr
 def _expect(process: int, arrays: list[jax.Array]) -> None:
     """Lets the watch know what was asked for last: as long as it does not come, something does not."""
     _received[process] += 1
-    aval, (instruction, words) = arrays[-1].aval, position.at  # the words keep no array
+    aval, (instruction, words, _) = arrays[-1].aval, position.at  # the words keep no array
 
     def what() -> str:
         return f"an array {aval.str_short()} ({words(instruction)})"

@@ -25,7 +25,9 @@ def cut(process, arrays, send=transport.send, seen=[]):  # noqa: B006  # counts 
         send(process, arrays)
 
 
-mm.initialize(COORDINATOR, COUNT, NUMBER, failure_timeout=4, timeout=5 if HOW in ("cut", "shape") else 60)
+mm.initialize(
+    COORDINATOR, COUNT, NUMBER, failure_timeout=4, timeout=5 if HOW in ("cut", "shape", "alone") else 60
+)
 mesh = mm.MultiMesh(axis_sizes=(COUNT,), axis_names=("stage",))
 stages = [mm.task(lambda x: jnp.tanh(x) + 1, f"stage{n}", mesh_slice={"stage": n}) for n in range(COUNT)]
 
@@ -37,11 +39,14 @@ def step(x):
     return x
 
 
+evaluate = mm.jit(lambda x: stages[-1](stages[0](x)), mesh=mesh)
 mine = NUMBER == VICTIM
 if mine and HOW == "cut":
     transport.send = cut
 for n in range(10**9):
     mm.fetch(step(jnp.ones(999 if mine and HOW == "shape" and n == 20 else 1000)))
+    if HOW == "alone" and (n == 0 or (mine and n == 20)):
+        evaluate(jnp.zeros(1000))
     if n == 0:
         print(f"started {time.time()}", flush=True)
         if mine and HOW in ("SIGKILL", "SIGSTOP"):

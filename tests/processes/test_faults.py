@@ -116,6 +116,14 @@ def test_a_process_that_has_another_batch_builds_a_program_alone():
         assert alone in message or "has not sent its 'program 2'" in message
 
 
+def test_a_function_that_one_process_calls_alone_is_not_given_what_the_others_send():
+    run = Run(2, "alone", 1)
+    assert run.took < 20
+    for status, message in run.survivors(-1):
+        assert status == 1
+        assert "has not sent an array float32[1000] (instruction 1 of call " in message
+
+
 @pytest.mark.parametrize("how, victim", [("early", 0), ("exit", 1)])
 def test_a_process_that_ends_before_the_others_is_told_from_one_that_died(how, victim):
     """It has no error to show, and nobody waits for it until the timeout of 60 s."""
