@@ -18,7 +18,7 @@ from mmnnx.mpmd.processes import are_apart, elsewhere, is_here
 from mmnnx.mpmd.profile import Step, measure
 from mmnnx.mpmd.program import Call, Instruction, Program, Transfer
 from mmnnx.mpmd.transfer import sender
-from mmnnx.mpmd.turns import taking_turns
+from mmnnx.mpmd.turns import check_threads, taking_turns
 
 
 def runner(
@@ -36,8 +36,12 @@ def runner(
       name: of the function that it was made of, for messages.
       numbers: of its instructions in the program as it prints.
       number: that of the program, the same in all processes.
+
+    Raises:
+      ValueError: if it would wait for ever.
     """
     program = compiled.program
+    check_threads(program)
     groups = _together(program.instructions)
     own = [n for n, group in enumerate(groups) if _concerns(program, group)]
     place = {s: n for n, s in enumerate(program.inputs)}  # of slots, in a list that all arrays are kept in

@@ -18,7 +18,8 @@ from typing import Any, TypeVar, cast
 import jax
 from jax.sharding import Mesh, Sharding
 
-from mmnnx.mpmd.processes import holders
+from mmnnx.mpmd.processes import are_apart, holders, is_here
+from mmnnx.mpmd.program import Program, Transfer
 
 Run = TypeVar("Run", bound=Callable[..., Sequence[Any]])
 
@@ -54,7 +55,7 @@ def taking_turns(call: Run, where: Mesh | Sharding) -> Run:
 
 def have_threads(devices: int | None = None) -> None:
     """Before JAX starts in one of several processes: more threads than CPU devices, to send arrays with while
-    all of these wait for others. XLA has as many as NPROC says, else as there are cores.
+    all of these wait for others. For one device alone it costs more than it brings: see `check_threads`.
 
     Args:
       devices: the CPU devices of this process. Default: those that JAX's configuration or XLA_FLAGS ask for.
@@ -63,6 +64,27 @@ def have_threads(devices: int | None = None) -> None:
         flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
         asked: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
         devices = max(1, asked, int(flag[1]) if flag else 0)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if devices >= int(os.environ.get("NPROC") or cores):
+    if 1 < devices >= _threads():
         os.environ["NPROC"] = str(devices + 1)
+
+
+def check_threads(program: Program) -> None:
+    """Raises ValueError for a program that would wait for ever, as no thread is left to send with."""
+    devices = jax.local_device_count()
+    if devices < _threads() or jax.default_backend() != "cpu":
+        return
+    sends = any(
+        isinstance(i, Transfer) and are_apart(i.source_mesh, i.target_mesh) for i in program.instructions
+    )
+    if sends and any(len(holders(c.mesh)) > 1 and is_here(c.mesh) for c in program.calls):
+        raise ValueError(
+            f"XLA has {_threads()} threads in this process for {devices} CPU devices. While all of these wait "
+            "for another process, as on a mesh that spans processes they do, none is left to send an array "
+            f"with: set the environment variable NPROC={devices + 1} before JAX starts, or use more cores"
+        )
+
+
+def _threads() -> int:
+    """How many XLA makes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(os.environ.get("NPROC") or cores)
