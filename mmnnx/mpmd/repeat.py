@@ -145,11 +145,17 @@ class Shortcuts:
         self.known: list[tuple[Any, Shortcut]] = []  # with the key of each
 
     def find(self, arguments: Arguments) -> Shortcut | None:
-        """How to repeat the call that had arguments like these."""
+        """How to repeat the call that had arguments like these. It is found at once the next time."""
         try:
-            return next((shortcut for key, shortcut in self.known if key == arguments.key), None)
+            for n, (key, shortcut) in enumerate(self.known):
+                if key == arguments.key:
+                    if n:  # a new list: other threads may be looking through this one
+                        rest = [known for known in self.known if known[1] is not shortcut]
+                        self.known = [(key, shortcut), *rest]
+                    return shortcut
         except ValueError:  # a module with an attribute that is not just equal or not
-            return None
+            pass
+        return None
 
     def add(self, arguments: Arguments, shortcut: Shortcut) -> None:
         """Notes how to repeat a call."""

@@ -73,14 +73,13 @@ def check_threads(program: Program) -> None:
     devices = jax.local_device_count()
     if devices < _threads() or jax.default_backend() != "cpu":
         return
-    sends = any(
-        isinstance(i, Transfer) and are_apart(i.source_mesh, i.target_mesh) for i in program.instructions
-    )
+    transfers = (i for i in program.instructions if isinstance(i, Transfer))
+    sends = any(are_apart(i.source_mesh, i.target_mesh) for i in transfers)
     if sends and any(len(holders(c.mesh)) > 1 and is_here(c.mesh) for c in program.calls):
         raise ValueError(
-            f"XLA has {_threads()} threads in this process for {devices} CPU devices. While all of these wait "
-            "for another process, as on a mesh that spans processes they do, none is left to send an array "
-            f"with: set the environment variable NPROC={devices + 1} before JAX starts, or use more cores"
+            f"XLA has {_threads()} threads in this process, and it has {devices} CPU devices. Where all of "
+            "these wait for another process, as they do on a mesh that spans processes, none is left to send "
+            f"an array with: set the environment variable NPROC={devices + 1} before JAX starts"
         )
 
 

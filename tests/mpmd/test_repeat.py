@@ -105,6 +105,15 @@ def test_another_model_of_the_same_structure_takes_it(mesh, model, taken):
     assert_same(f(model, X), by_hand(model, X))
 
 
+def test_what_was_used_last_is_looked_at_first(model, taken):
+    """However many shapes a function has seen, as one that generates text has."""
+    run = mm.jit(lambda model, x: model(x))
+    for rows in (1, 2, 3, 1):
+        run(model, jnp.ones((rows, 4)))
+    known = run._shortcuts.known
+    assert len(known) == 3 and len(taken) == 1 and known[0][1] is taken[0]
+
+
 def test_training_is_the_same_with_it(mesh, taken):
     """Losses, parameters, optimizer and counters after steps that take it are those of nnx.jit."""
 
