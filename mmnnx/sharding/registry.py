@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -40,18 +39,15 @@ class Rule:
         return self.task if self.callback is None else self.callback(name, backprop)
 
 
-_generations = itertools.count(1)
-
-
 class Registry:
     """Rules in the order they were registered; the first that matches a name wins.
 
-    `generation` is another number after each change: what was derived from the rules before is out of date.
-    It is 0 whenever there are none.
+    `content` is all that it holds, to compare: what was derived from other content is out of date. Two
+    registries of equal content, as two equal MultiMeshes have them, say the same.
     """
 
     def __init__(self) -> None:
-        self.generation = 0
+        self.content: Hashable = ()
         self._rules: list[Rule] = []
         self._placed: dict[Hashable, dict[str | None, Any]] = {}
         self._found: dict[str, Rule | None] = {}  # find() is asked about each equation of a program
@@ -77,11 +73,11 @@ class Registry:
         self._rules.clear()
         self._placed.clear()
         self._found.clear()
-        self.generation = 0
+        self.content = ()
 
     def _changed(self) -> None:
         self._found.clear()
-        self.generation = next(_generations)
+        self.content = *self._rules, *((where, *tasks.values()) for where, tasks in self._placed.items())
 
     def find(self, name: str) -> Rule | None:
         """The first rule that matches `name`."""

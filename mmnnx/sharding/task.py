@@ -11,7 +11,7 @@ import operator
 import re
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -411,10 +411,10 @@ def _devices(mesh: Mesh) -> tuple[Any, ...]:
     return mesh.devices.shape, *(d.id for d in mesh.devices.flat)
 
 
-def registrations() -> tuple[int, int]:
-    """Two numbers that change whenever what `find_task` would say may change, for caches."""
+def registrations() -> Hashable:
+    """What is equal as long as what `find_task` would say is the same, for caches."""
     multimesh = current_multimesh()
-    return _registry.generation, 0 if multimesh is None else multimesh.registry.generation
+    return _registry.content, () if multimesh is None else multimesh.registry.content
 
 
 def find_task(name_stack: str, multimesh: MultiMesh | None = None) -> Task | None:

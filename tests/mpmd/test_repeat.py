@@ -297,6 +297,27 @@ def test_another_mesh(model, taken):
     assert not taken
 
 
+def test_an_equal_mesh_made_anew(taken):
+    """As each trial of a sweep makes one: nothing is traced again, by functions that outlive it."""
+    traced = []
+
+    @mm.jit
+    def evaluate(model, x):
+        traced.append(x.shape)
+        return model(x)
+
+    for _ in range(3):
+        mesh, mesh.tasks = pipeline(2)
+        with mesh:
+            model = new_model(mesh)
+            assert_same(evaluate(model, X), by_hand(model, X))
+    assert len(traced) == 1 and len(taken) == 2
+    with mesh:  # a rule of one's own may mean another task
+        mm.register_task("first", task=mesh.tasks[1])
+        evaluate(model, X)
+    assert len(traced) == 2
+
+
 def test_ignored_transforms_do_not_take_it(model, taken):
     f = mm.jit(forward)
     f(model, X)
