@@ -163,10 +163,12 @@ class _Cutter:
         self.kept = self._kept()
         # For each variable, the meshes that need it, each with the group of the first equation that does.
         self.needs: dict[Var, dict[Mesh, Group]] = {}
-        self.readers: dict[Held, int] = {}  # which fragments read a value, as a bit set
+        # For each variable, which fragments read it, as a bit set, by the mesh that makes it for them.
+        self.readers: dict[Var, dict[Mesh, int]] = {}
         self.copied_into: set[tuple[Var, Mesh, int | None]] = set()
         # Per fragment: its group (for a loop, its plan), its equations, and the fragments that come after it.
         self.groups: list[Group | LoopPlan] = []
+        self.numbers: dict[Group, list[int]] = {}  # the fragments of each group
         self.contents: list[list[Equation]] = []
         self.after: list[int] = []
 
@@ -236,8 +238,8 @@ class _Cutter:
             if group[1] == "forward" or mesh not in needed or needed[mesh][1] != "forward":
                 needed[mesh] = group
             if maker is not None and fragment is not None:
-                held = (atom, self._made_on(atom, mesh))
-                self.readers[held] = self.readers.get(held, 0) | 1 << fragment
+                readers, home = self.readers.setdefault(atom, {}), self._made_on(atom, mesh)
+                readers[home] = readers.get(home, 0) | 1 << fragment
 
     def _made_on(self, var: Var, mesh: Mesh) -> Mesh:
         """The mesh that makes what `mesh` reads: the variable's home, or `mesh` itself for free work."""
@@ -290,13 +292,10 @@ class _Cutter:
             group = next(reading, (mesh, "none", None))
         targets = 0
         for v in node.outvars:
-            targets |= self.readers.get((v, mesh), 0)
+            targets |= self.readers.get(v, {}).get(mesh, 0)
         # Joining f must not put f before a fragment that comes before f.
-        free = [
-            f
-            for f, g in enumerate(self.groups)
-            if g == group and not any(self.after[t] >> f & 1 for t in _bits(targets & ~(1 << f)))
-        ]
+        beyond = self._beyond(targets)
+        free = [f for f in self.numbers.get(group, ()) if not beyond >> f & 1]
         joined = [f for f in free if targets >> f & 1]
         f = joined[-1] if joined else free[-1] if free else self._new(group)
         self.contents[f].append(node)
@@ -307,10 +306,9 @@ class _Cutter:
     def _add_loop(self, loop: Loop) -> None:
         plan = self._plan_loop(loop)
         f = self._new(plan)
-        outputs = set(loop.outvars)
         targets = 0
-        for (v, _), fragments in self.readers.items():
-            if v in outputs:
+        for v in loop.outvars:
+            for fragments in self.readers.get(v, {}).values():
                 targets |= fragments
         self._come_after(targets, f)
         for a, mesh in plan.reads:
@@ -320,12 +318,21 @@ class _Cutter:
         self.groups.append(group)
         self.contents.append([])
         self.after.append(0)
+        if not isinstance(group, LoopPlan):
+            self.numbers.setdefault(group, []).append(len(self.groups) - 1)
         return len(self.groups) - 1
 
-    def _come_after(self, targets: int, f: int) -> None:
-        later = targets
+    def _beyond(self, targets: int) -> int:
+        """What comes after any of these fragments."""
+        found = 0
         for t in _bits(targets):
-            later |= self.after[t]
+            found |= self.after[t]
+        return found
+
+    def _come_after(self, targets: int, f: int) -> None:
+        later = targets | self._beyond(targets)
+        if not later & ~self.after[f]:
+            return
         self.after[f] |= later
         for g in range(len(self.after)):
             if self.after[g] >> f & 1:
