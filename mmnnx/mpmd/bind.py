@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
 from mmnnx.mpmd.processes import elsewhere, is_here
@@ -30,18 +30,38 @@ def entering(aval: Any, mesh: Mesh, given: NamedSharding | None) -> NamedShardin
     return NamedSharding(mesh, PartitionSpec(*(keep(e, n) for e, n in zip(spec, aval.shape))))
 
 
-def binder(x: Any, target: NamedSharding) -> Callable[[Any], jax.Array] | None:
-    """How arguments that live where `x` does become arrays of the target sharding; None if they are.
+Bind = Callable[[Any], jax.Array]
 
-    A value replicated over more devices than the target's is there already: its shards are used as they are.
-    """
-    own = x.sharding if isinstance(x, jax.Array) and x.committed else None
-    if own is not None and own.is_equivalent_to(target, x.ndim):
+
+def binder(x: Any, target: NamedSharding) -> Bind | None:
+    """How arguments that live where `x` does become arrays of the target sharding; None if they are."""
+    return _binder(jax.typeof(x), x.sharding if is_committed(x) else None, target)
+
+
+def settling(x: Any, later: NamedSharding, target: NamedSharding) -> Bind:
+    """The same for one that lives nowhere in particular, and will live as `later` says."""
+    binds = {False: binder(x, target), True: _binder(jax.typeof(x), later, target)}
+
+    def bind(x: Any) -> jax.Array:
+        found = binds[is_committed(x)]
+        return x if found is None else found(x)
+
+    return bind
+
+
+def is_committed(x: Any) -> bool:
+    """Whether an argument is an array that somebody has put where it is."""
+    return isinstance(x, jax.Array) and x.committed
+
+
+def _binder(aval: Any, own: Sharding | None, target: NamedSharding) -> Bind | None:
+    """A value replicated over more devices than the target's is there already: its shards are used as they
+    are."""
+    if own is not None and own.is_equivalent_to(target, aval.ndim):
         return None
     replicated = own is not None and own.is_fully_replicated and target.is_fully_replicated
     is_there = own is not None and replicated and own.device_set > target.device_set
     if (own is None or is_there) and not is_here(target):
-        aval = jax.typeof(x)
         away = elsewhere(aval.shape, aval.dtype, target)
         return lambda x: away
     if is_there:

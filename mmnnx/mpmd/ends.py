@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmnnx.mpmd.bind import entering
+from mmnnx.mpmd.bind import entering, is_committed
 from mmnnx.mpmd.lift import Leaf, Record
 from mmnnx.mpmd.meshes import Meshes, mesh_of
 from mmnnx.mpmd.owners import Owners
@@ -83,7 +83,7 @@ def _given(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
     rule = _rule(leaf, meshes)
     if rule is not None:
         return rule
-    if isinstance(x, jax.Array) and x.committed and isinstance(x.sharding, NamedSharding):
+    if is_committed(x) and isinstance(x.sharding, NamedSharding):
         return meshes.sharding(x.sharding)
     return None
 

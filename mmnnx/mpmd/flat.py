@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from mmnnx import _compat
-from mmnnx.mpmd.bind import check_shared
+from mmnnx.mpmd.bind import check_shared, is_committed
 from mmnnx.mpmd.garbage import uncollected
 from mmnnx.mpmd.lift import Observer, Record
 from mmnnx.mpmd.program import Program
@@ -222,7 +222,7 @@ class FlatTraced:
         """What a program depends on in each array: its name, its type and where it lives."""
 
         def where(x: Any) -> str:
-            return f" on {x.sharding}" if isinstance(x, jax.Array) and x.committed else ""
+            return f" on {x.sharding}" if is_committed(x) else ""
 
         return [(str(leaf), f"{jax.typeof(x)}{where(x)}") for leaf, x in zip(self.record.inputs, self.leaves)]
 
@@ -243,7 +243,10 @@ class FlatTraced:
                 whole = self.whole()
                 if found.prepare is None and found.program.calls:
                     whole = taking_turns(whole, found.program.calls[0].mesh)
-                splits[key] = found, whole, self.traced.out_tree, self.record
+                entry = found, whole, self.traced.out_tree, self.record
+                splits[key] = entry
+                if found.settled:
+                    splits.setdefault(_key(self.tree, self.held, _moved(self.leaves, found.settled)), entry)
             return splits[key][0]
 
     def input_shardings(self) -> Any:
@@ -349,9 +352,18 @@ def _key(tree: Any, held: Any, leaves: Sequence[Any]) -> Any:
     return (tree, held, surroundings(), *map(_signature, leaves))
 
 
+def _moved(leaves: Sequence[Any], places: dict[int, Any]) -> list[Any]:
+    """What stands for arrays where some of them have been put somewhere else."""
+    moved = list(leaves)
+    for n, sharding in places.items():
+        aval = _aval(leaves[n])
+        moved[n] = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+    return moved
+
+
 def _signature(x: Any) -> Any:
     """What a program depends on in an argument: its type and where it lives."""
-    placed = isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.committed)
+    placed = isinstance(x, jax.ShapeDtypeStruct) or is_committed(x)
     return (_aval(x), x.sharding) if placed else _aval(x)
 
 

@@ -144,7 +144,8 @@ class Observer:
             seen = self._now.__dict__.pop("seen", None)
             if seen is None:  # called while it is traced, or inside another function
                 return fun(*args, **kwargs)
-            seen.arrived = dict(_leaves((args, kwargs), self._argument_rules(args), seen.alive))
+            rules = self._argument_rules(args, kwargs)
+            seen.arrived = dict(_leaves((args, kwargs), rules, seen.alive))
             before, there = nnx.graphdef((args, kwargs)), _nodes((args, kwargs))
             came = {id(value): path for path, value in there}
             if asks := self._now.__dict__.pop("asks", False):
@@ -162,7 +163,7 @@ class Observer:
             seen.out_tree = jax.tree.structure(out) if same else None
             after = _leaves((args, kwargs), {}, seen.alive, came, origins)
             seen.updated = {number: leaf for number, leaf in after if number not in plain}
-            rules = _rules(self.out_shardings, out, "out_shardings")
+            rules = _rules(self.out_shardings, out, "out_shardings", (args, kwargs, out))
             seen.made = dict(_leaves((out,), rules, seen.alive, {}, origins))
             seen.returned = set(map(id, jax.tree.leaves(out, is_leaf=_is_node)))
             return out
@@ -196,14 +197,14 @@ class Observer:
 
         return watched
 
-    def _argument_rules(self, args: tuple) -> dict[int, Any]:
+    def _argument_rules(self, args: tuple, kwargs: dict[str, Any]) -> dict[int, Any]:
         shardings = self.in_shardings
         if isinstance(shardings, (tuple, list)):
             shardings = list(shardings)
             for n in sorted(self.static(args)):
                 shardings.insert(n, None)
             shardings = tuple(shardings)
-        return _rules(shardings, args, "in_shardings")
+        return _rules(shardings, args, "in_shardings", (args, kwargs))
 
 
 _NONE: Mapping[int, Path] = MappingProxyType({})
@@ -298,10 +299,12 @@ def _arrays(value: Any) -> list[Any]:
     return [a for _, a in _paths_inside(value)]
 
 
-def _rules(prefix: Any, tree: Any, name: str) -> dict[int, Rule]:
-    """For each array (by id) under a prefix tree of shardings, the one it is given."""
+def _rules(prefix: Any, tree: Any, name: str, around: Any) -> dict[int, Rule]:
+    """For each array (by id) under a prefix tree of shardings, the one it is given. The parameters that
+    `around` has tell which rules are for the slots of an optimizer alone."""
     if prefix is None:
         return {}
+    parameters = functools.cache(lambda: _parameter_paths(around))
     rules: dict[int, Rule] = {}
     used: dict[int, tuple[TaskSharding, set[int]]] = {}
 
@@ -316,7 +319,7 @@ def _rules(prefix: Any, tree: Any, name: str) -> dict[int, Rule]:
                 own = True
                 if isinstance(entry, TaskSharding):
                     matched = used.setdefault(id(entry), (entry, set()))[1]
-                    matches = _lookup(entry, paths, value)
+                    matches = _lookup(entry, paths, value, parameters)
                     if not matches:
                         continue
                     matched.update(match.index for match in matches)
@@ -372,10 +375,18 @@ def _paths(node: Any) -> list[tuple[Any, list[Path]]]:
     return list(found.values())
 
 
-def _lookup(sharding: TaskSharding, paths: Sequence[Path], value: Any) -> list[Match]:
+def _parameter_paths(tree: Any) -> set[Path]:
+    """The paths of all Variables under the nodes of a tree that are no slots of an optimizer."""
+    found = (pair for node in jax.tree.leaves(tree, is_leaf=_has_paths) for pair in _paths(node))
+    return {path for value, paths in found if not _compat.is_optimizer_slot(value) for path in paths}
+
+
+def _lookup(
+    sharding: TaskSharding, paths: Sequence[Path], value: Any, parameters: Callable[[], set[Path]]
+) -> list[Match]:
     """Where state goes that several paths may lead to: the rules that match any of them, the first first."""
     if _compat.is_optimizer_slot(value):
-        match = sharding.lookup_slot(paths, value)
+        match = sharding.lookup_slot(paths, value, parameters())
         return [] if match is None else [match]
     matches, errors = [], []
     for path in paths:

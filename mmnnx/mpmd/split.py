@@ -22,7 +22,9 @@ from mmnnx.mpmd.bind import (
     copied,
     deliver,
     entering,
+    is_committed,
     own_copy,
+    settling,
     weakly_typed,
 )
 from mmnnx.mpmd.build import build
@@ -65,6 +67,8 @@ class Split:
       prepare: compiles it, once, and returns the function from flat arguments to flat results; None where
         everything is on one TaskMesh already and the function can run as it is.
       input_shardings: derives where each flat argument would best live.
+      settled: for flat arguments that live nowhere in particular, where a call leaves their new values, if
+        it may be called with those as well.
     """
 
     def __init__(
@@ -72,9 +76,11 @@ class Split:
         program: Program,
         prepare: Callable[[], Run] | None,
         input_shardings: Callable[[], list[NamedSharding]],
+        settled: dict[int, NamedSharding] | None = None,
     ):
         self.program = program
         self.input_shardings = input_shardings
+        self.settled = settled or {}
         self.prepare = functools.cache(prepare) if prepare is not None else None
 
 
@@ -124,7 +130,7 @@ def split(
     donates = [a.donated for a in jax.tree.leaves(traced.args_info)]
     pieces, program = _fitting((p, _program(p, ends, record, donates, meshes)) for p in choices)
     program.verify()
-    groups = {frozenset(x.sharding.device_set) for x in leaves if isinstance(x, jax.Array) and x.committed}
+    groups = {frozenset(x.sharding.device_set) for x in leaves if is_committed(x)}
     ruled = any(leaf is not None and leaf.rule for leaf in (*record.inputs, *record.results))
     whole = multimesh.mesh if multimesh is not None else None
     loops = [step.loop for step in pieces.plan.steps if isinstance(step, LoopPlan)]
@@ -147,9 +153,53 @@ def split(
     )
     if len(divided) == 1 and there and as_it_is:
         return Split(program, None, derive)
-    return Split(
-        program, _preparer(program, pieces, ends, record, leaves, donates, multimesh, traced.fun_name), derive
+    asked = _asked(pieces, ends, multimesh)
+    settled = _settled(pieces, ends, asked, record, traced.jaxpr, multimesh, divided)
+    prepare = _preparer(
+        program, pieces, ends, asked, settled, record, leaves, donates, multimesh, traced.fun_name
     )
+    return Split(program, prepare, derive, settled)
+
+
+def _asked(pieces: _Pieces, ends: Ends, multimesh: MultiMesh | None) -> list[NamedSharding | None]:
+    """The sharding that each result must have; for a scalar constant, that of where steps keep a counter."""
+    flat = pieces.flat
+    whole = NamedSharding(multimesh.mesh, PartitionSpec()) if multimesh is not None else None
+    inputs = set(flat.invars)
+    return [
+        whole
+        if sharding is None and not held and not (is_var(v) and v in inputs) and not v.aval.shape
+        else sharding
+        for v, sharding, held in zip(flat.outvars, ends.asked, pieces.results)
+    ]
+
+
+def _settled(
+    pieces: _Pieces,
+    ends: Ends,
+    asked: Sequence[NamedSharding | None],
+    record: Record,
+    jaxpr: Any,
+    multimesh: MultiMesh | None,
+    divided: Sequence[Mesh],
+) -> dict[int, NamedSharding]:
+    """For scalars that nobody placed, and that are state, where a call leaves them.
+
+    It is all the same to a program whether they are there or nowhere in particular, as after `nnx.Optimizer`
+    or `nnx.metrics.Average` outside of `mm.jit`, unless what is called all of the MultiMesh is a task's own.
+    """
+    if multimesh is None or any(m.devices.size == multimesh.mesh.devices.size for m in divided):
+        return {}
+    whole = NamedSharding(multimesh.mesh, PartitionSpec())
+    return {
+        leaf.updates: whole
+        for leaf, held, sharding, aval in zip(record.results, pieces.results, asked, jaxpr.out_avals)
+        if leaf is not None
+        and leaf.updates is not None
+        and ends.given[leaf.updates] is None
+        and aval == jaxpr.in_avals[leaf.updates]
+        and (len(held) > 1 or sharding == whole)
+    }
 
 
 def _reads_one(flat: Flat, leaves: Sequence[Any]) -> bool:
@@ -158,7 +208,7 @@ def _reads_one(flat: Flat, leaves: Sequence[Any]) -> bool:
     for node in reversed(flat.nodes):
         if not live.isdisjoint(node.outvars) or (isinstance(node, Equation) and node.eqn.effects):
             live.update(filter(is_var, node.invars))
-    return any(isinstance(x, jax.Array) and x.committed and v in live for x, v in zip(leaves, flat.invars))
+    return any(is_committed(x) and v in live for x, v in zip(leaves, flat.invars))
 
 
 def _placing(record: Record) -> Iterator[tuple[Task, Mesh]]:
@@ -312,6 +362,8 @@ def _preparer(
     program: Program,
     pieces: _Pieces,
     ends: Ends,
+    asked: Sequence[NamedSharding | None],
+    settled: dict[int, NamedSharding],
     record: Record,
     leaves: Sequence[Any],
     donates: Sequence[bool],
@@ -331,7 +383,9 @@ def _preparer(
         n = number[v]
         own = given[n]
         here = own if own is not None and own.mesh == mesh else entering(v.aval, mesh, own)
-        bind = binder(values[n], fixed.setdefault((v, mesh), here))
+        target = fixed.setdefault((v, mesh), here)
+        later = settled.get(n)
+        bind = binder(values[n], target) if later is None else settling(values[n], later, target)
         if n >= len(leaves):
             bindings.append((len(values) + len(placing), None))
             placing.append(functools.partial(_placed, values[n], bind))
@@ -344,11 +398,8 @@ def _preparer(
             overwritten.add(slot)
     deliveries: list[Delivery] = []
     used: set[Any] = set()
-    for leaf, v, sharding, held in zip(record.results, flat.outvars, ends.asked, pieces.results):
+    for leaf, v, sharding, held in zip(record.results, flat.outvars, asked, pieces.results):
         argument = number.get(v) if is_var(v) else None
-        is_constant = not held and (argument is None or argument >= len(leaves))
-        if sharding is None and is_constant and multimesh is not None and not v.aval.shape:
-            sharding = NamedSharding(multimesh.mesh, PartitionSpec())  # where steps will keep a counter
         delivery = deliver(v, argument, sharding, held, multimesh)
         # Two results, or a result and an argument that it is not the state of, never share a buffer.
         foreign = argument is not None and (leaf is None or leaf.updates != argument)

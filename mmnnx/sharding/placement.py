@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
@@ -192,7 +192,9 @@ class TaskSharding(nnx.StateSharding):
             raise PlacementError(self._nothing_matches(path, variable))
         return self._match(index, path, variable)
 
-    def lookup_slot(self, paths: Sequence[Path], slot: nnx.Variable) -> Match | None:
+    def lookup_slot(
+        self, paths: Sequence[Path], slot: nnx.Variable, parameters: Collection[Path] = ()
+    ) -> Match | None:
         """Where a slot of an optimizer lives: by a rule of its own, else by that of its parameter.
 
         A rule is the slot's own if it would not match the parameter, which has the end of its path.
@@ -200,6 +202,8 @@ class TaskSharding(nnx.StateSharding):
         Args:
           paths: all paths to it, such as ("opt_state", 0, "mu", "dense", "kernel").
           slot: the slot.
+          parameters: the paths of parameters, as far as they are known. Where none of them is the end of the
+            slot's path, any end may be.
 
         Returns:
           None where no rule matches it or its parameter. By the rule of a parameter whose spec does not fit a
@@ -210,6 +214,7 @@ class TaskSharding(nnx.StateSharding):
         """
         parameter = nnx.Param(slot.get_raw_value())
         ends = [path[n:] for path in paths for n in range(1, len(path))]
+        ends = [end for end in ends if end in parameters][:1] or ends  # the longest comes first
         matching = {i for path in paths if (i := self._first_match(path, slot)) is not None}
         own = [i for i in matching if not any(self._predicates[i](end, parameter) for end in ends)]
         if own:

@@ -38,7 +38,14 @@ OPTIMIZERS = {
 }
 ROWS = mm.path("opt_state", ..., "v_row", "layers", ..., "kernel")
 ROWS = mm.path("opt_state", ..., "v_row", "layers", ..., "kernel")
-ZERO = {mm.path("opt_state", ..., {"mu", "nu"}, "layers", n): (TASKS[n], P("data")) for n in range(3)}
+
+# The same said in three ways: from the start of a slot's path, from its middle, and by a function.
+ZERO = {
+    "whole": [mm.path("opt_state", ..., {"mu", "nu"}, "layers", n) for n in range(3)],
+    "middle": [mm.path(..., {"mu", "nu"}, "layers", n) for n in range(3)],
+    "function": [lambda path, v, n=n: {"mu", "nu"} & set(path) and n == path[-2] for n in range(3)],
+}
+ZERO = {kind: {f: (TASKS[n], P("data")) for n, f in enumerate(filters)} for kind, filters in ZERO.items()}
 
 
 def placed(kind, **out_shardings):
@@ -102,9 +109,10 @@ def test_steps(kind):
     assert all(x.sharding.device_set == set(stage(p)) for p, x in slots(split[1]).items() if "layers" in p)
 
 
-def test_a_rule_of_their_own():
+@pytest.mark.parametrize("kind", ZERO)
+def test_a_rule_of_their_own(kind):
     """ZeRO-1 (Rajbhandari et al. 2020): replicated parameters, divided slots; and it stays so."""
-    model, optimizer = placed("adam", out_shardings=mm.TaskSharding(ZERO))
+    model, optimizer = placed("adam", out_shardings=mm.TaskSharding(ZERO[kind]))
 
     def specs():
         return {p: x.sharding.spec for p, x in slots(optimizer).items()}, model.layers[1].kernel.sharding.spec
@@ -155,7 +163,9 @@ def test_a_rule_of_their_own_that_does_not_fit():
         placed("adam", out_shardings=mm.TaskSharding(rules))
 
 
-@pytest.mark.parametrize("rules", [RULES, {**ZERO, **RULES}], ids=["parameters", "slots"])
+@pytest.mark.parametrize(
+    "rules", [RULES, *({**zero, **RULES} for zero in ZERO.values())], ids=["none", *ZERO]
+)
 @pytest.mark.parametrize("kind", ["adam", "adafactor"])
 def test_tables_say_the_same(kind, rules):
     if kind == "adafactor" and rules is not RULES:

@@ -6,9 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+import mmnnx as mm
 from mmnnx.train import TrainConfig
 from mmnnx.train.checkpoint import Checkpoints
 from mmnnx.train.sample import sample
@@ -54,3 +59,53 @@ def test_the_main_job_compiles_once(compiled, tmp_path):
         checkpoints.restore({"model": model, "optimizer": optimizer})
         for name, call in calls.items():
             assert compiled(call) == [], f"{name} after a restore"
+
+
+class TwoLayers(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 4, rngs=rngs)
+        self.last = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("donated", [(), (0, 1, 2)])
+def test_counters_made_outside_cost_no_second_program(compiled, donated):
+    """`nnx.Optimizer` and metrics are often made outside of mm.jit: their counters live nowhere in particular
+    before the first step and on every mesh after it."""
+    mesh = mm.MultiMesh(axis_sizes=(4, 2), axis_names=("stage", "model"))
+    rules = {
+        mm.path(name, ...): (mm.Task(name, mesh_slice={"stage": i}), P())
+        for i, name in enumerate(("first", "last"))
+    }
+
+    def step(model, optimizer, metrics, x, y):
+        metrics.reset()
+
+        def loss_fn(model):
+            return jnp.mean((model(x) - y) ** 2)
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        metrics.update(values=loss)
+        return loss
+
+    def run(transform, place):
+        model = place(TwoLayers(nnx.Rngs(0)))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        metrics = nnx.metrics.Average()
+        step_fn = transform(step, donate_argnums=donated)
+        logs, losses = [], []
+        for n in range(3):
+            x = np.full((2, 4), n, np.float32)
+            logs.append(compiled(lambda x=x: losses.append(step_fn(model, optimizer, metrics, x, x + 1))))
+        return logs, [*losses, metrics.compute(), *jax.tree.leaves(nnx.state((model, optimizer)))]
+
+    _, expected = run(nnx.jit, lambda model: model)
+    with mesh:
+        logs, found = run(mm.jit, mm.jit(lambda m: m, out_shardings=mm.TaskSharding(rules)))
+    assert any("Compiling" in message for message in logs[0])
+    assert logs[1:] == [[], []]
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)

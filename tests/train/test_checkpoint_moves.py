@@ -176,7 +176,8 @@ def test_an_optimizer_that_comes_alone(tmp_path):
                 assert not x.shape or x.sharding.is_equivalent_to(homes[path], x.ndim), path
 
 
-def test_slots_by_rules_of_their_own(tmp_path):
+@pytest.mark.parametrize("start", [("opt_state", ...), (..., {"mu", "nu"})], ids=["whole", "middle"])
+def test_slots_by_rules_of_their_own(tmp_path, start):
     """As with mm.jit: moments sharded over a data axis, of weights that are not (ZeRO, arXiv:1910.02054)."""
     mesh = mm.MultiMesh(axis_sizes=(2, 2), axis_names=("stage", "data"), devices=jax.devices()[:4])
     tasks = [mm.Task(f"stage{i}", mesh_slice={"stage": i}) for i in range(2)]
@@ -185,7 +186,7 @@ def test_slots_by_rules_of_their_own(tmp_path):
         model = nnx.Dict({name: nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for name in "ab"})
         return model, nnx.Optimizer(model, adam(), wrt=nnx.Param)
 
-    rules = {mm.path("opt_state", ..., name): (t, P("data")) for name, t in zip("ab", tasks)}
+    rules = {mm.path(*start, name): (t, P("data")) for name, t in zip("ab", tasks)}
     rules |= {mm.path(name): (t, P()) for name, t in zip("ab", tasks)}
     with mesh, Checkpoints(tmp_path) as checkpoints:
         made = mm.jit(make, out_shardings=mm.TaskSharding(rules))()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from math import prod
 from typing import Any
@@ -84,6 +84,7 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
         for name, node in nodes.items()
         for path, variable in nnx.to_flat_state(nnx.state(node))
     ]
+    paths = {path for _, path, variable in variables if not _compat.is_optimizer_slot(variable)}
     for name, path, variable in sorted(variables, key=lambda v: _compat.is_optimizer_slot(v[-1])):
         value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
         for keys, x in jax.tree_util.tree_leaves_with_path(value):
@@ -93,7 +94,7 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
                     parameters[path, shape] = x.sharding
                 continue
             if _compat.is_optimizer_slot(variable):
-                own = _of_slot(sharding, path, variable, shape, parameters)
+                own = _of_slot(sharding, path, variable, shape, parameters, paths)
             else:
                 own = parameters[path, shape] = _of_parameter(sharding, path, variable, shape)
             inner = jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -116,10 +117,11 @@ def _of_slot(
     variable: nnx.Variable,
     shape: tuple[int, ...],
     parameters: Mapping[tuple[Path, tuple[int, ...]], Sharding],
+    paths: Collection[Path],
 ) -> Sharding:
     """By a rule of its own; else where its parameter is, or would be by the rules, if that is not among the
     nodes; sharded alike if it is of its shape, else (factored moments) replicated."""
-    match = sharding.lookup_slot([path], variable)
+    match = sharding.lookup_slot([path], variable, paths)
     if match is not None and match.own:
         return match.sharding
     endings = [path[k:] for k in range(len(path))]
