@@ -22,6 +22,7 @@ from flax import nnx
 from jax._src import clusters, compiler, distributed, source_info_util, xla_bridge
 from jax._src import config as jax_config
 from jax._src.api_util import InternalFloatingPointError
+from jax._src.effects import ordered_effects
 from jax._src.lib import xla_client
 from jax.interpreters import partial_eval
 from jax.sharding import Mesh, NamedSharding
@@ -201,6 +202,11 @@ def weakly_typed(x: jax.Array) -> jax.Array:
     """The same array with a weak type, for which `jax.make_array_from_single_device_arrays` has no name."""
     shards = [shard.data for shard in x.addressable_shards]
     return type(x)(x.aval.update(weak_type=True), x.sharding, shards, committed=x.committed)  # type: ignore[call-arg]
+
+
+def is_ordered(effect: Any) -> bool:
+    """Whether JAX keeps the order of equations with this effect, for which there is no public name."""
+    return ordered_effects.contains(effect)
 
 
 def in_cached_partial() -> bool:

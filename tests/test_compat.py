@@ -18,6 +18,7 @@ import optax
 import pytest
 from flax import errors, nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -627,3 +628,13 @@ def test_dce():
     assert used == [True, False, False] and len(small.eqns) == 1 and len(small.in_avals) == 1
     small, used = _compat._dce(jaxpr, [False, True, False])
     assert used == [True, True, False] and len(small.in_avals) == 2
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_is_ordered(ordered):
+    def fun(x):
+        jax.debug.print("{}", x, ordered=ordered)
+        io_callback(lambda x: None, None, x, ordered=ordered)
+
+    effects = jax.make_jaxpr(fun)(1.0).effects
+    assert [_compat.is_ordered(effect) for effect in effects] == [ordered] * 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
@@ -100,6 +101,8 @@ def deliver(
       held: the values of the program that hold it.
       multimesh: whose devices a value that is held on every mesh is spread over.
     """
+    if var.aval.dtype == jax.dtypes.float0:  # of a derivative by integers: no array of a device's
+        return lambda values, arrays: np.zeros(var.aval.shape, jax.dtypes.float0)
     if len(held) > 1:
         assert multimesh is not None  # without one, a result is held once
         target = NamedSharding(multimesh.mesh, PartitionSpec())

@@ -23,7 +23,7 @@ from mmnnx.mpmd.split import OUTERMOST, Run, Split, split
 from mmnnx.mpmd.trace import scopes_in
 from mmnnx.mpmd.turns import taking_turns
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
-from mmnnx.sharding.task import Task, find_task, ignoring, splitting
+from mmnnx.sharding.task import Task, find_task, ignoring, tracing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,12 +164,8 @@ class FlatJit:
     def _traced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, jax.stages.Traced, Record]:
         # JAX would give one jax.jit the same trace again where what differs is not known to it.
         jitted = jax.jit(functools.partial(self.observed), **self.options)
-        token = splitting.set(not ignoring.get())
-        try:
-            with uncollected(), jax.disable_jit(False):
-                traced = jitted.trace(*args, **kwargs)
-        finally:
-            splitting.reset(token)
+        with tracing(split=not ignoring.get()), uncollected(), jax.disable_jit(False):
+            traced = jitted.trace(*args, **kwargs)
         return jitted, traced, self.observer.take_record()
 
     def trace(self, *args: Any, **kwargs: Any) -> FlatTraced:

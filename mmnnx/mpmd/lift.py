@@ -176,11 +176,12 @@ class Observer:
         @functools.wraps(fun)
         def watched(*args, **kwargs):
             seen = self._now.seen = _Seen()
+            given = dynamic(args, kwargs)  # before the function adds to what it is given
             try:
                 out = fun(*args, **kwargs)
             finally:
                 self._now.__dict__.pop("seen", None)
-            inputs = [seen.arrived.get(id(a)) for a in dynamic(args, kwargs)]
+            inputs = [seen.arrived.get(id(a)) for a in given]
             number = {leaf.path: n for n, leaf in enumerate(inputs) if leaf is not None}
             results, flat = [], jax.tree.leaves(out)
             times = Counter(map(id, flat))

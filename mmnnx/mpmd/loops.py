@@ -111,7 +111,7 @@ def _distribute(writer: Writer, scan: _Scan, scope: str, out: list[Node]) -> lis
         return None
     # What is handed on and is a result as well, is one value.
     inside = {*carry_in, *(v for e in equations for v in e.outvars)}
-    copied = {e.outvars[0]: e.invars[0] for e in equations if e.name == "copy"}
+    copied = {e.outvars[0]: e.invars[0] for e in equations if e.name == "copy" and is_var(e.invars[0])}
     ys = [copied[y] if copied.get(y) in inside else y for y in ys]
     carries: dict[Var, Var] = {}
     for part in parts:

@@ -107,7 +107,8 @@ def _lowest(x):
     if x.dtype == jnp.bool_:
         return jnp.zeros_like(x)
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.full_like(x, -jnp.inf)
+        lowest = jnp.full_like(x, -jnp.inf)  # nan in a type without infinities
+        return jnp.where(jnp.isnan(lowest), jnp.finfo(x.dtype).min, lowest)
     return jnp.full_like(x, jnp.iinfo(x.dtype).min)
 
 

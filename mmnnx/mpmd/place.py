@@ -423,8 +423,12 @@ class _Region:
                 )
 
     def _place_effects(self) -> None:
-        """Callbacks that depend on no placed state happen once: where the flow begins."""
-        begin = Spot(self.positions[0].mesh, 0) if self.positions else next(iter(self.spots.values()), None)
+        """Callbacks that depend on no placed state happen once: where the flow begins; where there is none,
+        with the first work, that of loops too, or where state is."""
+        spots = [*self.spots.values(), *(s for body in self.out.bodies.values() for s in body.spots.values())]
+        homes = (Spot(o.home) for o in self.where.values() if o.home is not None)
+        first = Spot(spots[0].mesh) if spots else next(homes, None)
+        begin = Spot(self.positions[0].mesh, 0) if self.positions else first
         for e in self.nodes:
             if isinstance(e, Equation) and e.eqn.effects and e not in self.spots and begin is not None:
                 self._set(e, begin, self.forward_phase if self.positions else "none")

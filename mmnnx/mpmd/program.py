@@ -172,8 +172,10 @@ class Program:
         An input qualifies if each call of the fragment is its last use. What has a successor gives way to it;
         what else was made by the program, and is no other mesh's as well, to a result of its type.
         """
-        # To a mesh of another shape, or with devices of the same, go shards that are there already.
+        # To a mesh of another shape, or with devices of the same, go shards that are there already. With the
+        # same devices, those of the source: whichever of the two is last used first, the other is still read.
         shared = {t.outputs[0] for t in self.transfers if not _is_copied(t)}
+        shared |= {t.inputs[0] for t in self.transfers if _common_devices(t)}
         dying: dict[Fragment, set[int]] = {}
         given: defaultdict[Fragment, set[int]] = defaultdict(set)  # those that are arguments, in some call
         for c in self.calls:
@@ -434,5 +436,8 @@ def _wrapped(intro: str, items: Sequence[str]) -> list[str]:
 
 def _is_copied(t: Transfer) -> bool:
     """Whether what a transfer makes shares no memory with what is on another mesh."""
-    here, there = t.source_mesh.devices, t.target_mesh.devices
-    return here.shape == there.shape and not set(here.flat) & set(there.flat)
+    return t.source_mesh.devices.shape == t.target_mesh.devices.shape and not _common_devices(t)
+
+
+def _common_devices(t: Transfer) -> set[Any]:
+    return set(t.source_mesh.devices.flat) & set(t.target_mesh.devices.flat)

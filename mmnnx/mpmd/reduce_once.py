@@ -104,7 +104,8 @@ def _divide(
         body_after += added
         lead = tuple(range(len(groups)))
         starts = [] if loop.init[n] in zero else [loop.init[n]]
-        summed, _ = inline(lambda x, *s, lead=lead: sum(s, jnp.sum(x, lead)), parts, *starts, scope="")
+        total_of = lambda x, *s, lead=lead: sum(s, jnp.sum(x, lead, dtype=x.dtype))
+        summed, _ = inline(total_of, parts, *starts, scope="")
         after += [*summed[:-1], Equation(summed[-1].eqn.replace(outvars=[total]), "")]
         new[n] = start, running, out, parts
 
@@ -150,6 +151,10 @@ _LINEAR = {
     "transpose", "reshape", "squeeze", "neg", "copy", "reduce_sum", "slice", "dynamic_slice", "div",
     "convert_element_type", "sharding_constraint",
 }  # fmt: skip
+_ROUNDING = {
+    "div",
+    "convert_element_type",
+}  # linear for floats alone: parts of integers would be rounded each
 _LINEAR_IN_ALL = {"add", "add_any", "sub", "concatenate"}
 _OPEN = {"scan", "checkpoint", "remat2"}
 _SUMS = {"dot_general", "reduce_sum", "scatter-add"}
@@ -204,7 +209,7 @@ class _Region:
         if splits := _contracted(e, self.known, self.maker, sizes):
             self.contracted[e] = splits
             groups: Groups = tuple((axes, count) for axes, count, _ in splits)
-        elif e.name in _LINEAR and (e.name != "convert_element_type" or _is_float(e)):
+        elif e.name in _LINEAR and (e.name not in _ROUNDING or _is_float(e)):
             groups = self._groups(e.invars[0], sizes, found)
         elif e.name == "mul":
             groups = self._groups(e.invars[self._factor(e, sizes)], sizes, found)

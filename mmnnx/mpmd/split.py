@@ -130,6 +130,7 @@ def split(
     donates = [a.donated for a in jax.tree.leaves(traced.args_info)]
     pieces, program = _fitting((p, _program(p, ends, record, donates, meshes)) for p in choices)
     program.verify()
+    _check_ordered(program)
     groups = {frozenset(x.sharding.device_set) for x in leaves if is_committed(x)}
     ruled = any(leaf is not None and leaf.rule for leaf in (*record.inputs, *record.results))
     whole = multimesh.mesh if multimesh is not None else None
@@ -155,9 +156,7 @@ def split(
         return Split(program, None, derive)
     asked = _asked(pieces, ends, multimesh)
     settled = _settled(pieces, ends, asked, record, traced.jaxpr, multimesh, divided)
-    prepare = _preparer(
-        program, pieces, ends, asked, settled, record, leaves, donates, multimesh, traced.fun_name
-    )
+    prepare = _preparer(program, pieces, ends, asked, settled, record, leaves, traced, multimesh)
     return Split(program, prepare, derive, settled)
 
 
@@ -202,6 +201,20 @@ def _settled(
     }
 
 
+def _check_ordered(program: Program) -> None:
+    """Refuses callbacks that are to keep an order on several meshes, which run at the same time."""
+    meshes: dict[Any, dict[Mesh, None]] = {}
+    for fragment in program.fragments:
+        for effect in filter(_compat.is_ordered, fragment.jaxpr.effects):
+            meshes.setdefault(effect, {})[fragment.mesh] = None
+    for several in (found for found in meshes.values() if len(found) > 1):
+        raise ValueError(
+            f"callbacks with ordered=True are on {len(several)} TaskMeshes "
+            f"({', '.join(program.names[mesh] for mesh in several)}), which run at the same time: leave "
+            "ordered=True out, or make them all in one task"
+        )
+
+
 def _reads_one(flat: Flat, leaves: Sequence[Any]) -> bool:
     """Whether a result depends on an argument that is committed to its devices."""
     live = {v for v in flat.outvars if is_var(v)}
@@ -226,6 +239,7 @@ def _with_tasks(placement: Placement, multimesh: MultiMesh | None) -> Placement:
     Raises:
       ValueError: if several tasks with other options have state on the same mesh.
     """
+    forget = "mm.clear_tasks()" if multimesh is None else "make the MultiMesh anew: it remembers its tasks"
     trained = {placement.spots[n].position for n, phase in placement.phases.items() if phase == "backward"}
 
     def task_on(mesh: Mesh) -> Task | None:
@@ -234,7 +248,8 @@ def _with_tasks(placement: Placement, multimesh: MultiMesh | None) -> Placement:
             if (a.remat, a.split_backprop) != (b.remat, b.split_backprop):
                 raise ValueError(
                     f"{a} and {b} both have state on devices {[d.id for d in mesh.devices.flat]}, but not "
-                    "the same remat and split_backprop: say what each computes with mm.task"
+                    "the same remat and split_backprop: say what each computes with mm.task; if one is of a "
+                    "model that is no more, " + forget
                 )
         return dataclasses.replace(tasks[0], name=None) if len(tasks) > 1 else next(iter(tasks), None)
 
@@ -366,12 +381,12 @@ def _preparer(
     settled: dict[int, NamedSharding],
     record: Record,
     leaves: Sequence[Any],
-    donates: Sequence[bool],
+    traced: jax.stages.Traced,
     multimesh: MultiMesh | None,
-    name: str,
 ) -> Callable[[], Run]:
     """What compiles a program and ties it to the arguments and results of the function."""
-    flat, fixed = pieces.flat, pieces.fixed
+    flat, fixed, name = pieces.flat, pieces.fixed, traced.fun_name
+    donates = [a.donated for a in jax.tree.leaves(traced.args_info)]
     # What becomes of an array after the function has closed over it changes nothing here.
     constants = [np.array(c) if isinstance(c, np.ndarray) else c for _, c in flat.constants]
     number = {v: n for n, v in enumerate((*flat.invars, *(v for v, _ in flat.constants)))}
@@ -398,13 +413,14 @@ def _preparer(
             overwritten.add(slot)
     deliveries: list[Delivery] = []
     used: set[Any] = set()
-    for leaf, v, sharding, held in zip(record.results, flat.outvars, asked, pieces.results):
+    results = zip(record.results, flat.outvars, asked, pieces.results, traced.jaxpr.out_avals)
+    for leaf, v, sharding, held, aval in results:
         argument = number.get(v) if is_var(v) else None
         delivery = deliver(v, argument, sharding, held, multimesh)
         # Two results, or a result and an argument that it is not the state of, never share a buffer.
         foreign = argument is not None and (leaf is None or leaf.updates != argument)
         delivery = copied(delivery) if foreign or (is_var(v) and v in used) else delivery
-        deliveries.append(weakly_typed(delivery) if v.aval.weak_type else delivery)
+        deliveries.append(weakly_typed(delivery) if aval.weak_type else delivery)
         used.update([v] if is_var(v) else [])
     # An array of which this process has nothing is one object for all calls, and cannot be used up.
     arrays = [(n, x) for n, x in enumerate(leaves) if isinstance(x, jax.Array)]
@@ -488,7 +504,7 @@ def _results(
     inputs = {*flat.invars, *(v for v, _ in flat.constants)}
     results: list[list[Held]] = []
     for v, sharding, beside, scalar in zip(flat.outvars, ends.asked, ends.beside, ends.everywhere):
-        if not is_var(v) or (v in inputs and sharding is None):
+        if not is_var(v) or (v in inputs and sharding is None) or v.aval.dtype == jax.dtypes.float0:
             results.append([])
         elif sharding is not None:
             results.append([(v, mesh_of(sharding))])

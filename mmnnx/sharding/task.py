@@ -237,6 +237,7 @@ _ids: dict[Task, int] = {}
 _tasks: list[Task] = []  # never forgets: a jaxpr may keep a scope's name for as long as it lives
 _lock = threading.Lock()
 _current: ContextVar[tuple[Task, ...]] = ContextVar("mmnnx_task", default=())
+_rules_around = jax.make_user_context(())  # a key of JAX's caches
 
 
 def current_task() -> Task | None:
@@ -260,6 +261,17 @@ def scope_name(task: Task) -> str:
 
 
 @contextmanager
+def tracing(split: bool) -> Iterator[None]:
+    """What is traced inside is a function of `mm.jit`, to be split or not; a task around it is not its."""
+    tokens = splitting.set(split), _current.set(())
+    try:
+        yield
+    finally:
+        splitting.reset(tokens[0])
+        _current.reset(tokens[1])
+
+
+@contextmanager
 def task_scope(task: Task) -> Iterator[None]:
     """What is traced inside belongs to `task`."""
     token = _current.set((*_current.get(), task))
@@ -268,8 +280,9 @@ def task_scope(task: Task) -> Iterator[None]:
             stack.enter_context(jax.named_scope(scope_name(task)))
             if splitting.get():
                 # Bare PartitionSpecs mean the task's axes, and a jitted or checkpointed function that several
-                # tasks call is traced once for each of their meshes rather than for the first only.
+                # tasks call is traced once for each of their meshes and rules, not for the first only.
                 stack.enter_context(resolve_specs_on(task.to_mesh()))
+                stack.enter_context(_rules_around(task.axis_rules))
             yield
     finally:
         _current.reset(token)

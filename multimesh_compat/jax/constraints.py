@@ -6,8 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 import mmnnx as mm
 from mmnnx.sharding.logical import autosharding
+
+_autosharding_around = jax.make_user_context()  # a key of JAX's caches
 
 
 @contextlib.contextmanager
@@ -22,7 +26,8 @@ def autoshard(autoshard: bool = True) -> Iterator[None]:
     """
     token = autosharding.set(autoshard)
     try:
-        yield
+        with _autosharding_around(autoshard):
+            yield
     finally:
         autosharding.reset(token)
 

@@ -176,3 +176,29 @@ def test_a_counter_of_meshes_that_share_a_device():
             step(params, count)
             nnx.jit(decay)(*reference)
     assert_same(nnx.state((params, count)), nnx.state(reference))
+
+
+@pytest.mark.parametrize("schedule", [None, "gpipe"])
+@pytest.mark.parametrize("devices", [([0, 1], [0], [2]), ([0, 1, 2, 3], [0, 1], [2, 3])])
+def test_activations_of_meshes_that_share_devices(devices, schedule):
+    """What is sent to a mesh with some of the same devices is there already: nothing is written over it while
+    one of the two is still to be read."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.p, self.q, self.r, self.s = (nnx.Linear(4, 4, rngs=nnx.Rngs(n)) for n in range(4))
+
+        def __call__(self, x):
+            h = self.p(x)
+            return self.s(self.r(mm.task(lambda h: self.q(jnp.sin(h)), task=tasks[1])(h)) + h)
+
+    def step(model, x):
+        grad_fn = nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean())
+        if schedule is not None:
+            grad_fn = mm.microbatch(grad_fn, 0, 4, argnum=1, schedule=schedule)
+        return grad_fn(model, x)
+
+    tasks = [mm.Task(name, mesh=mm.TaskMesh(devices=n, axis_names=("x",))) for name, n in zip("abc", devices)]
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    split = born(Model, place(tasks, ["p", "r"], ["q"], ["s"]))
+    assert_same(mm.jit(step)(split, x), nnx.jit(step)(Model(), x))

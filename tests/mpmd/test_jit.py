@@ -694,3 +694,13 @@ def test_a_scalar_of_a_weak_type_stays_weak():
         run = mm.jit(step)
         for _ in range(3):
             assert run(model).dtype == jnp.bfloat16 and model.temperature.get_raw_value().weak_type
+
+
+def test_derivatives_by_integers(mode):
+    """They have no values: `float0` arrays of NumPy."""
+
+    def f(model, n, x):
+        return jax.grad(lambda n, x: model(x).sum() * 2.0, argnums=(0, 1), allow_int=True)(n, x)
+
+    by_n, by_x = mode.jit(f)(mode.make(Pair), np.arange(3), np.ones((2, 4), np.float32))
+    assert by_n.dtype == jax.dtypes.float0 and by_n.shape == (3,) and by_x.shape == (2, 4)

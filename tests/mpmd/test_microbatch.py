@@ -393,3 +393,14 @@ def test_a_sum_that_is_converted_is_converted_after_it_is_added_up(dtype):
     assert got.dtype == dtype
     np.testing.assert_allclose(float(got), float(loop(host, x)))
     np.testing.assert_allclose(float(got), 6 if dtype == jnp.int32 else 9)
+
+
+def test_numbers_among_the_results_keep_their_weak_type(run):
+    out = run(lambda a, x: mm.microbatch(lambda x: ((x @ a).sum(), 2.0), 0, 2, reduce="last")(x)[1], A, X)
+    assert (out * jnp.bfloat16(1)).dtype == jnp.bfloat16
+
+
+def test_maxima_in_a_type_without_infinity(run):
+    f = lambda a, x: (x @ a).astype(jnp.float8_e4m3fn)
+    got = run(lambda a, x: mm.microbatch(lambda x: f(a, x), 0, 2, reduce="max")(x), A, X)
+    np.testing.assert_array_equal(got, np.max([f(A, X[n : n + 2]) for n in range(0, 8, 2)], axis=0))

@@ -18,7 +18,7 @@ import mmnnx as mm
 from mmnnx.modules import LM, LMConfig, MoELM, MoELMConfig
 from mmnnx.sharding.pipeline import pipeline_sharding
 from tests.models import make
-from tests.mpmd.parity import assert_parity, born, pipeline, place, train_step
+from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place, train_step
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -312,6 +312,44 @@ def test_state_that_is_only_added_to_starts_where_it_is(start):
         arg_shardings=P("data"),
     )
     assert (2, 8) in {tuple(v.aval.shape) for v, _ in program.values}
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda y: jnp.sum(y > 0, 0, dtype=jnp.uint32) // jnp.uint32(2),
+        lambda y: jax.lax.div(jnp.sum((y * 100).astype(jnp.int32), 0), 3),
+        lambda y: jnp.sum((y > 0).astype(jnp.int8) * jnp.int8(30), 0, dtype=jnp.int8),  # runs over, and stays
+        lambda y: -jnp.sum((y * 100).astype(jnp.int16), 0, dtype=jnp.int16) * jnp.int16(7),
+    ],
+    ids=["uint32 halved", "int32 divided", "int8", "int16"],
+)
+def test_integers_are_counted_as_on_one_device(count):
+    """A sum that is rounded is rounded once, and one of few bits keeps its type."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.first, self.second = (nnx.Linear(4, 4, rngs=nnx.Rngs(n)) for n in range(2))
+            self.hits = nnx.Variable(count(jnp.zeros((1, 4))))
+
+        def __call__(self, x):
+            y = self.second(jnp.tanh(self.first(x)))
+            self.hits[...] += count(y)
+            return y
+
+    def step(spec):
+        def run(model, x):
+            loop = mm.microbatch(lambda model, x: count(model(x)), 0, 8, argnum=1, arg_shardings=spec)
+            return loop(model, x), model.hits[...]
+
+        return run
+
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+    with mesh:
+        model = born(Model, place(tasks, ["first"], ["second", "hits"]))
+        found = mm.jit(step(P("data")))(model, x)
+    assert_same((*found, nnx.state(model)), (*nnx.jit(step(None))(whole := Model(), x), nnx.state(whole)))
 
 
 def test_stages_that_are_alike_over_data_and_tensor_axes():

@@ -196,3 +196,20 @@ def test_what_can_overlap_does():
     assert {program(kind).loops[0].schedule for kind in ("training steps", "tokens")} == {"sequential"}
     assert program("sums of gradients").loops[0].schedule not in ("sequential", "gpipe")
     assert program("evaluation").simulate().makespan < program("tokens").simulate().makespan
+
+
+def test_results_of_an_iteration_that_are_constants():
+    def step(model, x):
+        def body(carry, row):
+            return carry + 1.0, (1.0, model.mix[1](jnp.tanh(model.mix[0](row))), carry)
+
+        def loss_fn(model):
+            carry, (ones, y, counts) = jax.lax.scan(body, 0.0, x)
+            return (y**2).sum() * ones.sum() / carry + counts.sum()
+
+        return nnx.value_and_grad(loss_fn)(model)
+
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    mesh, (model, _) = made()[0], made()[1:]
+    with mesh:
+        assert_same(mm.jit(step)(model, x), nnx.jit(step)(Model(), x))

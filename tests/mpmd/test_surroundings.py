@@ -347,3 +347,88 @@ def test_what_it_is_called():
     assert repr(mm.jit(descend)) == "mm.jit(descend)"
     with pytest.raises(TypeError, match="static_argnums or static_argnames"):
         mm.jit(lambda x, how: x)(1.0, "fast")
+
+
+def test_callbacks_where_nothing_else_is_outside_of_loops(mode):
+    """One ahead of a loop, which has all that is placed; and where nothing reads what is placed."""
+    seen = []
+
+    def evaluate(model, x):
+        jax.debug.callback(lambda _: seen.append("batch"), x.mean())
+        io_callback(lambda _: seen.append("io"), None, x.sum())
+        return mm.microbatch(lambda model, x: (model(x) ** 2).sum(), 0, 1, argnum=1)(model, x)
+
+    def ignore(model, x):
+        jax.debug.callback(lambda _: seen.append("ignored"), x.mean())
+        return x + 1
+
+    model = mode.make(Pair)
+    for f in (evaluate, ignore):
+        jax.block_until_ready(mode.jit(f)(model, X))
+    jax.effects_barrier()
+    assert sorted(seen) == ["batch", "ignored", "io"]
+
+
+def test_callbacks_that_keep_an_order(mode):
+    """On one mesh they do. Two meshes have no common order."""
+    seen = []
+
+    def f(model, x, both):
+        for n in range(2):
+            x = model.first(x)
+            io_callback(lambda _, n=n: seen.append(n), None, x.sum(), ordered=True)
+        x = model.second(x)
+        if both:
+            io_callback(lambda _: seen.append(2), None, x.sum(), ordered=True)
+        return x
+
+    jitted, model = mode.jit(f, static_argnums=2), mode.make(Pair)
+    jax.block_until_ready(jitted(model, X, False))
+    jax.effects_barrier()
+    assert seen == [0, 1]
+    if mode.split:
+        with pytest.raises(ValueError, match=r"ordered=True are on 2 TaskMeshes \(.*, .*\)"):
+            jitted(model, X, True)
+    else:
+        jax.block_until_ready(jitted(model, X, True))
+        jax.effects_barrier()
+        assert seen == [0, 1, 0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_values_that_are_captured_around_it(mode):
+    """`nnx.capture` has the function add to what it is given."""
+
+    class Sowing(Pair):
+        def __call__(self, x):
+            hidden = jnp.tanh(self.first(x))
+            self.sow(nnx.Intermediate, "hidden", hidden)
+            return self.second(hidden)
+
+    model = mode.make(Sowing)
+    jitted = mode.jit(lambda model, x: model(x))
+    out, captured = nnx.capture(jitted, nnx.Intermediate)(model, X)
+    (hidden,) = jax.tree.leaves(captured)
+    np.testing.assert_allclose(hidden, np.tanh(model.first.kernel[...].T @ X.T).T, rtol=1e-5)
+    np.testing.assert_allclose(jitted(model, X), out)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, mm.jit])
+def test_tasks_on_one_mesh_with_other_rules(transform):
+    """A function that was traced in one is traced anew for the other."""
+    mesh, _ = pipeline(2, 2, axes=("data",))
+    helper = transform(lambda x: mm.with_sharding_constraint(jnp.sin(x), P("batch", "embed")))
+    specs = []
+    for name in ("batch", "embed"):
+        task = mm.Task(name, mesh_slice={"stage": 0}, logical_axes=[(name, "data")])
+        with mesh:
+            specs.append(mm.jit(mm.task(helper, task=task))(jnp.ones((8, 4))).sharding.spec)
+    assert specs == [P("data"), P(None, "data")]
+
+
+def test_a_task_around_a_call_is_no_part_of_the_function():
+    mesh, _ = pipeline(2, 2, axes=("data",))
+    double = mm.jit(mm.shard_map(lambda x: 2 * x, in_specs=P("data"), out_specs=P("data")))
+    with mesh:
+        out = mm.task(double, task=mm.Task("a", mesh_slice={"stage": 0}))(jnp.ones((8, 4)))
+    np.testing.assert_array_equal(out, 2)
