@@ -73,19 +73,26 @@ def place(
 
 
 def _cheaper(region: Callable[..., _Region], loop: Loop | None = None) -> Placement:
-    """The placement of a region; if it uses state again further on, of two the one that sends fewer bytes.
+    """The placement of a region; if the flow comes to a mesh or to state again, of several the one that sends
+    the fewest bytes, and of these the one of fewest stages.
 
-    In a loop that goes for the state of several meshes, as where all layers are gone through again. What one
-    mesh alone has, such as an embedding, is sent once for all microbatches, and adds no stage.
+    The others have the flow go back to the state, or begin later what can begin later. In a loop, a single
+    array that is used again, such as an embedding, is sent once for all microbatches, and adds no stage.
     """
     first = region(returning=False)
-    placement = first.run()
-    if len(first.sent_from) < (1 if loop is None else 2):
-        return placement
-    other = region(returning=True).run()
-    if loop is not None and not fits(loop, other):
-        return placement
-    return min(placement, other, key=lambda p: _bytes_sent(first.nodes, p, first.microbatches))
+    found = [first.run()]
+    meshes = [p.mesh for p in found[0].positions]
+    if not first.sent and len(set(meshes)) == len(meshes):
+        return found[0]
+    tried = [first]
+    if (late := first.latest()) is not None:
+        tried.append(region(returning=False, order=late))
+        found.append(tried[-1].run())
+    few = 1 if loop is None else 2
+    found += [region(returning=True, order=r.order).run() for r in tried if len(r.sent) >= few]
+    allowed = [found[0], *(p for p in found[1:] if loop is None or fits(loop, p))]
+    cost = lambda p: (_bytes_sent(first.nodes, p, first.microbatches), len(p.positions))
+    return min(allowed, key=cost) if len(allowed) > 1 else found[0]
 
 
 def _bytes_sent(nodes: Sequence[Node], placement: Placement, times: int) -> int:
@@ -119,8 +126,10 @@ class _Region:
         slices: Iterable[Var] = (),
         *,
         returning: bool,
+        order: Sequence[Equation] | None = None,
     ):
         self.nodes = nodes
+        self.order = order  # in which the forward is placed, if not in that of the nodes
         self.of_batch = set(slices)  # what is made of the batch alone, where that has a home
         self.task_of = task_of
         self.in_loop = microbatches is not None
@@ -133,7 +142,7 @@ class _Region:
         self.roots = {v: frozenset([v]) for v, o in inputs.items() if o.kind is Kind.STATE} | (roots or {})
         self.renewed: set[Var] = set()  # new values of state, and what they are made of
         self.returning = returning  # the flow to state that was used before, where that is elsewhere
-        self.sent_from: set[Mesh] = set()  # the homes of state that goes to the flow instead
+        self.sent: set[Var] = set()  # state that goes to the flow instead
         self.tied: set[Node] = set()
         self.maker: dict[Var, Node] = {v: n for n in nodes for v in n.outvars}
         self.users: dict[Var, list[Node]] = {}
@@ -151,7 +160,7 @@ class _Region:
         follow_back(late, self.out.follows, lambda a: a if is_var(a) and a in state else None)
 
     def run(self) -> Placement:
-        forward = self._all(_FORWARD)
+        forward = self.order or self._all(_FORWARD)
         self.used_state: set[Var] = set()
         for e in forward:
             self._place_forward(e)
@@ -179,6 +188,37 @@ class _Region:
             self._place_free()
         self._place_effects()
         return self.out
+
+    def latest(self) -> list[Equation] | None:
+        """The forward with each equation as late as what reads it allows, by the number of times that a flow
+        goes to another mesh ahead of it; None where state is come to in the same order."""
+        forward = self._all(_FORWARD)
+        mesh = {e: self._home(e) for e in forward if e in self.tied}
+        depth: dict[Node, int] = {}
+        here: dict[
+            Node, Mesh | None
+        ] = {}  # the mesh of an equation, or else that of the flow that reaches it
+
+        def hops(a: Node, b: Node) -> int:
+            return int(None not in (here[a], here[b]) and here[a] != here[b])
+
+        for e in forward:
+            made_of = [m for a in e.invars if is_var(a) and (m := self.maker.get(a)) in depth]
+            deepest = max(made_of, key=depth.__getitem__, default=None)
+            here[e] = mesh.get(e, here[deepest] if deepest is not None else None)
+            depth[e] = max((depth[m] + hops(m, e) for m in made_of), default=0)
+        end = max(depth.values(), default=0)
+        for e in reversed(forward):
+            users = [u for v in e.outvars for u in self.users.get(v, ()) if u in depth]
+            depth[e] = min((depth[u] - hops(e, u) for u in users), default=end)
+        late = sorted(forward, key=depth.__getitem__)
+        same = [e for e in late if e in self.tied] == [e for e in forward if e in self.tied]
+        return None if same else late
+
+    def _home(self, e: Equation) -> Mesh:
+        """The mesh of an equation that is tied to one."""
+        scoped, homes = self.task_of(e.scope), self._state_homes(e) or self._renewed_homes(e)
+        return scoped[1] if scoped is not None else max(homes, key=homes.__getitem__)
 
     def _find_inner(self) -> tuple[set[Node], set[Node]]:
         """Backwards of derivatives that are themselves derived, and so part of the forward of that; and all
@@ -342,7 +382,7 @@ class _Region:
             if again and not self.returning:
                 # Shared state used again further on: it is sent there, rather than the flow sent back. (A
                 # scalar is sent back: such as the norm of all weights, which scales each of them.)
-                self.sent_from.add(mesh)
+                self.sent |= self._roots(e) or {a for a in e.invars if is_var(a) and a in self.renewed}
                 position = before
             else:
                 position = self._position(mesh, None, before)
@@ -478,14 +518,24 @@ class _Region:
             return
         else:
             choices = {Spot(self.positions[-1].mesh, len(self.positions) - 1)}
-        self.tied.add(e)
         reached = [s for s in choices if came is None or _rank(s) <= came]
         spot = max(reached, key=_rank) if reached else min(choices, key=_rank)
+        sent = scoped is None and came is None and all(s.mesh != spot.mesh for s in incoming)
+        if sent and (there := self._all_there(incoming, residuals)) is not None:
+            self._set(e, there, "backward")
+            return
+        self.tied.add(e)
         self._set(e, spot, "backward")
         if scoped is not None and spot.position is not None:
             here, name = self.positions[spot.position].task, scoped[0].name
             if name and here is not None and name not in (here.name or "").split("+"):
                 self.out.backward_tasks[spot.position] = name
+
+    def _all_there(self, incoming: Sequence[Spot], residuals: Iterable[Var]) -> Spot | None:
+        """For the backward of a second loss, which reads what the first had as well: where a gradient comes
+        from, if all else that is read is there."""
+        held = [{self.spots[n].mesh for n in self.users[a] if n in self.spots} for a in residuals]
+        return next((s for s in incoming if all(s.mesh in meshes for meshes in held)), None)
 
     def _beside(self, e: Equation, ahead: Sequence[Spot]) -> Spot:
         """For the backward of a second loss: where all it reads is at hand, else where its forward was."""

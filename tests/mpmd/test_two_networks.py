@@ -1,0 +1,120 @@
+"""Two networks on meshes of their own, one of which is used several times: what crosses is of the batch."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mmnnx as mm
+from tests.mpmd.parity import assert_same, born, pipeline, place
+
+ROWS, WIDTH = 16, 32
+MESH, TASKS = pipeline(3)
+SAMPLES, NOISE = np.random.default_rng(0).normal(size=(2, ROWS, 8)).astype(np.float32)
+
+
+class MLP(nnx.Module):
+    def __init__(self, seed, out=8):
+        rngs, sizes = nnx.Rngs(seed), (8, WIDTH, WIDTH, out)
+        self.layers = nnx.List(nnx.Linear(*io, rngs=rngs) for io in zip(sizes, sizes[1:]))
+
+    def __call__(self, x):
+        for layer in self.layers[:-1]:
+            x = jnp.tanh(layer(x))
+        return self.layers[-1](x)
+
+
+def critic_of(first, d, g, xz):
+    """A critic's loss (Goodfellow et al. 2014), with one or the other of its two passes written first."""
+    if first == "fake":
+        fake = d(jax.lax.stop_gradient(g(xz[1])))
+        return (fake - d(xz[0])).mean()
+    real = d(xz[0])
+    return (d(jax.lax.stop_gradient(g(xz[1]))) - real).mean()
+
+
+def cycle(d, g, xz):
+    """Each maps into the domain of the other, and back (CycleGAN, Zhu et al. 2017)."""
+    x, y = xz
+    return jnp.abs(d(g(x)) - x).mean() + jnp.abs(g(d(y)) - y).mean()
+
+
+def programs(first, second, step):
+    """The program of a step, which is checked, for the networks on these tasks."""
+    with MESH:
+        split = [born(lambda n=n: MLP(n), placement) for n, placement in enumerate((first, second))]
+        run = mm.jit(step)
+        program = run.program(*split, (SAMPLES, NOISE))
+        found = run(*split, (SAMPLES, NOISE))
+    whole = [MLP(n) for n in range(2)]
+    assert_same(found, nnx.jit(step)(*whole, (SAMPLES, NOISE)))
+    assert_same(nnx.state(split), nnx.state(whole))
+    return program
+
+
+def loop(loss_fn, schedule):
+    def step(d, g, xz):
+        grad_fn = nnx.value_and_grad(loss_fn)
+        loss, grads = mm.microbatch(grad_fn, 0, 4, argnum=2, reduce="mean", schedule=schedule)(d, g, xz)
+        descend(d, grads)
+        return loss
+
+    return step
+
+
+def descend(d, grads):
+    nnx.update(d, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(d, nnx.Param), grads))
+
+
+ON_A = place(TASKS[:1], ["layers"])
+CRITICS = {
+    "on one mesh": place(TASKS[1:2], ["layers"]),
+    "on two": place(TASKS[1:], [("layers", 0)], [("layers", 1), ("layers", 2)]),
+}
+
+
+@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b"])
+@pytest.mark.parametrize("where", CRITICS)
+def test_the_order_of_two_passes_makes_no_difference(where, schedule):
+    made = [
+        programs(CRITICS[where], ON_A, loop(functools.partial(critic_of, first), schedule))
+        for first in ("fake", "real")
+    ]
+    fake, real = ((p.simulate().makespan, sum(t.nbytes for t in p.transfers)) for p in made)
+    assert real == fake
+    assert {t.shape[0] for t in made[1].transfers} == {4}
+
+
+def test_a_cycle():
+    program = programs(CRITICS["on one mesh"], ON_A, loop(cycle, None))
+    assert {t.shape for t in program.transfers if t.shape} == {(4, 8)}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_gradient_penalty_at_every_step_of_a_critic(steps):
+    """WGAN-GP (Gulrajani et al. 2017): steps after the first need points alone, which are sent ahead."""
+
+    def step(d, g, xz):
+        samples, noise = xz
+        fake = jax.lax.stop_gradient(g(noise))
+        for n in range(steps):
+            share = jax.random.uniform(jax.random.key(n), (ROWS, 1))
+            between = share * samples + (1 - share) * fake
+
+            def loss_fn(d, between=between):
+                slopes = jax.grad(lambda x: d(x).sum())(between)
+                penalty = ((jnp.sqrt((slopes**2).sum(-1) + 1e-8) - 1) ** 2).mean()
+                return d(fake).mean() - d(samples).mean() + 10.0 * penalty
+
+            loss, grads = nnx.value_and_grad(loss_fn)(d)
+            descend(d, grads)
+        return loss
+
+    program = programs(CRITICS["on one mesh"], ON_A, step)
+    assert {(t.source, t.shape) for t in program.transfers} == {("stage0", (ROWS, 8))}
+    assert len(program.transfers) <= steps + 1
