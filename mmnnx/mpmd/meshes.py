@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from mmnnx.sharding.mesh import MultiMesh
+from mmnnx.sharding.mesh import MultiMesh, auto_mesh
 from mmnnx.sharding.task import Task, placed_tasks, scope_name
 
 
@@ -91,9 +91,9 @@ class Meshes:
         self._moving_names: dict[Mesh, str | None] = {}
 
     def canonical(self, mesh: Mesh, name: str | None = None) -> Mesh:
-        """The object that stands for the devices of `mesh`; the first name given to it stays."""
+        """The object that stands for the devices of `mesh`, of Auto axes; the first name given to it stays."""
         key = mesh.devices.shape, tuple(d.id for d in mesh.devices.flat)
-        mesh = self._known.setdefault(key, mesh)
+        mesh = self._known.setdefault(key, auto_mesh(mesh))
         if name:
             self._names.setdefault(mesh, name)
         return mesh

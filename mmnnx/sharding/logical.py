@@ -138,7 +138,14 @@ def _constrain(spec: Any, x: Any) -> Any:
         return x
     task, logical, multimesh = current_task(), autosharding.get(), current_multimesh()
     if not isinstance(spec, PartitionSpec) or logical is False or (task is None and logical is None):
-        return jax.lax.with_sharding_constraint(x, spec)
+        try:
+            return jax.lax.with_sharding_constraint(x, spec)
+        except (ValueError, RuntimeError) as error:
+            error.add_note(
+                "Outside of tasks mm.with_sharding_constraint is jax.lax.with_sharding_constraint, for which "
+                "names are axes of the current mesh. A task translates logical names: mm.task(f, task=...)"
+            )
+            raise
     if task is not None and splitting.get():
         mesh = task.to_mesh()
     elif task is None and multimesh is not None:

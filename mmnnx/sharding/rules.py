@@ -107,6 +107,9 @@ def logical_rules(
         "sequence": the "sequence" of activations over "model" (arXiv:2205.05198); where an activation has it
         and "heads" or "mlp" besides, the first of its dimensions has the mesh axis;
         "expert": "expert" over "expert" (GShard, arXiv:2006.16668).
+        The axes that activations have, "batch" and "sequence", are sharded where a module computes inside of
+        a task scope (`mm.task`). Where state alone is placed, as by `pipeline_sharding`, say how the batch is
+        sharded: `mm.microbatch(..., arg_shardings=PartitionSpec("data"))`, or give it sharded.
       known: a model, real or abstract (`nnx.eval_shape`), whose logical names are known besides those of
         `mmnnx.modules`; or such names, for axes that a model has in constraints alone.
       mesh_axes: other mesh axes for those that the presets use: `{"model": "x"}`, a tuple of axes, or None.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
@@ -394,6 +394,25 @@ def test_a_sharded_batch():
         grad_fn = nnx.value_and_grad(models.squared_error)
         step = mm.jit(mm.microbatch(grad_fn, dim=0, size=4, argnum=1, reduce="mean"))
         got = step(model, on_mesh)
+    assert_same(got, nnx.jit(grad_fn)(make(models.MLP)(), batch))
+
+
+@pytest.mark.parametrize("microbatch", [None, 4])
+@pytest.mark.parametrize("first", ["batch", "model"])
+def test_arguments_on_meshes_with_explicit_axes(first, microbatch):
+    """As `jax.make_mesh` makes them: they count as Auto, whichever argument comes first."""
+    meshes = [jax.make_mesh((4,), ("data",), devices=jax.devices()[4 * n : 4 * n + 4]) for n in range(2)]
+    assert meshes[0].axis_types == (AxisType.Explicit,)
+    model, batch = make(models.MLP)(), models.vectors()
+    for layer, n in zip(model.layers, (0, 0, 1, 1)):
+        nnx.update(layer, jax.device_put(nnx.state(layer), NamedSharding(meshes[n], P())))
+    grad_fn = nnx.value_and_grad(models.squared_error)
+    step = mm.microbatch(grad_fn, 0, microbatch, argnum=1, reduce="mean") if microbatch else grad_fn
+    there = jax.device_put(batch, NamedSharding(meshes[0], P("data")))
+    if first == "model":
+        got = mm.jit(step)(model, there)
+    else:
+        got = mm.jit(lambda batch, model: step(model, batch))(there, model)
     assert_same(got, nnx.jit(grad_fn)(make(models.MLP)(), batch))
 
 

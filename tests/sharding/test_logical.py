@@ -129,8 +129,9 @@ class TestConstraint:
         ):
             (found,) = self.constraints(lambda x: with_sharding_constraint(x, P("model")), jnp.ones(4))
             assert found == NamedSharding(multimesh.mesh, P("model"))
-            with pytest.raises(ValueError, match="mlp"):
+            with pytest.raises(ValueError, match="mlp") as error:
                 with_sharding_constraint(jnp.ones(4), P("mlp"))
+            assert "mm.task(f, task=...)" in error.value.__notes__[0]
 
     def test_a_sharding_is_taken_as_it_is(self):
         sharding = NamedSharding(Mesh(jax.devices()[:2], ("x",)), P("x"))
