@@ -91,7 +91,7 @@ class Meshes:
         self._moving_names: dict[Mesh, str | None] = {}
 
     def canonical(self, mesh: Mesh, name: str | None = None) -> Mesh:
-        """The object that stands for the devices of `mesh`, of Auto axes; the first name given to it stays."""
+        """What stands for the devices of `mesh`, with Auto axes; the first name given to it stays."""
         key = mesh.devices.shape, tuple(d.id for d in mesh.devices.flat)
         mesh = self._known.setdefault(key, auto_mesh(mesh))
         if name:

@@ -187,18 +187,20 @@ def _settled(
     It is all the same to a program whether they are there or nowhere in particular, as after `nnx.Optimizer`
     or `nnx.metrics.Average` outside of `mm.jit`, unless what is called all of the MultiMesh is a task's own.
     """
-    if multimesh is None or any(m.devices.size == multimesh.mesh.devices.size for m in divided):
+    if multimesh is not None and any(m.devices.size == multimesh.mesh.devices.size for m in divided):
         return {}
-    whole = NamedSharding(multimesh.mesh, PartitionSpec())
-    return {
-        leaf.updates: whole
-        for leaf, held, sharding, aval in zip(record.results, pieces.results, asked, jaxpr.out_avals)
-        if leaf is not None
-        and leaf.updates is not None
-        and ends.given[leaf.updates] is None
-        and aval == jaxpr.in_avals[leaf.updates]
-        and (len(held) > 1 or sharding == whole)
-    }
+    settled: dict[int, NamedSharding] = {}
+    results = zip(record.results, pieces.results, asked, jaxpr.out_avals)
+    for number, held, sharding, aval in (
+        (leaf.updates, *rest) for leaf, *rest in results if leaf is not None
+    ):
+        if number is None or ends.given[number] is not None or aval != jaxpr.in_avals[number] or aval.shape:
+            continue
+        if len(held) > 1 and multimesh is not None:
+            settled[number] = NamedSharding(multimesh.mesh, PartitionSpec())
+        elif sharding is not None or (held and held[0][1] in divided):
+            settled[number] = sharding or NamedSharding(held[0][1], PartitionSpec())
+    return settled
 
 
 def _check_ordered(program: Program) -> None:

@@ -1,6 +1,7 @@
 """A second call with the same shapes traces and compiles nothing: what `JAX_LOG_COMPILES=1` would say of the
 main job, after its first step, validation and sample, and after a restore."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -70,15 +71,20 @@ class TwoLayers(nnx.Module):
         return self.last(nnx.tanh(self.first(x)))
 
 
+WHOLE = mm.MultiMesh(axis_sizes=(4, 2), axis_names=("stage", "model"), devices=jax.devices()[:8])
+TASKS = {
+    "slices": [dict(mesh_slice={"stage": i}) for i in range(2)],
+    "own meshes": [dict(mesh=mm.TaskMesh(devices=[2 * i, 2 * i + 1], axis_names=("x",))) for i in range(2)],
+}
+
+
 @pytest.mark.parametrize("donated", [(), (0, 1, 2)])
-def test_counters_made_outside_cost_no_second_program(compiled, donated):
+@pytest.mark.parametrize("kind", TASKS)
+def test_counters_made_outside_cost_no_second_program(compiled, kind, donated):
     """`nnx.Optimizer` and metrics are often made outside of mm.jit: their counters live nowhere in particular
-    before the first step and on every mesh after it."""
-    mesh = mm.MultiMesh(axis_sizes=(4, 2), axis_names=("stage", "model"))
-    rules = {
-        mm.path(name, ...): (mm.Task(name, mesh_slice={"stage": i}), P())
-        for i, name in enumerate(("first", "last"))
-    }
+    before the first step; after it, on every mesh, or without a MultiMesh on one."""
+    tasks = [mm.Task(name, **where) for name, where in zip(("first", "last"), TASKS[kind])]
+    rules = {mm.path(task.name): (task, P()) for task in tasks}
 
     def step(model, optimizer, metrics, x, y):
         metrics.reset()
@@ -100,10 +106,10 @@ def test_counters_made_outside_cost_no_second_program(compiled, donated):
         for n in range(3):
             x = np.full((2, 4), n, np.float32)
             logs.append(compiled(lambda x=x: losses.append(step_fn(model, optimizer, metrics, x, x + 1))))
-        return logs, [*losses, metrics.compute(), *jax.tree.leaves(nnx.state((model, optimizer)))]
+        return logs, [*losses, *jax.tree.leaves(nnx.state((model, optimizer, metrics)))]
 
     _, expected = run(nnx.jit, lambda model: model)
-    with mesh:
+    with WHOLE if kind == "slices" else contextlib.nullcontext():
         logs, found = run(mm.jit, mm.jit(lambda m: m, out_shardings=mm.TaskSharding(rules)))
     assert any("Compiling" in message for message in logs[0])
     assert logs[1:] == [[], []]
