@@ -165,6 +165,8 @@ class _Region:
         for e in forward:
             self._place_forward(e)
         self._settle(forward)
+        if self.forward_phase == "none":
+            self._bring_home(forward)
         # Where the forward uses state, beside where that state lives: a backward may find a copy there.
         self.state_uses: dict[Var, set[Spot]] = {}
         for e in forward:
@@ -219,6 +221,22 @@ class _Region:
         """The mesh of an equation that is tied to one."""
         scoped, homes = self.task_of(e.scope), self._state_homes(e) or self._renewed_homes(e)
         return scoped[1] if scoped is not None else max(homes, key=homes.__getitem__)
+
+    def _bring_home(self, forward: Sequence[Equation]) -> None:
+        """Has new values of state made at its home, where most bytes of what they are made of are: a cache
+        whose rows are chosen by what the last mesh says, say."""
+        home: dict[Node, Mesh] = {}
+        for e in reversed(forward):
+            users = [u for v in e.outvars for u in self.users.get(v, ())]
+            homes = {self.where[self.out.follows[v]].mesh for v in e.outvars if v in self.out.follows}
+            homes |= {home[u] for u in users if u in home}
+            if len(homes) == 1 and all(u in home for u in users):
+                (home[e],) = homes
+        for e in forward:
+            if e in home and e not in self.tied and e in self.spots and self.spots[e].mesh != home[e]:
+                held = self._at_hand(e)
+                if home[e] == max(held, key=held.__getitem__, default=None):
+                    self._set(e, Spot(home[e]), "none")
 
     def _find_inner(self) -> tuple[set[Node], set[Node]]:
         """Backwards of derivatives that are themselves derived, and so part of the forward of that; and all
@@ -645,7 +663,8 @@ class _Region:
                     wanted[e] = coordinate(position)
         # A gradient is summed where it is made and sent home once, not in every microbatch.
         times = self.microbatches if backward else 1
-        new = settle(Flow(at, self.tied, wanted, times, self.maker, self.users))
+        meshes = [self.positions[coordinate(n)].mesh for n in range(len(self.positions))]
+        new = settle(Flow(at, self.tied, wanted, times, meshes, self.maker, self.users))
         for e in flow:
             if e not in self.tied:
                 position = coordinate(new[e])

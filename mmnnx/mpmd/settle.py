@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from jax.sharding import Mesh
+
 from mmnnx.mpmd.cut import sink_side
 from mmnnx.mpmd.trace import Node, Var, is_var, nbytes
 
@@ -22,6 +24,7 @@ class Flow:
       tied: those that stay.
       wanted: for an equation whose result is to be combined with state, the position of that.
       times: how often other values cross for each time that such a result does.
+      meshes: of the positions. The flow may come to one again.
       maker, users: of each value, in this flow or elsewhere.
     """
 
@@ -29,6 +32,7 @@ class Flow:
     tied: Collection[Node]
     wanted: Mapping[Node, int]
     times: int
+    meshes: Sequence[Mesh]
     maker: Mapping[Var, Node]
     users: Mapping[Var, Sequence[Node]]
 
@@ -81,7 +85,9 @@ def _beyond(
             continue
         count += 1
         value = count - 1
-        edges.append((number.get(maker, 0), value, nbytes(v)))
+        # What was made on the mesh that comes next, when the flow was there before, is there already.
+        there = maker not in number and flow.meshes[new[maker]] == flow.meshes[boundary + 1]
+        edges.append((number.get(maker, 0), value, 0 if there else nbytes(v)))
         for u in users:
             if u in number:
                 edges.append((value, number[u], -1))

@@ -159,3 +159,73 @@ def test_a_tied_embedding(vocab, goes):
         loop = mm.jit(mm.microbatch(lambda model, tokens: model(tokens), 0, 2, argnum=1, reduce="concat"))
         assert_same(loop(model, tokens), Tied()(tokens))
         assert [t.shape for t in loop.program(model, tokens).transfers].count((vocab, WIDTH)) == 1
+
+
+def test_a_value_meets_what_was_left_behind():
+    """A gate that another mesh computes comes back to what it is for, not the other way round."""
+
+    class Gated(nnx.Module):
+        def __init__(self):
+            self.up, self.gate, self.down = (
+                nnx.Linear(*io, rngs=nnx.Rngs(0)) for io in ((WIDTH, 64), (64, 1), (64, WIDTH))
+            )
+
+        def __call__(self, x):
+            hidden = jnp.tanh(self.up(x))
+            return self.down(hidden * jax.nn.sigmoid(self.gate(hidden)))
+
+    with MESH:
+        model = born(Gated, place(TASKS[:2], ["up", "down"], ["gate"]))
+        split = mm.jit(lambda model, x: model(x))
+        assert_same(split(model, X), Gated()(X))
+        assert [t.shape for t in split.program(model, X).transfers] == [(4, 64), (4, 1)]
+
+
+class Remembering(Net):
+    """Layers that add what they are given to a cache, and read all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.caches = nnx.List(nnx.Cache(jnp.zeros((4, 32, WIDTH))) for _ in range(STAGES))
+
+    def __call__(self, x, index):
+        for layer, cache in zip(self.layers, self.caches):
+            cache[...] = cache[...].at[:, index].set(x)
+            x = x + jnp.tanh(layer(x + cache[...].mean(1)))
+        return x
+
+
+REMEMBERING = place(TASKS, *[[("layers", n), ("caches", n)] for n in range(STAGES)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache, rows: cache[rows],
+        lambda cache, rows: jnp.einsum("ij,jkl->ikl", jax.nn.one_hot(rows, 4), cache),
+        lambda cache, rows: jnp.where((rows > 1)[:, None, None], 0, cache),
+        lambda cache, rows: cache.at[rows[0]].multiply(0.5),
+    ],
+    ids=["rows", "one hot", "where", "in part"],
+)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_caches_that_the_last_mesh_has_a_word_in(change, steps):
+    """As in beam search, also of several steps in one call: the word is sent to them."""
+
+    def decode(model, x):
+        for n in range(steps):
+            x = model(x, n)
+            rows = jnp.argsort(x.sum(-1))
+            x = x[rows]
+            for cache in model.caches:
+                cache[...] = change(cache[...], rows)
+        return x
+
+    whole = Remembering()
+    with MESH:
+        model = born(Remembering, REMEMBERING)
+        split = mm.jit(decode)
+        shapes = {t.shape for t in split.program(model, X).transfers}
+        assert_same(split(model, X), nnx.jit(decode)(whole, X))
+    assert_same(nnx.state(model), nnx.state(whole))
+    assert all(np.prod(shape) <= X.size for shape in shapes), shapes
