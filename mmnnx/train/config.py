@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -116,6 +117,8 @@ class TrainConfig:
             raise UserError(f"--seed must be below 2**32, not {self.seed}")
         if re.match(r"\w\w+:/", str(self.folder())):  # pathlib makes one slash of two
             raise UserError(f"--out {self.out}: a run is kept on a file system, local or shared, not by URL")
+        if re.search(r"[*?[]", where := os.path.abspath(self.folder())):
+            raise UserError(f"{where}: orbax would take *, ? and [ for a pattern; choose another --out")
         for whole, part in (
             ("batch", "microbatches"),
             ("width", "heads"),

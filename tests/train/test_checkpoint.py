@@ -44,7 +44,7 @@ def test_round_trip(tmp_path):
     step(*nodes.values())
     expected = values(nodes)
     extras = {"data": {"next_index": 7}, "config": {"width": 8, "names": ["a"]}, "metrics": {"loss": 3.0}}
-    folder = tmp_path / "new" / "a folder, #1 of 50%20?"
+    folder = tmp_path / "new" / "a folder, #1 of 50%20"
     save(folder, nodes, **extras)
     other = build(1)
     restored = Checkpoints(folder).restore(other)
@@ -180,7 +180,25 @@ def test_what_cannot_be_saved(tmp_path):
         Checkpoints("gs://bucket/run")
     with pytest.raises(ValueError, match="s3:/bucket/run: .* not by URL"):
         Checkpoints(Path("s3://bucket/run"))
+    for name in ("lr=[1e-3]", "what?", "run*/checkpoints"):
+        with pytest.raises(ValueError, match="for a pattern, .* choose another folder, or a link to it"):
+            Checkpoints(tmp_path / name)
     assert not (tmp_path / "none").exists()
+
+
+def test_paths_with_dots_and_links(tmp_path, monkeypatch):
+    """A link has the name that its folder must not have."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "lr=[1e-3]").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "lr=[1e-3]")
+    monkeypatch.chdir(tmp_path / "here")
+    nodes = build(0)
+    for folder in ("../there", "../link"):
+        save(folder, nodes)
+        other = build(1)
+        Checkpoints(folder).restore(other)
+        assert_equal(values(nodes), values(other))
+    assert (tmp_path / "there" / "1").is_dir() and (tmp_path / "lr=[1e-3]" / "1").is_dir()
 
 
 def test_keys_with_slashes_and_dots(tmp_path):

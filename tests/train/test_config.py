@@ -23,6 +23,7 @@ def test_defaults_are_valid():
         (dict(warmup=-1), "--warmup must not be below zero, not -1"),
         (dict(seed=2**32), "--seed must be below 2**32, not 4294967296"),
         (dict(out=Path("gs://bucket/lm")), "--out gs:/bucket/lm: a run is kept on a file system"),
+        (dict(name="lr=[1e-3]"), "runs/lr=[1e-3]: orbax would take *, ? and [ for a pattern"),
         (dict(batch=10, microbatches=4), "--batch 10 must be a multiple of --microbatches 4"),
         (dict(width=100, heads=8), "--width 100 must be a multiple of --heads 8"),
         (dict(heads=4, kv_heads=3), "--heads 4 must be a multiple of --kv-heads 3"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class Checkpoints:
       best: the name of a metric of which the lowest is best; that checkpoint is kept too.
 
     Raises:
-      ValueError: for a URL, or to keep none.
+      ValueError: for a URL or a path with `*`, `?` or `[` in it, or to keep none.
 
     Example:
       >>> with Checkpoints("run/checkpoints", best="loss") as checkpoints:
@@ -87,7 +88,12 @@ class Checkpoints:
             raise ValueError(f"keep={keep}: at least one checkpoint is kept")
         if re.match(r"\w\w+:/", str(folder)):  # pathlib makes one slash of two
             raise ValueError(f"{folder}: checkpoints are kept on a file system, local or shared, not by URL")
-        self.folder = FilePath(folder).absolute()
+        self.folder = FilePath(os.path.abspath(folder))  # tensorstore opens no path with .. in it
+        if wild := re.search(r"[*?[]", str(self.folder)):
+            raise ValueError(
+                f"{self.folder}: orbax would take {wild[0]!r} in a path for a pattern, and not find what it "
+                "has written; choose another folder, or a link to it without *, ? and ["
+            )
         self._keep, self._best, self._saved = keep, best, False
         self._lock: FileLock | None = None  # held while a checkpoint is being written
 
