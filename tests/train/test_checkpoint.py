@@ -162,6 +162,9 @@ def test_what_cannot_be_saved(tmp_path):
     for step in (-1, "2"):
         with pytest.raises(ValueError, match=f"step={step!r}: steps are counted from 0"):
             checkpoints.save(step, {"model": model})
+    best = Checkpoints(tmp_path / "none", best="loss")
+    with pytest.raises(ValueError, match=r"no 'loss', .* \(did you mean 'losss'\?\): it has 'losss', 'a'"):
+        best.save(1, {"model": model}, metrics={"losss": 1.0, "a": 2.0})
     with pytest.raises(TypeError, match='as in {"model": model}, not Small'):
         checkpoints.save(1, model)
     with pytest.raises(ValueError, match="no state in rngs"):

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from filelock import FileLock
 
 from mmnnx.sharding.placement import TaskSharding
+from mmnnx.sharding.rules import did_you_mean
 from mmnnx.train.checkpoint.agree import all_or_none, tell_all
 from mmnnx.train.checkpoint.errors import CheckpointError, DamagedError, Differences, Path
 from mmnnx.train.checkpoint.folder import (
@@ -134,7 +135,7 @@ class Checkpoints:
           nodes: NNX objects by name: modules, optimizers, `nnx.Rngs`, metrics.
           data: the position in the data, as JSON.
           config: anything else, as JSON.
-          metrics: numbers by name.
+          metrics: numbers by name. If there are any, that by which the best is chosen is one of them.
 
         Raises:
           TypeError, ValueError: for what cannot be saved; nothing is written then.
@@ -152,6 +153,11 @@ class Checkpoints:
                 raise TypeError(f"{'/'.join(path)} is a ShapeDtypeStruct, which has no values")
             if (name := stored_as(x)[1].name) in UNSTORED:
                 raise TypeError(f"{'/'.join(path)} is {name}, for which Zarr has no type: save it as uint8")
+        if metrics and self._best is not None and self._best not in metrics:
+            raise ValueError(
+                f"metrics= has no {self._best!r}, by which the best is chosen (best=)"
+                f"{did_you_mean(self._best, metrics)}: it has {', '.join(map(repr, metrics))}"
+            )
         numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
         values = {"placement": describe(arrays), "data": data, "config": config, "metrics": numbers}
         values = {name: _json(name, value) for name, value in values.items() if value is not None}
