@@ -119,7 +119,7 @@ class Homes:
                 return None
             raise errors[0]
         found = min(matches, key=lambda match: match.index)
-        self._matched.add(found.index)
+        self._matched.update(match.index for match in matches)
         self._asked = True
         self._parameters.update(dict.fromkeys(paths, (found, shape)))
         return found

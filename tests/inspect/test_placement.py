@@ -237,6 +237,17 @@ def test_free_devices_are_shown():
         assert str(show_placement(model, sharding=sharding)) == str(view)
 
 
+def test_rules_for_either_path_of_what_is_shared():
+    """As with mm.jit, no rule is in vain."""
+    model = nnx.Dict(a=nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    model["b"] = model["a"]
+    with mm.MultiMesh(axis_sizes=(2,), axis_names=("stage",), devices=jax.devices()[:2]):
+        first, second = (mm.Task(f"stage{i}", mesh_slice={"stage": i}) for i in range(2))
+        rules = mm.TaskSharding({mm.path("a"): first, mm.path("b"): second})
+        model = mm.jit(lambda model: model, out_shardings=rules)(model)
+        assert "stage0" in str(mm.show_placement(model, sharding=rules))
+
+
 def test_what_is_not_placed():
     class Both(nnx.Module):
         def __init__(self):

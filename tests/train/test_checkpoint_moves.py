@@ -58,6 +58,10 @@ def test_abstract_nodes(tmp_path):
     few = mm.TaskSharding({mm.path("embed"): mm.Task("stage0", mesh_slice={"stage": 0})})
     with placed("4x2")[0], pytest.raises(mm.PlacementError, match="blocks.0"):
         Checkpoints(tmp_path).restore({"model": new}, sharding=few)
+    stage = mm.Task("stage0", mesh_slice={"stage": 0})
+    wrong = mm.TaskSharding({mm.path("block", 0): stage, ...: stage})
+    with placed("4x2")[0], pytest.raises(mm.PlacementError, match=r"is placed by path\('block', 0\)"):
+        Checkpoints(tmp_path).restore({"model": new}, sharding=wrong)
     assert isinstance(new.embed.embedding.get_raw_value(), jax.ShapeDtypeStruct)
     Checkpoints(tmp_path).restore({"model": new})
     assert {d for x in arrays_of({"model": new}).values() for d in x.devices()} == {jax.devices()[0]}
@@ -192,6 +196,7 @@ def test_slots_by_rules_of_their_own(tmp_path, start):
         made = mm.jit(make, out_shardings=mm.TaskSharding(rules))()
         checkpoints.save(1, dict(zip("mo", made)))
         new = dict(zip("mo", nnx.eval_shape(make)))
+        checkpoints.restore({"m": nnx.eval_shape(make)[0]}, sharding=mm.TaskSharding(rules))
         checkpoints.restore(new, sharding=mm.TaskSharding(rules))
     saved = arrays_of(dict(zip("mo", made)))
     assert any(x.shape and x.sharding.spec == P("data") for x in saved.values())

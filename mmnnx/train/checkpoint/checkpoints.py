@@ -35,7 +35,7 @@ from mmnnx.train.checkpoint.folder import (
 from mmnnx.train.checkpoint.keys import stored_as
 from mmnnx.train.checkpoint.lock import claim
 from mmnnx.train.checkpoint.nodes import arrays_of, set_arrays
-from mmnnx.train.checkpoint.placement import describe
+from mmnnx.train.checkpoint.placement import check_rules, describe
 from mmnnx.train.checkpoint.rename import Rename
 from mmnnx.train.checkpoint.restore import restore_arrays, targets_of
 from mmnnx.train.checkpoint.write import copy_shards, make_writer
@@ -212,7 +212,7 @@ class Checkpoints:
           CheckpointError: there is no such checkpoint, or it is damaged: nodes are as they were. The message
             says which is the newest that is good.
           StructureError: nodes have other state than the checkpoint, said before anything is read.
-          PlacementError: `sharding` does not place the state.
+          PlacementError: `sharding` does not place the state, or has a rule that places nothing.
 
         Example:
           >>> model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
@@ -226,6 +226,8 @@ class Checkpoints:
             try:
                 extras = {name: read_json(folder, name) for name in JSON}
                 placement = extras.pop("placement")
+                if sharding is not None:
+                    check_rules(sharding, nodes, placement["state"])
                 arrays, left = restore_arrays(folder, placement, wanted, partial=partial, rename=rename)
             except DamagedError as error:
                 raise DamagedError(f"{error}. {advice(self.folder, step)}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from math import prod
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
 from mmnnx.inspect.homes import Homes
+from mmnnx.inspect.state import take_stock
 from mmnnx.sharding.mesh import current_multimesh, program_devices
 from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.train.checkpoint.errors import Path
@@ -100,6 +102,33 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
             inner = jax.tree_util.keystr(keys, simple=True, separator="/")
             found[tuple("/".join((name, *path, *([inner] if inner else []))).split("/"))] = own
     return found
+
+
+def check_rules(sharding: TaskSharding, nodes: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+    """Raises PlacementError for rules that place nothing, as `mm.jit` does, if they have to place parameters.
+
+    A rule may be for nodes that are not restored now: those that place what the checkpoint holds are used.
+
+    Args:
+      sharding: the rules.
+      nodes: what is restored.
+      stored: the "state" of `describe`.
+    """
+    homes = Homes(sharding)
+    abstract = [node for node in nodes.values() if _is_abstract(node)]
+    if all(isinstance(node, nnx.Optimizer) for node in abstract):
+        return
+    for node in sorted(abstract, key=lambda node: isinstance(node, nnx.Optimizer)):
+        take_stock(node, homes)
+    for name, about in stored.items():
+        like = jax.ShapeDtypeStruct(about["shape"], np.uint8)  # rules do not ask for the dtype
+        with contextlib.suppress(PlacementError):
+            homes.find([tuple(name.split("/")[1:])], like, [like])
+    homes.check_used()
+
+
+def _is_abstract(node: Any) -> bool:
+    return all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(node)))
 
 
 def _of_parameter(sharding: TaskSharding, path: Path, variable: Any, shape: tuple[int, ...]) -> NamedSharding:
