@@ -190,8 +190,9 @@ def microbatch(
 
     Raises:
       ValueError: for a size that does not divide the batch, leaves that disagree on the batch size, a
-        leaf without dimension `dim`, an unknown schedule or reduction, an option that the schedule does not
-        have; and when the loop is cut, for a schedule that is not for such stages or does not fit the memory.
+        leaf without dimension `dim`, an NNX object to slice, an unknown schedule or reduction, an option that
+        the schedule does not have; and when the loop is cut, for a schedule that is not for such stages or
+        does not fit the memory.
 
     Example:
       >>> grad_fn = nnx.value_and_grad(loss_fn)
@@ -386,6 +387,12 @@ def _is_node(x: Any) -> bool:
 
 def _count(tree: Any, dim: int, size: int) -> int:
     """Number of microbatches in the sliced argument, after checking all of its leaves."""
+    for node in jax.tree.leaves(tree, is_leaf=_is_node):
+        if _is_node(node) and not isinstance(node, nnx.Variable):
+            raise ValueError(
+                f"microbatch: the sliced argument is or holds a {type(node).__name__}, whose state is no "
+                "batch: give the number of the argument that is one as argnum="
+            )
     sizes: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path) or "the argument"

@@ -265,6 +265,8 @@ def test_differentiated_from_outside(run):
         (dict(size=2), X[:0], "empty: its dimension 0 has size 0"),
         (dict(size=2), {"x": X, "scalar": np.float32(1)}, "scalar"),
         (dict(size=2), {}, "no arrays"),
+        (dict(size=2), nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "Linear, whose state is no batch: .* as argnum="),
+        (dict(size=2), {"x": X, "rngs": nnx.Rngs(0)}, "is or holds a Rngs"),
         (dict(size=2, schedule="zigzag"), X, r"zigzag.*1f1b.*gpipe"),
         (dict(size=2, reduce="median"), X, r"median.*sum"),
         (dict(size=2, reduce={"nowhere": "sum"}), X, "nowhere"),
