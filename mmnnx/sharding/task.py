@@ -167,7 +167,10 @@ class Task:
         if self.mesh_slice is None:
             return None
         try:
-            return tuple(sorted((str(axis), int(index)) for axis, index in _items(self.mesh_slice)))
+            pairs = [(axis, operator.index(index)) for axis, index in _items(self.mesh_slice)]
+            if not all(isinstance(axis, str) for axis, _ in pairs):
+                raise TypeError
+            return tuple(sorted(pairs))
         except (TypeError, ValueError):
             raise ValueError(
                 f'mesh_slice= of {self} is an index for each axis, like {{"stage": 0}}, '

@@ -93,7 +93,9 @@ class TestOptions:
         with pytest.raises(ValueError, match=f"{field}= of task 't' is a list of pairs"):
             Task("t", **{field: rules})
 
-    @pytest.mark.parametrize("mesh_slice", ["stage", {"stage": "first"}, ["ab"], 0])
+    @pytest.mark.parametrize(
+        "mesh_slice", ["stage", {"stage": "first"}, {"stage": "1"}, {"stage": 1.5}, {0: 1}, ["ab"], 0]
+    )
     def test_malformed_slices_are_refused(self, mesh_slice):
         with pytest.raises(ValueError, match="mesh_slice= of task 't' is an index for each axis"):
             Task("t", mesh_slice=mesh_slice)
