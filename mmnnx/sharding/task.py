@@ -397,8 +397,6 @@ def register_task(
       >>> register_task("decoder_[0-9]+", task=Task("decoder", mesh_slice={"stage": 1}))
       >>> clear_tasks()
     """
-    if task is not None and not isinstance(task, Task):
-        raise TypeError(f"task= for matcher {matcher!r} is a Task, not {task!r}")
     _registry.add(matcher, callback, task)
 
 
