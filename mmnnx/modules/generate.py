@@ -58,7 +58,8 @@ def generate(
       int32 [batch, max_new_tokens], on the mesh that makes the logits.
 
     Raises:
-      ValueError: arguments out of range or that do not go together, or a row of no tokens.
+      ValueError: arguments out of range or that do not go together, a row of no tokens, or a token below 0 or
+        beyond the `model.config.vocab` of a model that has it.
       TypeError: a prompt that is not of integers; a model without `init_cache`; lengths for a model with
         other caches than `KVCache`s.
 
@@ -69,6 +70,7 @@ def generate(
     """
     prompt = np.asarray(prompt)
     _check_prompt(model, prompt, lengths)
+    _check_tokens(model, prompt, lengths, eos)
     check_choice(temperature, top_k, top_p, rng)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: generate at least one token")
@@ -203,3 +205,17 @@ def _check_prompt(model: Any, prompt: np.ndarray, lengths: Any) -> None:
         raise ValueError(
             f"lengths= are from 1 to {prompt.shape[1]}, the length of the prompt; they are {lengths.tolist()}"
         )
+
+
+def _check_tokens(model: Any, prompt: np.ndarray, lengths: Any, eos: int | None) -> None:
+    vocab: Any = getattr(getattr(model, "config", None), "vocab", None)
+    known = isinstance(vocab, int)
+    counted = prompt
+    if lengths is not None:
+        counted = prompt[np.arange(prompt.shape[1]) < np.asarray(lengths)[:, None]]
+    for name, token in (("prompt", counted.min()), ("prompt", counted.max()), ("eos", eos)):
+        if token is not None and (token < 0 or (known and token >= vocab)):
+            raise ValueError(
+                f"{name}= has the token {token}, and those of {type(model).__name__} are "
+                + (f"from 0 to {vocab - 1}" if known else "0 or above")
+            )

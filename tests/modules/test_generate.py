@@ -99,6 +99,7 @@ def test_a_prompt_may_be_short(length):
 @pytest.mark.parametrize("scan", [False, 2])
 def test_rows_of_several_lengths(scan):
     model, prompt, lengths = build(scan=scan), prompts(4, 6), [6, 1, 3, 5]
+    prompt[1, 1:] = -1  # padding may be any number
     tokens = generate(model, prompt, 5, lengths=lengths)
     for row, length in enumerate(lengths):
         alone = prompt[row : row + 1, :length]
@@ -305,6 +306,14 @@ def test_any_model_with_a_cache_will_do():
         (ValueError, dict(lengths=[1, 2, 7]), "lengths= are from 1 to 6"),
         (ValueError, dict(prompt=np.zeros((3, 0), int)), r"at least one token in each row; it is \(3, 0\)"),
         (ValueError, dict(prompt=np.zeros(3, int)), r"it is \(3,\)"),
+        (ValueError, dict(prompt=[[1, 32]]), "prompt= has the token 32, and those of LM are from 0 to 31"),
+        (ValueError, dict(prompt=[[1, -1]]), "prompt= has the token -1"),
+        (ValueError, dict(eos=32), "eos= has the token 32"),
+        (
+            ValueError,
+            dict(model=Fixed([1.0, 2.0]), prompt=[[-1]]),
+            "and those of Fixed are 0 or above",
+        ),
         (TypeError, dict(prompt=np.zeros((3, 6))), "integers .* not of float64"),
         (TypeError, dict(model=nnx.Linear(2, 2, rngs=nnx.Rngs(0))), "Linear has no init_cache"),
         (TypeError, dict(model=Fixed([1.0, 2.0]), lengths=[1, 2, 3]), "the caches of Fixed also hold"),
