@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.flat import FlatJit, static_arguments
@@ -113,6 +114,7 @@ def jit(
 
     Raises:
       PlacementError: when called, if state cannot be placed as asked.
+      TypeError: for what is no function, MultiMesh or sharding (a Task, or rules without TaskSharding).
       ValueError: when called, for a `cond` or `while` across tasks, or an argument that was donated before.
 
     Example:
@@ -153,6 +155,12 @@ class Jit:
         graph_updates: bool | None,
         **options: Any,
     ):
+        if not callable(fun):
+            raise TypeError(f"mm.jit compiles a function, not {fun!r}")
+        if not isinstance(mesh, MultiMesh | None):
+            raise TypeError(f"mesh= is a MultiMesh, not {mesh!r}")
+        _check_shardings("in_shardings", in_shardings)
+        _check_shardings("out_shardings", out_shardings)
         if inspect.ismethod(fun) and isinstance(fun.__self__, nnx.Module):
             raise ValueError(
                 f"mm.jit of the bound method {fun.__qualname__}: decorate the method in its class, "
@@ -265,3 +273,16 @@ class Jit:
                 "take apart. jax.profiler shows what is inside"
             )
         return profiles[-1]
+
+
+def _check_shardings(name: str, entry: Any) -> None:
+    if isinstance(entry, Task | MultiMesh | Mesh | str):
+        raise TypeError(
+            f"{name}= has {entry!r}, which is no sharding: mm.TaskSharding({{...: task}}) places state on "
+            "the mesh of a task, and a PartitionSpec names axes of the MultiMesh"
+        )
+    if isinstance(entry, dict) and any(key is ... or callable(key) for key in entry):
+        raise TypeError(f"{name}= has a dict from filters to tasks: wrap it in mm.TaskSharding")
+    inner = entry.values() if isinstance(entry, dict) else entry if type(entry) in (tuple, list) else ()
+    for each in inner:
+        _check_shardings(name, each)

@@ -571,6 +571,23 @@ def test_state_sharding_of_one_mesh():
         np.testing.assert_allclose(f(model, X), Pair()(X), rtol=1e-5)
 
 
+def test_what_is_no_sharding_or_mesh():
+    """Said when the function is made."""
+    mesh, (task, _) = pipeline(2)
+    for wrong in (task, mesh, mesh.mesh, "model", (task, P()), {"y": task}):
+        for option in ("in_shardings", "out_shardings"):
+            with pytest.raises(TypeError, match=f"{option}= has .*, which is no sharding: mm.TaskSharding"):
+                mm.jit(Pair, **{option: wrong})
+    for rules in ({mm.path("first"): task, ...: task}, ({nnx.Param: (task, P())}, None)):
+        with pytest.raises(TypeError, match="in_shardings= has a dict from filters to tasks: wrap it in"):
+            mm.jit(Pair, in_shardings=rules)
+    for wrong in (task, "x", mesh.mesh):
+        with pytest.raises(TypeError, match="mesh= is a MultiMesh, not"):
+            mm.jit(mesh=wrong)(Pair)
+    with pytest.raises(TypeError, match="mm.jit compiles a function, not 3"):
+        mm.jit(3)
+
+
 def test_in_shardings_bring_state_home():
     """A model born on one device is moved to where in_shardings says, and stays there when it was changed."""
     mesh, tasks = pipeline(2)
