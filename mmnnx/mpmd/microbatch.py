@@ -200,6 +200,8 @@ def microbatch(
 
     The arguments are those of `multimesh.jax.microbatch`, with `reduce` added.
     """
+    if not callable(fun):
+        raise TypeError(f"microbatch: fun is a function, not {fun!r}")
     given = {"interleave": interleave, "unrolling": unrolling}
     options = {name: _whole(n, name, "a positive int", 1) for name, n in given.items() if n is not None}
     rows = _rows(schedule, custom_schedule)
@@ -209,6 +211,8 @@ def microbatch(
             raise ValueError(f"microbatch: reduce={name!r} is none of {', '.join(map(repr, _NAMES))}")
     dim, argnum = _whole(dim, "dim", "an int"), _whole(argnum, "argnum", "the number of one argument", 0)
     size = _whole(size, "size", "a positive int", 1)
+    if num_stages is not None:
+        num_stages = _whole(num_stages, "num_stages", "a positive int", 1)
     if memory_limit is not None:
         memory_limit = _whole(memory_limit, "memory_limit", "a number of bytes", 1)
     for each in remat if isinstance(remat, (list, tuple)) else (remat,):
@@ -297,8 +301,16 @@ def microbatch(
 
         moving = [s for s, c in zip(state_leaves, changed) if c]
         init = [before(o) for o, (before, _, _) in folded]
-        with jax.named_scope(_scope_name(spec)):
-            (moving, accumulated), kept = jax.lax.scan(body, (moving, init), pieces, length=count)
+        try:
+            with jax.named_scope(_scope_name(spec)):
+                (moving, accumulated), kept = jax.lax.scan(body, (moving, init), pieces, length=count)
+        except ValueError as error:
+            if "incompatible devices" in str(error):
+                error.add_note(
+                    "A loop over state on several meshes is for mm.jit: call it, and all that is around it, "
+                    "in a function that mm.jit compiles"
+                )
+            raise
         moving_leaf, accumulated_leaf, kept_leaf = iter(moving), iter(accumulated), iter(kept)
         if nodes:
             after = [next(moving_leaf) if c else s for c, s in zip(changed, state_leaves)]

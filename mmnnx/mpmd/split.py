@@ -96,7 +96,8 @@ def split(
     if len(traced.jaxpr.in_avals) > len(leaves):  # JAX hands it over as an argument
         raise ValueError(
             f"{traced.fun_name} reads a value of another trace, which has ended: such as an array that a "
-            "Module made inside of a jit and keeps as a plain attribute. Make it a Variable, or a number"
+            "Module made inside of a jit and keeps as a plain attribute. Make it a Variable, or a number. Or "
+            "one that was kept from inside of a loop or mm.microbatch: return it from there"
         )
     meshes = Meshes(multimesh)
 

@@ -273,6 +273,7 @@ def test_differentiated_from_outside(run):
         (dict(size=2, argnum=3), X, r"argnum"),
         (dict(size=2, schedule="1f1b", interleave=2), X, "interleave=2 means nothing.*'interleaved-1f1b'"),
         (dict(size=2, schedule="zbv", unrolling=2), X, "unrolling=2 means nothing.*'interleaved-1f1b'"),
+        (dict(size=2, num_stages="4"), X, "num_stages must be a positive int, got '4'"),
         (dict(size=2, interleave=0), X, "interleave must be a positive int"),
         (dict(size=2, unrolling="loop"), X, "unrolling must be a positive int"),
         (dict(size=2, schedule="custom"), X, "custom_schedule"),
@@ -346,6 +347,32 @@ def test_another_number_of_stages_than_was_asked_for():
     loss = mm.microbatch(two_layers, 0, 2, argnum=2, reduce="concat", num_stages=3)
     with mesh, pytest.raises(ValueError, match=r"3.*2"):
         mm.jit(loss)(a, b, X)
+
+
+def test_only_functions_are_looped_over():
+    with pytest.raises(TypeError, match="microbatch: fun is a function, not 3"):
+        mm.microbatch(3, 0, 2)
+
+
+def test_placed_state_outside_of_mm_jit():
+    mesh, _ = pipeline(2)
+    a, b = (jax.device_put(x, NamedSharding(mesh.slice(stage=n), P())) for n, x in enumerate((A, B)))
+    for f in (two_layers, mm.jit(two_layers)):
+        with mesh, pytest.raises(ValueError, match="incompatible devices") as error:
+            mm.microbatch(f, 0, 2, argnum=2)(a, b, X)
+        assert any("in a function that mm.jit compiles" in note for note in error.value.__notes__)
+
+
+def test_a_value_that_is_kept_from_inside():
+    mesh, _ = pipeline(2)
+    kept = []
+
+    def f(x):
+        kept.append(x * 2)
+        return kept[0].sum()
+
+    with mesh, pytest.raises(ValueError, match="kept from inside of a loop or mm.microbatch: return it"):
+        mm.jit(lambda x: mm.microbatch(f, 0, 2)(x) + kept[0].sum())(X)
 
 
 def test_a_structure_that_changes_in_the_loop_is_refused():
