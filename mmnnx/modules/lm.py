@@ -77,6 +77,9 @@ class LMConfig:
     remat: Any = False
 
     def __post_init__(self):
+        for name in ("vocab", "layers", "width", "heads", "kv_heads", "mlp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a model has at least one")
         if self.head_dim is None and self.width % self.heads:
             raise ValueError(f"width {self.width} is not divisible by {self.heads} heads")
         if (self.head_dim or self.width // self.heads) % 2:

@@ -142,6 +142,9 @@ def test_works_under_jit():
         (dict(width=18), "width 18 is not divisible by 4 heads"),
         (dict(width=12), "leaves 3 features a head"),
         (dict(head_dim=5), "5 features a head; rotary positions need an even number"),
+        (dict(layers=0), "layers=0: a model has at least one"),
+        (dict(kv_heads=0), "kv_heads=0: a model has at least one"),
+        (dict(mlp=-1), "mlp=-1: a model has at least one"),
         (dict(kv_heads=3), "4 heads are not divisible by 3 key-value heads"),
     ],
 )
