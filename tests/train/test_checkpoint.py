@@ -12,6 +12,7 @@ import pytest
 from filelock import FileLock
 from flax import nnx
 
+import mmnnx as mm
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints, write
 from tests.train.states import assert_equal, values
 
@@ -177,8 +178,15 @@ def test_what_cannot_be_saved(tmp_path):
         checkpoints.save(1, {"odd": nnx.Dict({"a": nnx.Dict(b=nnx.Param(1.0)), "a/b": nnx.Param(2.0)})})
     with pytest.raises(ValueError, match=r"odd/a\.b and odd/a/b cannot be told apart on disk"):
         checkpoints.save(1, {"odd": nnx.Dict({"a": nnx.Dict(b=nnx.Param(1.0)), "a.b": nnx.Param(2.0)})})
-    with pytest.raises(ValueError, match="keep=0"):
-        Checkpoints(tmp_path, keep=0)
+    for keep in (0, "2", 1.5):
+        with pytest.raises(ValueError, match=f"keep={keep!r}: it is how many are kept"):
+            Checkpoints(tmp_path, keep=keep)
+    with pytest.raises(TypeError, match="best=3: it is the name of a metric"):
+        Checkpoints(tmp_path, best=3)
+    with Checkpoints(tmp_path / "none") as closed:
+        pass
+    with pytest.raises(ValueError, match="none is closed, and nothing would wait for step 2: save before"):
+        closed.save(2, {"model": model})
     with pytest.raises(ValueError, match="gs://bucket/run: .* not by URL"):
         Checkpoints("gs://bucket/run")
     with pytest.raises(ValueError, match="s3:/bucket/run: .* not by URL"):
@@ -230,6 +238,10 @@ def test_where_there_is_none(tmp_path):
     save(tmp_path, build(0), 3)
     with pytest.raises(CheckpointError, match="no checkpoint of step 4 .*there are those of 3"):
         Checkpoints(tmp_path).restore(build(0), step=4)
+    with pytest.raises(CheckpointError, match="no checkpoint of step '3' .*there are those of 3"):
+        Checkpoints(tmp_path).restore(build(0), step="3")
+    with pytest.raises(TypeError, match="sharding= is a TaskSharding, which names tasks, not Task"):
+        Checkpoints(tmp_path).restore(build(0), sharding=mm.Task("stage0"))
 
 
 def test_an_error_while_writing_is_raised_later(tmp_path, monkeypatch):
@@ -260,7 +272,7 @@ def test_two_that_write_to_one_folder(tmp_path):
         Checkpoints(tmp_path, keep=3).save(number, nodes)  # nobody waits for it
     last = Checkpoints(tmp_path, keep=3)
     last.save(4, nodes)
-    last.close()
+    last.wait()
     assert last.steps == [2, 3, 4]
     busy = pytest.raises(CheckpointError, match=f"another process is writing a checkpoint in {tmp_path}")
     with FileLock(tmp_path / ".lock"), busy:  # as another process holds it

@@ -125,6 +125,12 @@ def test_renames_that_make_no_sense(saved):
         checkpoints.restore({"model": Model()}, rename={"model/tail": "model/head"})
     with pytest.raises(CheckpointError, match=r"both model/layers/\d/bias and .* the name model/layer/bias"):
         checkpoints.restore({"model": Model()}, rename=lambda name: re.sub(r"layers/\d", "layer", name))
+    checkpoints.restore({"model": Model()}, rename={})
+    for rename in ([("model", "net")], {1: "net"}, {"model": 2}):
+        with pytest.raises(TypeError, match=r"rename= is .*, or a function from name to name, not"):
+            checkpoints.restore({"model": Model()}, rename=rename)
+    with pytest.raises(TypeError, match="gives model/.* the name None: what stays keeps its own"):
+        checkpoints.restore({"model": Model()}, rename=lambda name: None)
 
 
 # Layers stacked for scan

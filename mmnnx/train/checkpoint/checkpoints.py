@@ -85,8 +85,10 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | FilePath, *, keep: int = 1, best: str | None = None):
-        if keep < 1:
-            raise ValueError(f"keep={keep}: at least one checkpoint is kept")
+        if not hasattr(keep, "__index__") or keep < 1:
+            raise ValueError(f"keep={keep!r}: it is how many are kept, one or more")
+        if not isinstance(best, str | None):
+            raise TypeError(f"best={best!r}: it is the name of a metric")
         if re.match(r"\w\w+:/", str(folder)):  # pathlib makes one slash of two
             raise ValueError(f"{folder}: checkpoints are kept on a file system, local or shared, not by URL")
         self.folder = FilePath(os.path.abspath(folder))  # tensorstore opens no path with .. in it
@@ -95,7 +97,7 @@ class Checkpoints:
                 f"{self.folder}: orbax would take {wild[0]!r} in a path for a pattern, and not find what it "
                 "has written; choose another folder, or a link to it without *, ? and ["
             )
-        self._keep, self._best, self._saved = keep, best, False
+        self._keep, self._best, self._saved, self._closed = keep, best, False, False
         self._lock: FileLock | None = None  # held while a checkpoint is being written
 
     @property
@@ -145,6 +147,8 @@ class Checkpoints:
         Example:
           >>> checkpoints.save(200, {"model": model, "rngs": rngs}, data=batches.get_state())
         """
+        if self._closed:
+            raise ValueError(f"{self.folder} is closed, and nothing would wait for step {step}: save before")
         if not hasattr(step, "__index__") or step < 0:
             raise ValueError(f"step={step!r}: steps are counted from 0")
         arrays = arrays_of(nodes)
@@ -246,7 +250,8 @@ class Checkpoints:
             self._release()
 
     def close(self) -> None:
-        """Waits until everything is written."""
+        """Waits until everything is written. Nothing is saved after that, but in another `with`."""
+        self._closed = True
         self.wait()
         if self._saved:
             self._orbax.close()
@@ -254,6 +259,7 @@ class Checkpoints:
             self._saved = False
 
     def __enter__(self) -> Checkpoints:
+        self._closed = False
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -290,7 +296,7 @@ class Checkpoints:
             raise CheckpointError(f"there is no checkpoint in {self.folder}{half}{replaced(self.folder)}")
         if step is not None and step not in steps:
             raise CheckpointError(
-                f"there is no checkpoint of step {step} in {self.folder}; there are those of "
+                f"there is no checkpoint of step {step!r} in {self.folder}; there are those of "
                 f"{', '.join(map(str, steps))}"
             )
         return steps[-1] if step is None else step

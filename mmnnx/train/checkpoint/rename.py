@@ -17,8 +17,15 @@ def renamed(stored: Iterable[Path], rename: Rename) -> dict[Path, Path]:
       rename: a function of the whole name, or {"old/prefix": "new/prefix"}, of which the longest counts.
 
     Raises:
+      TypeError: for what is neither, or a function whose result is no name.
       CheckpointError: for a prefix that nothing has, or two pieces of state with one name.
     """
+    names = (*rename, *rename.values()) if isinstance(rename, Mapping) else ()
+    known = callable(rename) or isinstance(rename, Mapping)
+    if not known or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f'rename= is {{"old/prefix": "new/prefix"}}, or a function from name to name, not {rename!r}'
+        )
     used: set[str] = set()
 
     def of_prefix(name: str) -> str:
@@ -32,7 +39,10 @@ def renamed(stored: Iterable[Path], rename: Rename) -> dict[Path, Path]:
 
     new: dict[Path, Path] = {}
     for path in stored:
-        name = tuple((rename if callable(rename) else of_prefix)("/".join(path)).split("/"))
+        given = (rename if callable(rename) else of_prefix)("/".join(path))
+        if not isinstance(given, str):
+            raise TypeError(f"rename= gives {'/'.join(path)} the name {given!r}: what stays keeps its own")
+        name = tuple(given.split("/"))
         if name in new:
             raise CheckpointError(
                 f"rename= gives both {'/'.join(new[name])} and {'/'.join(path)} the name {'/'.join(name)}"
