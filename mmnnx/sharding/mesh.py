@@ -85,6 +85,10 @@ class MultiMesh:
         global_mesh: Mesh | None = None,
     ):
         if global_mesh is not None:
+            if not isinstance(global_mesh, Mesh | MultiMesh):
+                raise TypeError(
+                    f"global_mesh= is a jax.sharding.Mesh, not {global_mesh!r}: devices= takes a list"
+                )
             self.mesh = auto_mesh(global_mesh)
         else:
             self.mesh = _global_mesh(axis_sizes, axis_names, devices)
@@ -191,7 +195,7 @@ class TaskMesh:
                     "a TaskMesh takes its axes from abstract= or from axis_sizes= and axis_names=, not both"
                 )
             sizes, names = abstract.axis_sizes, abstract.axis_names
-        sizes = (len(devices),) if sizes is None else tuple(map(operator.index, sizes))
+        sizes = (len(devices),) if sizes is None else _whole_sizes("TaskMesh", sizes)
         names = tuple(f"axis{i}" for i in range(len(sizes))) if names is None else tuple(names)
         _check_axes("TaskMesh", sizes, names)
         if math.prod(sizes) != len(devices):
@@ -259,7 +263,7 @@ def _global_mesh(
         raise ValueError(
             "a MultiMesh needs axis_sizes= and axis_names=, or devices= and axis_names=, or global_mesh="
         )
-    sizes, names = tuple(map(operator.index, sizes)), tuple(names)
+    sizes, names = _whole_sizes("MultiMesh", sizes), tuple(names)
     _check_axes("MultiMesh", sizes, names)
     needed = math.prod(sizes)
     if given is None:
@@ -299,6 +303,13 @@ def _device_numbers(devices: Sequence[int]) -> tuple[int, ...]:
     if min(numbers) < 0:
         raise ValueError(f"device numbers of a TaskMesh start at 0, not {min(numbers)}")
     return numbers
+
+
+def _whole_sizes(kind: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, sizes))
+    except TypeError:
+        raise TypeError(f"axis_sizes= of a {kind} is a whole number for each axis, not {sizes!r}") from None
 
 
 def _check_axes(kind: str, sizes: Sequence[int], names: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, permutations
 from typing import Any
@@ -256,7 +256,7 @@ def _tasks(stages: int | Sequence[Task], rules: AxisRules | None) -> list[Task]:
         if stages < 1:
             raise ValueError(f"a pipeline has at least one stage, not {stages}")
         return [Task(f"stage{i}", mesh_slice={"stage": i}, logical_axes=rules) for i in range(stages)]
-    tasks = list(stages)
+    tasks = list(stages) if isinstance(stages, Iterable) else [stages]
     if not all(isinstance(task, Task) for task in tasks):
         raise TypeError(f"stages= is how many, or a sequence of Tasks, not {stages!r}")
     if not tasks:

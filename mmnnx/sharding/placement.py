@@ -160,7 +160,12 @@ class TaskSharding(nnx.StateSharding):
     """
 
     def __init__(self, rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]] | nnx.State, /):
-        super().__init__(rules)
+        try:
+            super().__init__(rules)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"a TaskSharding is made of {{filter: (task, spec)}}, or of such pairs, not of {rules!r}"
+            ) from error
         self._filters = tuple(tuple(f) if isinstance(f, list) else f for f in self._filters)
         self._rules = tuple(map(_normal_rule, self._filters, self._shardings))
         self._predicates = tuple(map(_predicate, self._filters))

@@ -131,6 +131,8 @@ def logical_rules(
     """
     of_presets: dict[str, str] = {}
     for preset in presets:
+        if not isinstance(preset, str):
+            raise TypeError(f"a preset is a name, not {preset!r}: give rules of your own by keyword")
         if preset not in PRESETS:
             close = did_you_mean(preset, PRESETS)
             raise ValueError(f"there is no preset {preset!r}{close}: they are {', '.join(PRESETS)}")

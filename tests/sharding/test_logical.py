@@ -132,6 +132,8 @@ class TestConstraint:
             with pytest.raises(ValueError, match="mlp") as error:
                 with_sharding_constraint(jnp.ones(4), P("mlp"))
             assert "mm.task(f, task=...)" in error.value.__notes__[0]
+            with pytest.raises(TypeError, match=r"not \('model',\): write P\(...\)"):
+                with_sharding_constraint(jnp.ones(4), ("model",))
 
     def test_a_sharding_is_taken_as_it_is(self):
         sharding = NamedSharding(Mesh(jax.devices()[:2], ("x",)), P("x"))

@@ -71,6 +71,17 @@ class TestMultiMesh:
         with pytest.raises(ValueError, match=message):
             make(**arguments)
 
+    @pytest.mark.parametrize("sizes", [8, (4.0, 2), "42"])
+    def test_refuses_sizes_that_are_no_whole_numbers(self, sizes):
+        with pytest.raises(
+            TypeError, match="axis_sizes= of a MultiMesh is a whole number for each axis, not"
+        ):
+            make(axis_sizes=sizes)
+
+    def test_refuses_what_is_no_global_mesh(self):
+        with pytest.raises(TypeError, match="global_mesh= is a jax.sharding.Mesh, .*: devices= takes a list"):
+            MultiMesh(global_mesh=jax.devices())
+
     def test_refuses_devices_that_do_not_fit(self):
         with pytest.raises(ValueError, match="needs 8 devices, and devices= has 4"):
             make(devices=jax.devices()[:4])
@@ -212,6 +223,10 @@ class TestTaskMesh:
             TaskMesh(devices=jax.devices())
         with pytest.raises(TypeError, match="flat list of device numbers"):
             TaskMesh(devices=[[0, 1], [2, 3]])
+        with pytest.raises(
+            TypeError, match="axis_sizes= of a TaskMesh is a whole number for each axis, not 2"
+        ):
+            TaskMesh(devices=[0, 1], axis_sizes=2)
 
     def test_refuses_numbers_the_program_does_not_have(self):
         with pytest.raises(ValueError, match=r"\[8\] .* out of range: the program has 8 devices, .* 0 to 7"):

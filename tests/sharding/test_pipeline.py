@@ -411,8 +411,9 @@ class TestRefuses:
             pipeline_sharding(Chain(1, 1, vocab=2, out=2), **dict(stages=2) | options)
 
     def test_stages_that_are_no_tasks(self):
-        with pytest.raises(TypeError, match="stages= is how many, or a sequence of Tasks"):
-            pipeline_sharding(Chain(1, 1), ["stage0", "stage1"])
+        for stages in (["stage0", "stage1"], 2.0):
+            with pytest.raises(TypeError, match="stages= is how many, or a sequence of Tasks"):
+                pipeline_sharding(Chain(1, 1), stages)
 
     def test_what_depends_on_the_model_is_a_placement_error(self):
         for options in (dict(layers="x"), dict(first=[]), dict(last="blocks"), dict(stages=3)):

@@ -210,6 +210,11 @@ class TestRules:
         with pytest.raises(TypeError, match=r"is an NNX filter .*not 3"):
             TaskSharding({3: STAGES[0]})
 
+    def test_refuses_what_has_no_filters(self):
+        for rules in ([..., STAGES[0]], STAGES[0]):
+            with pytest.raises(TypeError, match=r"a TaskSharding is made of .*, not of .*Task\("):
+                TaskSharding(rules)
+
 
 class TestSpecFromMetadata:
     STAGE = Task("s", mesh_slice={"stage": 1}, logical_axes={"mlp": "model"})

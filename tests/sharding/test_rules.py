@@ -73,6 +73,10 @@ class TestPresets:
             ValueError, match=r"no preset 'tensors' \(did you mean 'tensor'\?\): they are data"
         ):
             logical_rules("fsdp", "tensors")
+        with pytest.raises(
+            TypeError, match="a preset is a name, not {'mlp': 'model'}: give rules of your own"
+        ):
+            logical_rules({"mlp": "model"})
 
     def test_renamed_mesh_axes(self):
         rules = logical_rules("fsdp", "tensor", vocab="model", mesh_axes={"model": "x", "data": ["a", "b"]})
