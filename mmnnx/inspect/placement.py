@@ -128,8 +128,8 @@ def show_placement(
         raise ValueError("show_placement needs a model: mm.show_placement(model, optimizer)")
     if isinstance(models[-1], TaskSharding):
         raise TypeError("a TaskSharding is no model: give it as sharding=")
-    if memory is not None and not memory > 0:
-        raise ValueError(f"memory= is the bytes that one device has, not {memory}")
+    if memory is not None and (isinstance(memory, str) or not memory > 0):
+        raise ValueError(f"memory= is the bytes that one device has, not {memory!r}")
     if not isinstance(mesh, MultiMesh | None):
         raise TypeError(f"mesh= is a MultiMesh, not {mesh!r}")
     names = _names(models)

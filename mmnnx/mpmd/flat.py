@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import reprlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,8 +57,9 @@ def _check_hashable(name: int | str, value: Any) -> None:
         hash(value)
     except TypeError:
         raise ValueError(
-            f"static argument {name} cannot be hashed: {value!r}. The function is compiled anew for each of "
-            "its values, which must be known again: give a tuple for a list, a frozen dataclass for a dict"
+            f"static argument {name} cannot be hashed: {reprlib.repr(value)}. The function is compiled anew "
+            "for each of its values, which must be known again: give a tuple for a list, a frozen dataclass "
+            "for a dict, and let no NNX object be static"
         ) from None
 
 

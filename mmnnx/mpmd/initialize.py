@@ -72,6 +72,9 @@ def initialize(
         raise RuntimeError("mm.initialize was called before: call it once")
     if failure_timeout < 2:
         raise ValueError(f"failure_timeout={failure_timeout:g}: a process that works may be silent for 2 s")
+    for name, value in (("num_processes", num_processes), ("process_id", process_id)):
+        if value is not None and not hasattr(value, "__index__"):
+            raise ValueError(f"{name}={value!r}: it must be a number")
     given = _from_environment(coordinator_address, num_processes, process_id)
     if given[1] == 1 and given[0] is None:
         if given[2]:

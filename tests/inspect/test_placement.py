@@ -272,7 +272,7 @@ def test_mistakes():
         show_placement(abstract(), sharding=P())
     with pytest.raises(TypeError, match="an NNX object is needed"):
         show_placement(3)
-    for memory in (0, -1.0, float("nan")):
+    for memory in (0, -1.0, float("nan"), "80GB"):
         with pytest.raises(ValueError, match="memory= is the bytes that one device has"):
             show_placement(abstract(), sharding=placement(4), memory=memory, mesh=mesh)
     with pytest.raises(mm.PlacementError, match=r"no state is placed by path\('blocks', range\(6, 8\)\)"):

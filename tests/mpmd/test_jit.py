@@ -228,6 +228,12 @@ def test_static_argnums(mode, model):
     np.testing.assert_array_equal(two, again)
 
 
+def test_a_static_module_is_refused_in_a_few_words(model):
+    with pytest.raises(ValueError, match="static argument 0 cannot .* let no NNX object be static") as error:
+        mm.jit(lambda model, x: model(x), static_argnums=0)(model, X)
+    assert len(str(error.value)) < 300
+
+
 def test_static_argnames(mode, model):
     @mode.jit(static_argnames=("kind",))
     def f(model, x, *, kind="sum"):

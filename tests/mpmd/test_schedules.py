@@ -609,6 +609,12 @@ def test_the_default_is_none_of_ones_own(registry):
     assert chain_program(range(3), 4, None).loops[0].schedule in schedule_names()[:-1]
 
 
+def test_one_that_gives_no_rows(registry):
+    mm.register_schedule("broken")(lambda stages, num_microbatches: None)
+    with pytest.raises(TypeError, match="schedule 'broken' gave None, and not a row of actions for each"):
+        chain_program(range(3), 4, "broken")
+
+
 @pytest.mark.parametrize("limit", [0, -1, "1MB"])
 def test_a_memory_limit_that_is_none(limit):
     with pytest.raises(ValueError, match="memory_limit must be a number of bytes"):

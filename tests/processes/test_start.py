@@ -123,6 +123,7 @@ def test_strangers_are_not_taken_for_processes():
             "ids go from 0 to num",
         ),
         ({}, {"coordinator_address": "h", "num_processes": 2, "process_id": 0}, "'h' is not an address"),
+        ({}, {"coordinator_address": "h:1", "num_processes": "2"}, "num_processes='2': it must be a number"),
         ({}, {"num_processes": 1, "process_id": 1}, "process_id=1 with num_processes=1"),
         ({}, {"num_processes": 1, "failure_timeout": 0.5}, "failure_timeout=0.5: a process that works may"),
     ],

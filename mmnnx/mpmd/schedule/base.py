@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -148,12 +148,18 @@ class Schedule:
 
         Raises:
           ValueError: if it is not for such stages, or not for so few microbatches.
+          TypeError: if its function gives no rows.
         """
         unknown = [name for name, value in options.items() if value is not None and name not in self.options]
         if unknown:
             raise ValueError(f"schedule {self.name!r} has no option {', '.join(unknown)}")
         given = {name: value for name, value in options.items() if value is not None}
-        return [[Action(*a) for a in row] for row in self.rows(stages, num_microbatches, **given)]
+        rows = self.rows(stages, num_microbatches, **given)
+        if not isinstance(rows, Iterable):
+            raise TypeError(
+                f"schedule {self.name!r} gave {rows!r}, and not a row of actions for each TaskMesh"
+            )
+        return [[Action(*a) for a in row] for row in rows]
 
 
 _schedules: dict[str, Schedule] = {}
