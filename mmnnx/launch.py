@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import shlex
 from collections.abc import Callable, Sequence
 
@@ -42,6 +43,12 @@ def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
     if not asked.hosts or "" in asked.hosts:
         tell("--hosts needs the name or address of at least one host")
         return 2
+    for host in asked.hosts:
+        try:
+            ipaddress.IPv6Address(host if ":" in host else "::")
+        except ValueError:
+            tell(f"--hosts {host} is no name, and no IPv6 address: give the port by --port")
+            return 2
     for host, line in zip(asked.hosts, lines(asked.hosts, asked.port, command)):
         print(f"# on {host}\n{line}")
     print(
