@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,8 @@ def generate(
       (1, 5)
     """
     prompt = np.asarray(prompt)
+    temperature = float(temperature)  # these may be arrays of one number
+    top_k, eos = (None if n is None else operator.index(n) for n in (top_k, eos))
     _check_prompt(model, prompt, lengths)
     _check_tokens(model, prompt, lengths, eos)
     check_choice(temperature, top_k, top_p, rng)

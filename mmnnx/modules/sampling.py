@@ -50,6 +50,7 @@ def check_choice(temperature: float, top_k: int | None, top_p: float | None, rng
 
     Raises:
       ValueError: one out of range, a key that is lacking, or options for drawing where nothing is drawn.
+      TypeError: a key that is none.
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature}: it is 0 (the likeliest token) or above")
@@ -61,3 +62,5 @@ def check_choice(temperature: float, top_k: int | None, top_p: float | None, rng
         raise ValueError(f"top_k={top_k}: at least one token must be left")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p}: it is a probability above 0")
+    if not isinstance(rng, jax.Array | None):
+        raise TypeError(f"rng={rng!r}: it is a key, such as jax.random.key(0), or that of a stream, rngs()")

@@ -156,7 +156,7 @@ def split(
     if len(divided) == 1 and there and as_it_is:
         return Split(program, None, derive)
     asked = _asked(pieces, ends, multimesh)
-    settled = _settled(pieces, ends, asked, record, traced.jaxpr, multimesh, divided)
+    settled = _settled(pieces, ends, asked, record, leaves, traced.jaxpr, multimesh, divided)
     prepare = _preparer(program, pieces, ends, asked, settled, record, leaves, traced, multimesh)
     return Split(program, prepare, derive, settled)
 
@@ -179,6 +179,7 @@ def _settled(
     ends: Ends,
     asked: Sequence[NamedSharding | None],
     record: Record,
+    leaves: Sequence[Any],
     jaxpr: Any,
     multimesh: MultiMesh | None,
     divided: Sequence[Mesh],
@@ -195,7 +196,9 @@ def _settled(
     for number, held, sharding, aval in (
         (leaf.updates, *rest) for leaf, *rest in results if leaf is not None
     ):
-        if number is None or ends.given[number] is not None or aval != jaxpr.in_avals[number] or aval.shape:
+        if number is None or aval.shape or aval != jaxpr.in_avals[number]:
+            continue
+        if ends.given[number] is not None or is_committed(leaves[number]):
             continue
         if len(held) > 1 and multimesh is not None:
             settled[number] = NamedSharding(multimesh.mesh, PartitionSpec())

@@ -199,6 +199,13 @@ def test_when_all_rows_have_ended_nothing_more_is_computed(monkeypatch):
     assert len(steps) <= 2
 
 
+def test_options_may_be_arrays_of_one_number():
+    options = dict(temperature=0.5, top_k=3, eos=3)
+    arrays = {name: jnp.asarray(value) for name, value in options.items()}
+    draw = lambda how: generate(build(), prompts(1), 4, rng=jax.random.key(0), **how)
+    np.testing.assert_array_equal(draw(arrays), draw(options))
+
+
 def test_a_prompt_may_end_with_eos():
     model = build()
     free = generate(model, prompts(1), 3)
@@ -295,6 +302,7 @@ def test_any_model_with_a_cache_will_do():
         (ValueError, dict(capacity=8), "capacity=8 is too small for a prompt of 6 tokens and 4 new ones"),
         (ValueError, dict(temperature=-1.0), "temperature=-1.0"),
         (ValueError, dict(temperature=1.0), "needs a key: rng="),
+        (TypeError, dict(temperature=1.0, rng=0), "rng=0: it is a key"),
         (ValueError, dict(top_k=3), "temperature=0 takes the likeliest token"),
         (ValueError, dict(top_p=0.5), "temperature=0 takes the likeliest token"),
         (ValueError, dict(temperature=1.0, rng=0, top_k=0), "top_k=0: at least one"),
