@@ -18,9 +18,10 @@ from mmnnx import _compat
 from mmnnx.mpmd.bind import check_shared, is_committed
 from mmnnx.mpmd.garbage import uncollected
 from mmnnx.mpmd.lift import Observer, Record
+from mmnnx.mpmd.prepare import OUTERMOST, Run
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.repeat import surroundings
-from mmnnx.mpmd.split import OUTERMOST, Run, Split, split
+from mmnnx.mpmd.split import Split, split
 from mmnnx.mpmd.trace import scopes_in
 from mmnnx.mpmd.turns import taking_turns
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh

@@ -5,58 +5,34 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
 from mmnnx.mpmd.accumulate import split_sums
-from mmnnx.mpmd.bind import (
-    Delivery,
-    binder,
-    check_shared,
-    copied,
-    deliver,
-    entering,
-    is_committed,
-    own_copy,
-    settling,
-    weakly_typed,
-)
+from mmnnx.mpmd.bind import entering, is_committed
 from mmnnx.mpmd.build import build
-from mmnnx.mpmd.compile import compile_program
 from mmnnx.mpmd.derive import constrains, derive_shardings
 from mmnnx.mpmd.ends import Ends, find_ends
 from mmnnx.mpmd.fragments import Fragment, Held, LoopPlan, Plan, cut
-from mmnnx.mpmd.garbage import uncollected
 from mmnnx.mpmd.gather_once import gather_once
 from mmnnx.mpmd.lift import Leaf, Record
 from mmnnx.mpmd.localise import localise
-from mmnnx.mpmd.merge import merge
 from mmnnx.mpmd.meshes import Meshes, mesh_of, transferred, without
 from mmnnx.mpmd.open import open_calls
 from mmnnx.mpmd.order import Moves
 from mmnnx.mpmd.place import TaskOf, place
-from mmnnx.mpmd.processes import agree, holders
-from mmnnx.mpmd.profile import is_measured
+from mmnnx.mpmd.prepare import Run, Tied, preparer
+from mmnnx.mpmd.processes import holders
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.reduce_once import reduce_once
-from mmnnx.mpmd.run import measurer, runner
 from mmnnx.mpmd.spots import Placement, Position
 from mmnnx.mpmd.trace import FREE, Equation, Flat, Loop, Node, Var, at_home, is_var, scopes_in
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task, find_task, place_task, placed_tasks
-
-Run = Callable[[Sequence[Any]], list[Any]]
-
-OUTERMOST = (
-    "A function of mm.jit is part of what is around it, here a transformation or another jit that is not "
-    "divided. Put mm.jit around all of it: mm.jit(nnx.grad(f)), not nnx.grad(mm.jit(f))"
-)
 
 
 class Split:
@@ -132,33 +108,63 @@ def split(
     pieces, program = _fitting((p, _program(p, ends, record, donates, meshes)) for p in choices)
     program.verify()
     _check_ordered(program)
-    groups = {frozenset(x.sharding.device_set) for x in leaves if is_committed(x)}
-    ruled = any(leaf is not None and leaf.rule for leaf in (*record.inputs, *record.results))
     whole = multimesh.mesh if multimesh is not None else None
     loops = [step.loop for step in pieces.plan.steps if isinstance(step, LoopPlan)]
     firsts = [(loop, row[0]) for loop in loops for row in loop.slices]
     slices = {v: loop.sources[v] for loop, v in firsts if v in loop.sources}
     derive = functools.partial(derive_shardings, program, pieces.flat.invars, ends.given, slices, whole)
-    # JAX runs a function where the arguments that it reads are: what is there already needs nothing of us.
-    there = len(groups) <= 1
-    if placed:
-        there = groups == {frozenset(divided[0].devices.flat)} and _reads_one(pieces.flat, leaves)
-    # Every process decides alike. A constraint may be over a mesh that is larger than the one that all is on.
-    everyone = len(holders(divided[0])) == jax.process_count()
-    as_it_is = not ruled and everyone and not (placed and constrains(traced.jaxpr, divided[0]))
-    # Left to itself, XLA may shard new values of state otherwise than the old ones.
-    made = {v for node in pieces.flat.nodes for v in node.outvars}
-    as_it_is &= not any(
-        leaf is not None and leaf.updates is not None and s is not None and s.num_devices > 1
-        for leaf, s, v in zip(record.results, ends.asked, pieces.flat.outvars)
-        if is_var(v) and v in made
-    )
-    if len(divided) == 1 and there and as_it_is:
+    only = divided[0] if len(divided) == 1 else None
+    if only is not None and _runs_as_it_is(pieces.flat, ends, record, leaves, traced.jaxpr, only, placed):
         return Split(program, None, derive)
     asked = _asked(pieces, ends, multimesh)
     settled = _settled(pieces, ends, asked, record, leaves, traced.jaxpr, multimesh, divided)
-    prepare = _preparer(program, pieces, ends, asked, settled, record, leaves, traced, multimesh)
-    return Split(program, prepare, derive, settled)
+    tied = Tied(
+        program=program,
+        flat=pieces.flat,
+        fixed=pieces.fixed,
+        given=ends.given,
+        settled=settled,
+        asked=asked,
+        held=pieces.results,
+        record=record,
+        traced=traced,
+        multimesh=multimesh,
+    )
+    return Split(program, preparer(tied, leaves), derive, settled)
+
+
+def _runs_as_it_is(
+    flat: Flat,
+    ends: Ends,
+    record: Record,
+    leaves: Sequence[Any],
+    jaxpr: Any,
+    mesh: Mesh,
+    placed: bool,
+) -> bool:
+    """Whether JAX, which runs a function where the arguments that it reads are, does what is asked.
+
+    Args:
+      mesh: the only one that the function touches.
+      placed: whether something says so; else it is the default device.
+    """
+    groups = {frozenset(x.sharding.device_set) for x in leaves if is_committed(x)}
+    if len(groups) > 1 or len(holders(mesh)) < jax.process_count():  # every process decides alike
+        return False
+    if any(leaf is not None and leaf.rule for leaf in (*record.inputs, *record.results)):
+        return False
+    if placed:
+        if groups != {frozenset(mesh.devices.flat)} or not _reads_one(flat, leaves):
+            return False
+        if constrains(jaxpr, mesh):  # over a mesh that is larger, perhaps
+            return False
+    # Left to itself, XLA may shard new values of state otherwise than the old ones.
+    made = {v for node in flat.nodes for v in node.outvars}
+    return not any(
+        leaf is not None and leaf.updates is not None and s is not None and s.num_devices > 1
+        for leaf, s, v in zip(record.results, ends.asked, flat.outvars)
+        if is_var(v) and v in made
+    )
 
 
 def _asked(pieces: _Pieces, ends: Ends, multimesh: MultiMesh | None) -> list[NamedSharding | None]:
@@ -377,121 +383,6 @@ def _fitting(choices: Iterable[tuple[_Pieces, Program]]) -> tuple[_Pieces, Progr
         f"microbatch: memory_limit={min(limits):,} bytes for one TaskMesh is too little: {min(closest)[1]}. "
         "Take smaller or fewer microbatches, remat=True, more stages, or donate state that is updated"
     )
-
-
-def _preparer(
-    program: Program,
-    pieces: _Pieces,
-    ends: Ends,
-    asked: Sequence[NamedSharding | None],
-    settled: dict[int, NamedSharding],
-    record: Record,
-    leaves: Sequence[Any],
-    traced: jax.stages.Traced,
-    multimesh: MultiMesh | None,
-) -> Callable[[], Run]:
-    """What compiles a program and ties it to the arguments and results of the function."""
-    flat, fixed, name = pieces.flat, pieces.fixed, traced.fun_name
-    donates = [a.donated for a in jax.tree.leaves(traced.args_info)]
-    # What becomes of an array after the function has closed over it changes nothing here.
-    constants = [np.array(c) if isinstance(c, np.ndarray) else c for _, c in flat.constants]
-    number = {v: n for n, v in enumerate((*flat.invars, *(v for v, _ in flat.constants)))}
-    values, given = [*leaves, *constants], [*ends.given, *(None for _ in constants)]
-    bindings: list[tuple[int, Callable[[Any], jax.Array] | None]] = []
-    placing: list[Callable[[], Any]] = []  # of constants, once, ahead of the first call
-    overwritten = set()
-    for slot, (v, mesh) in program.inputs.items():
-        n = number[v]
-        own = given[n]
-        here = own if own is not None and own.mesh == mesh else entering(v.aval, mesh, own)
-        target = fixed.setdefault((v, mesh), here)
-        later = settled.get(n)
-        bind = binder(values[n], target) if later is None else settling(values[n], later, target)
-        if n >= len(leaves):
-            bindings.append((len(values) + len(placing), None))
-            placing.append(functools.partial(_placed, values[n], bind))
-            continue
-        bindings.append((n, bind))
-        # Where it is used on a mesh with some of the same devices, that has its buffers there.
-        here_too = [m for u, m in program.inputs.values() if u is v and m != mesh]
-        alone = not any(set(mesh.devices.flat) & set(m.devices.flat) for m in here_too)
-        if n < len(donates) and donates[n] and bind is None and alone and v not in flat.outvars:
-            overwritten.add(slot)
-    deliveries: list[Delivery] = []
-    used: set[Any] = set()
-    results = zip(record.results, flat.outvars, asked, pieces.results, traced.jaxpr.out_avals)
-    for leaf, v, sharding, held, aval in results:
-        argument = number.get(v) if is_var(v) else None
-        delivery = deliver(v, argument, sharding, held, multimesh)
-        # Two results, or a result and an argument that it is not the state of, never share a buffer.
-        foreign = argument is not None and (leaf is None or leaf.updates != argument)
-        delivery = copied(delivery) if foreign or (is_var(v) and v in used) else delivery
-        deliveries.append(weakly_typed(delivery) if aval.weak_type else delivery)
-        used.update([v] if is_var(v) else [])
-    # An array of which this process has nothing is one object for all calls, and cannot be used up.
-    arrays = [(n, x) for n, x in enumerate(leaves) if isinstance(x, jax.Array)]
-    away = {n for n, x in arrays if not x.sharding.addressable_devices}
-    gone = [
-        n
-        for n, donated in enumerate(donates)
-        if donated and flat.invars[n] not in flat.outvars and n not in away
-    ]
-    names = record.names()
-
-    @uncollected()
-    def prepare() -> Run:
-        number = agree(lambda: _in_full(program), name)
-        merged, numbers = merge(program)
-        compiled = compile_program(merged, fixed, overwritten, number)
-        execute = runner(compiled, name, numbers, number)
-        returned = (own_copy(c) if v in used else c for (v, _), c in zip(flat.constants, constants))
-        kept = [*returned, *(place() for place in placing)]
-
-        @functools.cache
-        def apart() -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
-            """What runs the program as it prints, and measures it."""
-            as_printed = len(numbers) == len(program.instructions)
-            return measurer(compiled if as_printed else compile_program(program, fixed, overwritten))
-
-        def run(leaves: Sequence[Any]) -> list[Any]:
-            if gone:
-                check_shared(leaves, donates, names)
-            for n, x in enumerate(leaves):
-                if isinstance(x, jax.Array) and x.is_deleted():
-                    raise ValueError(
-                        f"{names[n]} was donated to an earlier call and is gone: "
-                        "use the value that call returned, or do not donate it"
-                    )
-            values = [*leaves, *kept]
-            arrays = [values[n] if bind is None else bind(values[n]) for n, bind in bindings]
-            try:
-                with _compat.asked_transfers():
-                    made = apart()(arrays) if is_measured() else execute(arrays)
-            except TypeError as error:
-                if "Cannot apply JAX transformations" in str(error):
-                    error.add_note(OUTERMOST)
-                raise
-            out = [give(values, held) for give, held in zip(deliveries, made)]
-            for n in gone:
-                if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
-                    leaves[n].delete()
-            return out
-
-        return run
-
-    return prepare
-
-
-def _placed(x: Any, bind: Callable[[Any], jax.Array] | None) -> Any:
-    """A constant where it is read, in no buffer that somebody else may give away."""
-    here = x if bind is None else bind(x)
-    return own_copy(here) if isinstance(x, jax.Array) else here
-
-
-def _in_full(program: Program) -> str:
-    """A program with what its fragments compute, as text that is the same in every process."""
-    text = "\n".join([str(program), *(f"{f.name}: {f.jaxpr}" for f in program.fragments)])
-    return re.sub(r"0x[0-9a-f]+", "0x", text)
 
 
 def _results(
