@@ -19,6 +19,8 @@ def localise(eqn: Any, mesh: Mesh) -> Any:
     Raises:
       ValueError: for a shard_map that uses an axis which has another size here.
     """
+    if eqn.primitive.name == "shard_map" and _same_devices(eqn.params["mesh"], mesh):
+        return eqn  # by other axes perhaps, which is all the same to JAX
     params = {key: _moved(value, mesh) for key, value in eqn.params.items()}
     for key in ("mesh", "context_mesh"):
         over = params.get(key)
@@ -31,6 +33,10 @@ def localise(eqn: Any, mesh: Mesh) -> Any:
                 _check_axes(eqn, over, mesh)
             params[key] = _alike(over, mesh)
     return eqn.replace(params=params) if any(params[k] is not eqn.params[k] for k in params) else eqn
+
+
+def _same_devices(over: Mesh | AbstractMesh, mesh: Mesh) -> bool:
+    return isinstance(over, Mesh) and list(over.devices.flat) == list(mesh.devices.flat)
 
 
 def _moved(value: Any, mesh: Mesh) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
@@ -414,6 +414,36 @@ def test_arguments_on_meshes_with_explicit_axes(first, microbatch):
     else:
         got = mm.jit(lambda batch, model: step(model, batch))(there, model)
     assert_same(got, nnx.jit(grad_fn)(make(models.MLP)(), batch))
+
+
+@pytest.mark.parametrize("own", ["tasks", "shard_map"])
+def test_a_shard_map_over_the_devices_of_a_task_by_other_axes(own):
+    """Of the two meshes, one has the axis of the MultiMesh that the other lacks."""
+    mesh, slices = pipeline(2, 2, 2, axes=("data", "model"))
+    plain = [Mesh(mesh.mesh.devices[n], ("data", "model")) for n in range(2)]
+    tasks = [mm.Task(f"own{n}", mesh=plain[n]) for n in range(2)] if own == "tasks" else slices
+    over = plain if own == "shard_map" else [mesh.slice(stage=n) for n in range(2)]
+
+    class Layer(nnx.Module):
+        def __init__(self, n):
+            self.a, self.b = (nnx.Linear(*io, rngs=nnx.Rngs(n)) for io in ((8, 16), (16, 8)))
+
+        def __call__(self, x, over):
+            inside = lambda x, a, b: jax.lax.psum(jnp.tanh(x @ a) @ b, "model")
+            specs = (P("data"), P(None, "model"), P("model"))
+            mapped = jax.shard_map(inside, mesh=over, in_specs=specs, out_specs=P("data"))
+            return mapped(x, self.a.kernel[...], self.b.kernel[...])
+
+    def step(layers, x, over):
+        grad_fn = nnx.value_and_grad(lambda ls, x: (ls[1](ls[0](x, over[0]), over[1]) ** 2).mean())
+        return mm.microbatch(grad_fn, 0, 4, argnum=1, reduce="mean")(layers, x)
+
+    make_layers = lambda: nnx.List([Layer(0), Layer(1)])
+    x = models.vectors()["x"]
+    with mesh:
+        split = mm.jit(make_layers, out_shardings=place(tasks, [0], [1]))()
+        got = mm.jit(lambda layers, x: step(layers, x, over))(split, x)
+    assert_same(got, nnx.jit(lambda layers, x: step(layers, x, [plain[0]] * 2))(make_layers(), x))
 
 
 def test_logical_axes_in_metadata():
