@@ -26,7 +26,7 @@ import tyro
 from flax import nnx
 
 import mmnnx as mm
-from mmnnx.mpmd import run, split
+from mmnnx.mpmd import prepare, run
 
 STAGES = 4
 
@@ -94,16 +94,16 @@ class Watch:
     @contextlib.contextmanager
     def watching_program(self) -> Iterator[None]:
         """As `watching`, of the whole program that dispatches them."""
-        runner = split.runner
-        split.runner = lambda *args: self.timed(runner(*args))
+        runner = prepare.runner
+        prepare.runner = lambda *args: self.timed(runner(*args))
         try:
             yield
         finally:
-            split.runner = runner
+            prepare.runner = runner
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        compile_program, sender = split.compile_program, run.sender
+        compile_program, sender = prepare.compile_program, run.sender
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             compiled = compile_program(*args, **kwargs)
@@ -112,12 +112,12 @@ class Watch:
                 executables[f] = dataclasses.replace(e, call=cast(Any, self.timed(e.call)))
             return dataclasses.replace(compiled, executables=executables)
 
-        split.compile_program = watched
+        prepare.compile_program = watched
         run.sender = lambda *args: self.timed(sender(*args))
         try:
             yield
         finally:
-            split.compile_program, run.sender = compile_program, sender
+            prepare.compile_program, run.sender = compile_program, sender
 
 
 def least(calls: int, *functions: Callable[[], Any], watches: Sequence[Watch]) -> list[float]:
