@@ -1,4 +1,4 @@
-"""What a fragment computes, as a key: equal for fragments that need not be lowered to be found equal."""
+"""What a fragment or an equation computes, as a key: what is equal need not be lowered to be found equal."""
 
 from __future__ import annotations
 
@@ -31,12 +31,27 @@ def computation(jaxpr: Any) -> Hashable:
     takes = tuple((named(v), v.aval) for v in (*invars, *(v for v, _ in consts)))
     lines = []
     for e in eqns:
-        params = tuple((name, _value(p)) for name, p in sorted(e.params.items()))
         made = tuple((named(v), v.aval) for v in e.outvars)
-        lines.append((e.primitive, tuple(map(read, e.invars)), params, made, e.ctx))
+        lines.append((e.primitive, tuple(map(read, e.invars)), _parameters(e), made, e.ctx))
     key = takes, tuple(id(value) for _, value in consts), tuple(lines), tuple(map(read, outvars))
     hash(key)
     return key
+
+
+def operation(eqn: Any) -> Hashable:
+    """What an equation does, whatever its variables are called and wherever they come from.
+
+    Raises:
+      TypeError: for one that holds what cannot be hashed.
+    """
+    reads = tuple(a.aval if is_var(a) else (a.aval, _value(a.val)) for a in eqn.invars)
+    key = eqn.primitive, reads, _parameters(eqn), tuple(v.aval for v in eqn.outvars), eqn.ctx
+    hash(key)
+    return key
+
+
+def _parameters(eqn: Any) -> Hashable:
+    return tuple((name, _value(p)) for name, p in sorted(eqn.params.items()))
 
 
 def _value(x: Any) -> Hashable:

@@ -96,7 +96,7 @@ def likeness(
 
 def _place(mesh: Mesh) -> Any:
     """What a program depends on of its mesh."""
-    return (mesh.axis_names, mesh.devices.shape) if _can_be_moved(mesh) else mesh
+    return (mesh.axis_names, mesh.devices.shape) if can_be_moved(mesh) else mesh
 
 
 def _orders(f: Fragment, pairs: Pairs) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -106,7 +106,7 @@ def _orders(f: Fragment, pairs: Pairs) -> tuple[tuple[int, ...], tuple[int, ...]
     return inputs, (*second, *(n for n in range(len(f.outvars)) if n not in second))
 
 
-def _can_be_moved(mesh: Mesh) -> bool:
+def can_be_moved(mesh: Mesh) -> bool:
     """Whether a program for a mesh can be loaded for another: on CPU devices of this process, where that is
     known to work. What comes out of JAX's persistent cache cannot; there each has an entry of its own.
     """

@@ -34,6 +34,7 @@ from mmnnx.mpmd.processes import agree
 from mmnnx.mpmd.profile import is_measured
 from mmnnx.mpmd.program import Program
 from mmnnx.mpmd.run import measurer, runner
+from mmnnx.mpmd.share import share
 from mmnnx.mpmd.trace import Flat, Var, is_var
 from mmnnx.sharding.mesh import MultiMesh
 
@@ -105,8 +106,8 @@ def preparer(tied: Tied, leaves: Sequence[Any]) -> Callable[[], Run]:
     @uncollected()
     def prepare() -> Run:
         number = agree(lambda: _in_full(program), name)
-        merged, numbers = merge(program)
-        compiled = compile_program(merged, tied.fixed, overwritten, number)
+        runs, numbers = _as_it_runs(program)
+        compiled = compile_program(runs, tied.fixed, overwritten, number)
         execute = runner(compiled, name, numbers, number)
         given = (own_copy(c) if v in returned else c for (v, _), c in zip(flat.constants, constants))
         kept = [*given, *(place() for place in placing)]
@@ -114,7 +115,7 @@ def preparer(tied: Tied, leaves: Sequence[Any]) -> Callable[[], Run]:
         @functools.cache
         def apart() -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
             """What runs the program as it prints, and measures it."""
-            as_printed = len(numbers) == len(program.instructions)
+            as_printed = runs.instructions == program.instructions
             return measurer(compiled if as_printed else compile_program(program, tied.fixed, overwritten))
 
         def run(leaves: Sequence[Any]) -> list[Any]:
@@ -144,6 +145,13 @@ def preparer(tied: Tied, leaves: Sequence[Any]) -> Callable[[], Run]:
         return run
 
     return prepare
+
+
+def _as_it_runs(program: Program) -> tuple[Program, list[int]]:
+    """What is compiled of a program, and for each of its instructions the number that it prints with."""
+    shared, parts, single = share(program)
+    merged, firsts = merge(shared, single)
+    return merged, [parts[n] for n in firsts]
 
 
 def _bindings(

@@ -1,0 +1,201 @@
+"""The ends of a pipeline run the program of a stage between them, and what else they do beside it.
+
+They begin or end with more: an embedding, a head, a loss. As XLA's work goes with the kinds of programs, that
+of an end takes as long to compile as the one for all that is between. Cut in two or three, an end runs what
+is compiled anyway. It costs a call more for each part, which is why it must save much.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+import jax
+
+from mmnnx import _compat
+from mmnnx.mpmd.alike import operation
+from mmnnx.mpmd.fragments import Fragment, Held
+from mmnnx.mpmd.lower import can_be_moved
+from mmnnx.mpmd.meshes import same_shape
+from mmnnx.mpmd.program import Call, Instruction, Program
+from mmnnx.mpmd.trace import Var, is_var
+
+# Kinds of operations that are not compiled once more: in a transformer, a third of a second of one core.
+_WORTH = 40
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Parts:
+    """A fragment in parts, which run one after the other; `core` is the one that is like another fragment."""
+
+    all: tuple[Fragment, ...]
+    core: Fragment
+
+
+def share(program: Program) -> tuple[Program, list[int], frozenset[Fragment]]:
+    """Divides fragments of microbatch loops that do all that another does, and more.
+
+    Only where what is compiled for one device can be loaded for others: on CPU, in one process, without
+    JAX's persistent compilation cache.
+
+    Returns:
+      The program that runs; for each of its instructions the number that it (or what it is a part of) has in
+      the one given; and the parts that are as another fragment, to be left as they are.
+    """
+    moves = jax.process_count() == 1 and all(can_be_moved(c.mesh) for c in program.calls)
+    parts = _divided(program) if moves else {}
+    values = list(program.values)
+    steps: list[tuple[int, Instruction]] = []
+    for n, i in enumerate(program.instructions):
+        if isinstance(i, Call) and i.fragment in parts:
+            steps += [(n, c) for c in _calls(i, parts[i.fragment], values)]
+        else:
+            steps.append((n, i))
+    instructions = tuple(i for _, i in steps)
+    shared = dataclasses.replace(program, instructions=instructions, values=tuple(values), loops=())
+    return shared, [n for n, _ in steps], frozenset(p.core for p in parts.values())
+
+
+def _divided(program: Program) -> dict[Fragment, _Parts]:
+    """The fragments that are divided, each by the largest that it holds whole."""
+    kinds: dict[Any, int] = {}
+    lines: dict[Fragment, list[int]] = {}  # what the equations of a fragment do, as numbers
+    for f in dict.fromkeys(c.fragment for c in program.calls if c.microbatch is not None):
+        if len(f.jaxpr.eqns) >= _WORTH and not f.jaxpr.effects:
+            try:
+                lines[f] = [kinds.setdefault(operation(e), len(kinds)) for e in f.jaxpr.eqns]
+            except TypeError:  # what cannot be hashed cannot be found again
+                continue
+    found: dict[Fragment, _Parts] = {}
+    by_size = sorted(lines, key=lambda f: len(lines[f]))
+    for n, f in enumerate(by_size):
+        for g in reversed(by_size[:n]):
+            if g in found or len(lines[g]) == len(lines[f]) or not same_shape(f.mesh, g.mesh):
+                continue
+            if (parts := _by(f, g, lines[f], lines[g])) is not None:
+                found[f] = parts
+                break
+    return found
+
+
+def _by(f: Fragment, g: Fragment, mine: Sequence[int], its: Sequence[int]) -> _Parts | None:
+    """A fragment divided by another, if it holds that whole and it is worth it."""
+    rest = Counter(mine)
+    rest.subtract(its)
+    if min(rest.values()) < 0 or len(rest) - len(+rest) < _WORTH:
+        return None
+    for first in (True, False):
+        names = _names(f, g, _aligned(mine, its, first))
+        parts = None if names is None else _cut(f, g, names)
+        if parts is not None:
+            return parts
+    return None
+
+
+def _aligned(mine: Sequence[int], its: Sequence[int], first: bool) -> list[int]:
+    """For the items of one sequence, where they are in another; of several that are next to each other, at
+    the first or at the last. Shorter if not all are there in order.
+    """
+    step = 1 if first else -1
+    blocks = SequenceMatcher(None, mine[::step], its[::step], autojunk=False).get_matching_blocks()
+    return [n for start, _, size in blocks for n in range(len(mine))[::step][start : start + size]][::step]
+
+
+def _names(f: Fragment, g: Fragment, where: Sequence[int]) -> dict[Var, Any] | None:
+    """What the variables of g are in f, if the equations at these places of f are those of g."""
+    names: dict[Var, Any] = {}
+    for n, theirs in zip(where, g.jaxpr.eqns):
+        ours = f.jaxpr.eqns[n]
+        if any(names.setdefault(a, b) is not b for a, b in zip(theirs.invars, ours.invars) if is_var(a)):
+            return None
+        names |= zip(theirs.outvars, ours.outvars)
+    return names if len(where) == len(g.jaxpr.eqns) else None
+
+
+def _cut(f: Fragment, g: Fragment, names: dict[Var, Any]) -> _Parts | None:
+    """A fragment as what comes before the equations of another, these, and what comes after.
+
+    None if that cannot be: if they read what is made of their results, or make what is read of f and is no
+    result of g. What is made of nothing, such as a mask, is made by each part that reads it.
+    """
+    if not names.keys() >= {*g.invars}:
+        return None
+    takes, makes = (tuple(names[v] for v in held) for held in (g.invars, g.outvars))
+    inside = {names[v] for e in g.jaxpr.eqns for v in e.outvars}
+    of_nothing: set[Var] = set()
+    waiting: set[Var] = set()  # for the core
+    core, free, after = [], [], []
+    for e in f.jaxpr.eqns:
+        if of_nothing.issuperset(_reads(e)):
+            of_nothing.update(e.outvars)
+        if not inside.isdisjoint(e.outvars):
+            core.append(e)
+            waiting.update(v for v in e.outvars if v not in of_nothing)
+        elif waiting.isdisjoint(_reads(e)):
+            free.append(e)
+        else:
+            waiting.update(e.outvars)
+            after.append(e)
+    if {v for e in free for v in e.outvars}.isdisjoint(takes):  # nothing has to come first
+        after, free = [e for e in f.jaxpr.eqns if inside.isdisjoint(e.outvars)], []
+    wanted = {*f.outvars, *(v for e in after for v in _reads(e) if v not in inside & of_nothing)}
+    made = {*f.outvars, *(v for e in f.jaxpr.eqns for v in _reads(e))}
+    if (
+        not (inside | waiting).isdisjoint(takes)
+        or len({*takes}) < len(takes)
+        or not inside & wanted <= {*makes} <= made  # the last for what nobody reads and has no name
+    ):
+        return None
+    cheap = [e for e in core if of_nothing.issuperset(e.outvars)]
+    middle = _part(f, core, takes, makes)
+    outer = [_outer(f, part, cheap, {*wanted, *takes}) for part in (free, after) if part]
+    all = (*outer[: bool(free)], middle, *outer[bool(free) :])
+    named = tuple(
+        dataclasses.replace(p, name=f"{f.name} ({n} of {len(all)})") for n, p in enumerate(all, start=1)
+    )
+    return _Parts(named, named[bool(free)])
+
+
+def _reads(eqn: Any) -> list[Var]:
+    return [a for a in eqn.invars if is_var(a)]
+
+
+def _outer(f: Fragment, eqns: Sequence[Any], cheap: Sequence[Any], wanted: set[Var]) -> Fragment:
+    """A part outside of the core, with what it needs of the cheap equations; it makes what is wanted."""
+    makes = tuple(v for e in eqns for v in e.outvars if v in wanted)
+    needed = {v for e in eqns for v in _reads(e)}
+    copies: set[Var] = set()
+    for e in reversed(cheap):
+        if not needed.isdisjoint(e.outvars):
+            copies.update(e.outvars)
+            needed.update(_reads(e))
+    own = {v for e in eqns for v in e.outvars} | copies
+    whole = [e for e in f.jaxpr.eqns if not own.isdisjoint(e.outvars)]
+    takes = dict.fromkeys(v for e in whole for v in _reads(e) if v not in own)
+    return _part(f, whole, tuple(takes), makes)
+
+
+def _part(f: Fragment, eqns: Sequence[Any], takes: tuple[Var, ...], makes: tuple[Var, ...]) -> Fragment:
+    jaxpr = _compat.close_jaxpr(takes, makes, eqns)
+    return dataclasses.replace(f, jaxpr=jaxpr, invars=takes, outvars=makes)
+
+
+def _calls(call: Call, parts: _Parts, values: list[Held]) -> list[Call]:
+    """The calls of the parts of a fragment. What goes from one to another has slots that are added."""
+    f = call.fragment
+    slots = dict(zip((*f.invars, *f.outvars), (*call.inputs, *call.outputs)))
+    dropped = {*call.frees}
+    for v in (v for p in parts.all for v in p.outvars if v not in slots):
+        slots[v] = len(values)
+        dropped.add(len(values))
+        values.append((v, f.mesh))
+    calls: list[Call] = []
+    for p in reversed(parts.all):
+        inputs, outputs = (tuple(slots[v] for v in held) for held in (p.invars, p.outvars))
+        frees = tuple(sorted(dropped & {*inputs, *outputs}))
+        dropped.difference_update(frees)
+        calls.append(dataclasses.replace(call, fragment=p, inputs=inputs, outputs=outputs, frees=frees))
+    return calls[::-1]
