@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 
 from jax.sharding import Mesh
 
@@ -18,8 +18,8 @@ from mmnnx.mpmd.program import Call, Instruction, Program, Transfer
 from mmnnx.mpmd.trace import Var
 
 
-def merge(program: Program, single: Set[Fragment] = frozenset()) -> tuple[Program, list[int]]:
-    """Merges calls of one microbatch that always follow each other on their mesh, but for `single` ones.
+def merge(program: Program) -> tuple[Program, list[int]]:
+    """Merges calls of one microbatch that always follow each other on their mesh.
 
     Nobody may wait for the first alone, and the second may wait for nothing else, so that no mesh waits for
     longer than before.
@@ -31,7 +31,7 @@ def merge(program: Program, single: Set[Fragment] = frozenset()) -> tuple[Progra
     steps = list(enumerate(program.instructions))
     while True:
         instructions = [i for _, i in steps]
-        pairs = _pairs(instructions, single)
+        pairs = _pairs(instructions)
         if not pairs:
             merged = dataclasses.replace(program, instructions=tuple(instructions), loops=())
             return merged, [n for n, _ in steps]
@@ -40,14 +40,14 @@ def merge(program: Program, single: Set[Fragment] = frozenset()) -> tuple[Progra
         steps = [(n, calls.get(k, i)) for k, (n, i) in enumerate(steps) if k not in seconds]
 
 
-def _pairs(instructions: Sequence[Instruction], single: Set[Fragment]) -> list[tuple[int, int]]:
+def _pairs(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
     """Numbers of calls that can be merged: with a pair, all others of the same two fragments."""
     calls = _calls(instructions)
     found: dict[tuple[Fragment, Fragment], list[tuple[int, int]]] = {}
     for i, j in _neighbours(instructions):
         found.setdefault((calls[i].fragment, calls[j].fragment), []).append((i, j))
     counts = Counter(c.fragment for c in calls.values())
-    used = {*single}
+    used: set[Fragment] = set()
     chosen: list[tuple[int, int]] = []
     for (first, second), pairs in found.items():
         if len(pairs) == counts[first] == counts[second] and not used & {first, second}:

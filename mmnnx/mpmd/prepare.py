@@ -149,9 +149,9 @@ def preparer(tied: Tied, leaves: Sequence[Any]) -> Callable[[], Run]:
 
 def _as_it_runs(program: Program) -> tuple[Program, list[int]]:
     """What is compiled of a program, and for each of its instructions the number that it prints with."""
-    shared, parts, single = share(program)
-    merged, firsts = merge(shared, single)
-    return merged, [parts[n] for n in firsts]
+    merged, firsts = merge(program)
+    shared, wholes = share(merged)
+    return shared, [firsts[n] for n in wholes]
 
 
 def _bindings(

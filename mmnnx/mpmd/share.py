@@ -1,8 +1,8 @@
 """The ends of a pipeline run the program of a stage between them, and what else they do beside it.
 
 They begin or end with more: an embedding, a head, a loss. As XLA's work goes with the kinds of programs, that
-of an end takes as long to compile as the one for all that is between. Cut in two or three, an end runs what
-is compiled anyway. It costs a call more for each part, which is why it must save much.
+of an end takes as long to compile as the one for all that is between. Cut in two, an end runs what is
+compiled anyway. It costs one call more, which is why it must save much.
 """
 
 from __future__ import annotations
@@ -27,23 +27,15 @@ from mmnnx.mpmd.trace import Var, is_var
 _WORTH = 40
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Parts:
-    """A fragment in parts, which run one after the other; `core` is the one that is like another fragment."""
-
-    all: tuple[Fragment, ...]
-    core: Fragment
-
-
-def share(program: Program) -> tuple[Program, list[int], frozenset[Fragment]]:
+def share(program: Program) -> tuple[Program, list[int]]:
     """Divides fragments of microbatch loops that do all that another does, and more.
 
     Only where what is compiled for one device can be loaded for others: on CPU, in one process, without
     JAX's persistent compilation cache.
 
     Returns:
-      The program that runs; for each of its instructions the number that it (or what it is a part of) has in
-      the one given; and the parts that are as another fragment, to be left as they are.
+      The program that runs, and for each of its instructions the number that it (or what it is a part of) has
+      in the one given.
     """
     moves = jax.process_count() == 1 and all(can_be_moved(c.mesh) for c in program.calls)
     parts = _divided(program) if moves else {}
@@ -56,10 +48,10 @@ def share(program: Program) -> tuple[Program, list[int], frozenset[Fragment]]:
             steps.append((n, i))
     instructions = tuple(i for _, i in steps)
     shared = dataclasses.replace(program, instructions=instructions, values=tuple(values), loops=())
-    return shared, [n for n, _ in steps], frozenset(p.core for p in parts.values())
+    return shared, [n for n, _ in steps]
 
 
-def _divided(program: Program) -> dict[Fragment, _Parts]:
+def _divided(program: Program) -> dict[Fragment, list[Fragment]]:
     """The fragments that are divided, each by the largest that it holds whole."""
     kinds: dict[Any, int] = {}
     lines: dict[Fragment, list[int]] = {}  # what the equations of a fragment do, as numbers
@@ -69,26 +61,29 @@ def _divided(program: Program) -> dict[Fragment, _Parts]:
                 lines[f] = [kinds.setdefault(operation(e), len(kinds)) for e in f.jaxpr.eqns]
             except TypeError:  # what cannot be hashed cannot be found again
                 continue
-    found: dict[Fragment, _Parts] = {}
-    by_size = sorted(lines, key=lambda f: len(lines[f]))
-    for n, f in enumerate(by_size):
-        for g in reversed(by_size[:n]):
-            if g in found or len(lines[g]) == len(lines[f]) or not same_shape(f.mesh, g.mesh):
-                continue
-            if (parts := _by(f, g, lines[f], lines[g])) is not None:
-                found[f] = parts
-                break
+    found: dict[Fragment, list[Fragment]] = {}
+    kept: dict[tuple[int, ...], Fragment] = {}  # those that stay whole, one of each kind, by size
+    for f in sorted(lines, key=lambda f: len(lines[f])):
+        alike = [g for g in kept.values() if f.phase == g.phase and same_shape(f.mesh, g.mesh)]
+        whole = (_by(f, g, lines[f], lines[g]) for g in reversed(alike) if len(lines[g]) < len(lines[f]))
+        if (parts := next(filter(None, whole), None)) is not None:
+            found[f] = parts
+        else:
+            kept.setdefault(tuple(lines[f]), f)
     return found
 
 
-def _by(f: Fragment, g: Fragment, mine: Sequence[int], its: Sequence[int]) -> _Parts | None:
+def _by(f: Fragment, g: Fragment, mine: Sequence[int], its: Sequence[int]) -> list[Fragment] | None:
     """A fragment divided by another, if it holds that whole and it is worth it."""
     rest = Counter(mine)
     rest.subtract(its)
     if min(rest.values()) < 0 or len(rest) - len(+rest) < _WORTH:
         return None
     for first in (True, False):
-        names = _names(f, g, _aligned(mine, its, first))
+        where = _aligned(mine, its, first)
+        if len(where) < len(its):
+            return None
+        names = _names(f, g, where)
         parts = None if names is None else _cut(f, g, names)
         if parts is not None:
             return parts
@@ -101,21 +96,22 @@ def _aligned(mine: Sequence[int], its: Sequence[int], first: bool) -> list[int]:
     """
     step = 1 if first else -1
     blocks = SequenceMatcher(None, mine[::step], its[::step], autojunk=False).get_matching_blocks()
-    return [n for start, _, size in blocks for n in range(len(mine))[::step][start : start + size]][::step]
+    places = range(len(mine))[::step]
+    return [n for start, _, size in blocks for n in places[start : start + size]][::step]
 
 
 def _names(f: Fragment, g: Fragment, where: Sequence[int]) -> dict[Var, Any] | None:
-    """What the variables of g are in f, if the equations at these places of f are those of g."""
+    """What the variables of g are in f, if its equations are those at these places of f; None otherwise."""
     names: dict[Var, Any] = {}
     for n, theirs in zip(where, g.jaxpr.eqns):
         ours = f.jaxpr.eqns[n]
         if any(names.setdefault(a, b) is not b for a, b in zip(theirs.invars, ours.invars) if is_var(a)):
             return None
         names |= zip(theirs.outvars, ours.outvars)
-    return names if len(where) == len(g.jaxpr.eqns) else None
+    return names
 
 
-def _cut(f: Fragment, g: Fragment, names: dict[Var, Any]) -> _Parts | None:
+def _cut(f: Fragment, g: Fragment, names: dict[Var, Any]) -> list[Fragment] | None:
     """A fragment as what comes before the equations of another, these, and what comes after.
 
     None if that cannot be: if they read what is made of their results, or make what is read of f and is no
@@ -141,7 +137,8 @@ def _cut(f: Fragment, g: Fragment, names: dict[Var, Any]) -> _Parts | None:
             after.append(e)
     if {v for e in free for v in e.outvars}.isdisjoint(takes):  # nothing has to come first
         after, free = [e for e in f.jaxpr.eqns if inside.isdisjoint(e.outvars)], []
-    wanted = {*f.outvars, *(v for e in after for v in _reads(e) if v not in inside & of_nothing)}
+    copied = inside & of_nothing
+    wanted = {*f.outvars, *(v for e in after for v in _reads(e) if v not in copied)}
     made = {*f.outvars, *(v for e in f.jaxpr.eqns for v in _reads(e))}
     if (
         not (inside | waiting).isdisjoint(takes)
@@ -152,11 +149,10 @@ def _cut(f: Fragment, g: Fragment, names: dict[Var, Any]) -> _Parts | None:
     cheap = [e for e in core if of_nothing.issuperset(e.outvars)]
     middle = _part(f, core, takes, makes)
     outer = [_outer(f, part, cheap, {*wanted, *takes}) for part in (free, after) if part]
-    all = (*outer[: bool(free)], middle, *outer[bool(free) :])
-    named = tuple(
-        dataclasses.replace(p, name=f"{f.name} ({n} of {len(all)})") for n, p in enumerate(all, start=1)
-    )
-    return _Parts(named, named[bool(free)])
+    parts = [*outer[: bool(free)], middle, *outer[bool(free) :]]
+    return [
+        dataclasses.replace(p, name=f"{f.name} ({n} of {len(parts)})") for n, p in enumerate(parts, start=1)
+    ]
 
 
 def _reads(eqn: Any) -> list[Var]:
@@ -183,17 +179,17 @@ def _part(f: Fragment, eqns: Sequence[Any], takes: tuple[Var, ...], makes: tuple
     return dataclasses.replace(f, jaxpr=jaxpr, invars=takes, outvars=makes)
 
 
-def _calls(call: Call, parts: _Parts, values: list[Held]) -> list[Call]:
+def _calls(call: Call, parts: Sequence[Fragment], values: list[Held]) -> list[Call]:
     """The calls of the parts of a fragment. What goes from one to another has slots that are added."""
     f = call.fragment
     slots = dict(zip((*f.invars, *f.outvars), (*call.inputs, *call.outputs)))
     dropped = {*call.frees}
-    for v in (v for p in parts.all for v in p.outvars if v not in slots):
+    for v in (v for p in parts for v in p.outvars if v not in slots):
         slots[v] = len(values)
         dropped.add(len(values))
         values.append((v, f.mesh))
     calls: list[Call] = []
-    for p in reversed(parts.all):
+    for p in reversed(parts):
         inputs, outputs = (tuple(slots[v] for v in held) for held in (p.invars, p.outvars))
         frees = tuple(sorted(dropped & {*inputs, *outputs}))
         dropped.difference_update(frees)

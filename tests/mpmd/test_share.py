@@ -12,12 +12,9 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from mmnnx.mpmd import prepare, share
 from mmnnx.mpmd.fragments import Fragment
-from mmnnx.mpmd.merge import merge
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, pipeline
-
-INSIDE = ("forward", "backward")
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +47,9 @@ def trained(blocks: Sequence[int], meshes: Sequence[int] = (), per_stage: Sequen
 
 def parts(program: mm.Program) -> dict[str, list[Fragment]]:
     """The parts of the fragments that are divided, by what they were."""
-    shared, _, _ = share.share(program)
+    runs, _ = prepare._as_it_runs(program)
     found: dict[str, list[Fragment]] = {}
-    for f in shared.fragments:
+    for f in runs.fragments:
         if match := re.fullmatch(r"(.*) \(\d of \d\)", f.name):
             found.setdefault(match[1], []).append(f)
     return found
@@ -62,47 +59,49 @@ def products(f: Fragment) -> int:
     return str(f.jaxpr).count("dot_general")
 
 
-CASES = {
-    "gpipe": {},
-    "1f1b": {},
-    "eager-1f1b": {},
-    "zero-bubble-h1": {},
-    "interleaved-1f1b": {"meshes": (0, 1, 0, 1)},
-}
+@pytest.mark.parametrize(
+    ("schedule", "ends"),
+    [
+        ("gpipe", {"stage0 forward", "stage0 backward", "stage3 forward", "stage3 backward"}),
+        # The last stage's forward and backward are one program.
+        ("1f1b", {"stage0 forward", "stage0 backward"}),
+        (
+            "zero-bubble-h1",
+            {"stage0 forward", "stage0 backward-input and stage0 backward-weight", "stage3 backward-weight"},
+        ),
+    ],
+)
+def test_the_ends_are_divided(schedule, ends):
+    """They do what the stages between them do and something besides, and compute what one device does."""
+    divided = parts(trained([1, 1, 1, 1], schedule=schedule, steps=2))
+    assert divided.keys() == ends and all(len(fragments) == 2 for fragments in divided.values())
 
 
-@pytest.mark.parametrize("schedule", CASES)
-def test_parity_at_every_schedule(schedule):
-    """Both ends do what the stages between them do and more, and compute what one device does."""
-    program = trained([1, 1, 1, 1], schedule=schedule, steps=2, **CASES[schedule])
-    divided = parts(program)
-    for phase in ("forward", "backward"):
-        assert sum(len(fs) == 2 for name, fs in divided.items() if f" {phase}" in name) >= 2
+def test_stages_that_go_round_the_meshes():
+    """The first of them and the last, each on a mesh with one that is between."""
+    program = trained([1, 1, 1, 1], schedule="interleaved-1f1b", meshes=(0, 1, 0, 1))
+    assert len(parts(program)) >= 2
 
 
 def test_a_program_that_is_divided_is_whole():
     """Parts follow each other, what was dropped still is, and each goes by the number of the whole."""
-    program = trained([1, 1, 1, 1])
-    shared, numbers, cores = share.share(program)
-    shared.verify()
-    assert len(cores) == 4 and numbers == sorted(numbers)
-    assert {*numbers} == {*range(len(program.instructions))}
-    for n, i in zip(numbers, shared.instructions):
-        assert re.sub(r" \(\d of \d\)", "", shared.describe(i)) == program.describe(program.instructions[n])
+    program = trained([1, 1, 1, 1], schedule="gpipe")
+    runs, numbers = prepare._as_it_runs(program)
+    runs.verify()
+    assert numbers == sorted(numbers) and {*numbers} == {*range(len(program.instructions))}
+    for n, i in zip(numbers, runs.instructions, strict=True):
+        assert re.sub(r" \(\d of \d\)", "", runs.describe(i)) == program.describe(program.instructions[n])
     for name, fragments in parts(program).items():
         (whole,) = (f for f in program.fragments if f.name == name)
         made = {v for f in fragments for e in f.jaxpr.eqns for v in e.outvars}
         assert made == {v for e in whole.jaxpr.eqns for v in e.outvars}
-    merged, firsts = merge(shared, cores)
-    merged.verify()
-    assert cores <= {*merged.fragments} and len(firsts) < len(numbers)  # the head's two are one
 
 
 def test_the_parts_of_the_ends():
-    """An embedding is looked up first and its gradient comes last; the head is all between two cores."""
-    divided = parts(trained([1, 1, 1, 1]))
-    middle = 4 + 2  # products of a block: four of weights, two of attention
-    assert {name: [products(f) for f in fs] for name, fs in divided.items()} == {
+    """An embedding is looked up first, and its gradient comes last; a head is all beside the core."""
+    divided = parts(trained([1, 1, 1, 1], schedule="gpipe"))
+    middle = 4 + 2  # products of a block: four with weights, two of attention
+    assert {name: [products(f) for f in fragments] for name, fragments in divided.items()} == {
         "stage0 forward": [0, middle],
         "stage3 forward": [middle, 1],
         "stage3 backward": [2, 2 * middle],
@@ -111,8 +110,8 @@ def test_the_parts_of_the_ends():
 
 
 @pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device", "two devices"])
-def test_the_ends_compile_little_of_their_own(monkeypatch, compiled_anew, per_stage):
-    """The cores are compiled with the stages between the ends: one program for the four, of each phase."""
+def test_the_core_is_compiled_with_the_stages_between(monkeypatch, compiled_anew, per_stage):
+    """One program for all, of each phase."""
     codes: dict[str, Any] = {}
     compile_program = prepare.compile_program
 
@@ -123,17 +122,22 @@ def test_the_ends_compile_little_of_their_own(monkeypatch, compiled_anew, per_st
 
     monkeypatch.setattr(prepare, "compile_program", watched)
     trained([1, 1, 1, 1], per_stage=per_stage)
-    for phase, ends in {"forward": (2, 1), "backward": (1, 2)}.items():
-        same = [f"stage0 {phase} ({ends[0]} of 2)", f"stage1 {phase}", f"stage3 {phase} ({ends[1]} of 2)"]
+    for phase, core in {"forward": 2, "backward": 1}.items():
+        same = [f"stage0 {phase} ({core} of 2)", f"stage1 {phase}", f"stage2 {phase}"]
         assert len({id(codes[name]) for name in same}) == 1
 
 
 @pytest.mark.parametrize(
-    ("blocks", "options"),
+    ("blocks", "schedule", "limits"),
     [
-        pytest.param([1, 1], {}, id="no stage between the ends"),
-        pytest.param([2, 1, 1, 2], {}, id="blocks more that are as the others"),
+        pytest.param([1, 1], "gpipe", {}, id="no stage between the ends"),
+        pytest.param([2, 1, 1, 2], "gpipe", {}, id="blocks that are as the others are compiled with them"),
+        pytest.param([1, 1, 1, 1], "gpipe", {"_WORTH": 1000}, id="too little is won"),
+        pytest.param([1, 1, 1, 1], "gpipe", {"can_be_moved": lambda mesh: False}, id="no program moves"),
     ],
 )
-def test_what_would_not_be_worth_it_is_left_whole(blocks, options):
-    assert not parts(trained(blocks, **options))
+def test_what_is_left_whole(monkeypatch, blocks, schedule, limits):
+    for name, limit in limits.items():
+        monkeypatch.setattr(share, name, limit)
+    program = trained(blocks, schedule=schedule)
+    assert not parts(program)
