@@ -25,6 +25,8 @@ from mmnnx.mpmd.trace import Var, is_var
 
 # Kinds of operations that are not compiled once more: in a transformer, a third of a second of one core.
 _WORTH = 40
+# Pairs of equal operations that are compared: half a second. An unrolled loop may have more by far.
+_MOST = 1_000_000
 
 
 def share(program: Program) -> tuple[Program, list[int]]:
@@ -75,9 +77,11 @@ def _divided(program: Program) -> dict[Fragment, list[Fragment]]:
 
 def _by(f: Fragment, g: Fragment, mine: Sequence[int], its: Sequence[int]) -> list[Fragment] | None:
     """A fragment divided by another, if it holds that whole and it is worth it."""
-    rest = Counter(mine)
-    rest.subtract(its)
-    if min(rest.values()) < 0 or len(rest) - len(+rest) < _WORTH:
+    count, other = Counter(mine), Counter(its)
+    rest = count - other
+    if not other <= count or len(count) - len(rest) < _WORTH:
+        return None
+    if sum(n * count[kind] for kind, n in other.items()) > _MOST:
         return None
     for first in (True, False):
         where = _aligned(mine, its, first)

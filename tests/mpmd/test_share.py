@@ -133,6 +133,7 @@ def test_the_core_is_compiled_with_the_stages_between(monkeypatch, compiled_anew
         pytest.param([1, 1], "gpipe", {}, id="no stage between the ends"),
         pytest.param([2, 1, 1, 2], "gpipe", {}, id="blocks that are as the others are compiled with them"),
         pytest.param([1, 1, 1, 1], "gpipe", {"_WORTH": 1000}, id="too little is won"),
+        pytest.param([1, 1, 1, 1], "gpipe", {"_MOST": 100}, id="too much to compare"),
         pytest.param([1, 1, 1, 1], "gpipe", {"can_be_moved": lambda mesh: False}, id="no program moves"),
     ],
 )
