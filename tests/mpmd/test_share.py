@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,13 +24,18 @@ def here(monkeypatch):
     monkeypatch.setattr(share, "_WORTH", 10)
 
 
-def trained(blocks: Sequence[int], meshes: Sequence[int] = (), per_stage: Sequence[int] = (), **options: Any):
+@functools.cache
+def trained(
+    blocks: tuple[int, ...],
+    schedule: str = "gpipe",
+    meshes: tuple[int, ...] = (0, 1, 2, 3),
+    per_stage: tuple[int, ...] = (),
+) -> mm.Program:
     """The program of a train step of a Transformer of so many blocks in each stage, which is right as it
     runs. Stage n is on mesh n, or as `meshes` say.
     """
-    meshes = meshes or range(len(blocks))
     mesh, _ = pipeline(max(meshes) + 1, *per_stage)
-    tasks = [mm.Task(f"stage{n}", mesh_slice={"stage": m}) for n, m in enumerate(meshes)]
+    tasks = [mm.Task(f"stage{n}", mesh_slice={"stage": m}) for n, m in zip(range(len(blocks)), meshes)]
     rules: dict[Any, Any] = {mm.path("embed"): (tasks[0], P())}
     for n in range(sum(blocks)):
         task = next(t for k, t in enumerate(tasks) if n < sum(blocks[: k + 1]))
@@ -38,11 +43,16 @@ def trained(blocks: Sequence[int], meshes: Sequence[int] = (), per_stage: Sequen
             rules[mm.path("blocks", n, {"qkv", "up"}, "kernel")] = (task, P(None, "model"))
         rules[mm.path("blocks", n)] = (task, P())
     rules |= {mm.path(name): (tasks[-1], P()) for name in ("norm", "head")}
-    placement = mm.TaskSharding(rules)
-    options = {"schedule": "1f1b", "steps": 1, **options}
-    net = make(models.Transformer, layers=sum(blocks), width=8, vocab=16, **options.pop("model", {}))
-    batch = models.tokens(8, length=4, vocab=16)
-    return assert_parity(net, models.cross_entropy, batch, placement, mesh=mesh, microbatch=2, **options)
+    return assert_parity(
+        make(models.Transformer, layers=sum(blocks), width=8, vocab=16),
+        models.cross_entropy,
+        models.tokens(8, length=4, vocab=16),
+        mm.TaskSharding(rules),
+        mesh=mesh,
+        microbatch=2,
+        schedule=schedule,
+        steps=2,
+    )
 
 
 def parts(program: mm.Program) -> dict[str, list[Fragment]]:
@@ -73,19 +83,19 @@ def products(f: Fragment) -> int:
 )
 def test_the_ends_are_divided(schedule, ends):
     """They do what the stages between them do and something besides, and compute what one device does."""
-    divided = parts(trained([1, 1, 1, 1], schedule=schedule, steps=2))
+    divided = parts(trained((1, 1, 1, 1), schedule))
     assert divided.keys() == ends and all(len(fragments) == 2 for fragments in divided.values())
 
 
 def test_stages_that_go_round_the_meshes():
     """The first of them and the last, each on a mesh with one that is between."""
-    program = trained([1, 1, 1, 1], schedule="interleaved-1f1b", meshes=(0, 1, 0, 1))
+    program = trained((1, 1, 1, 1), "interleaved-1f1b", (0, 1, 0, 1))
     assert len(parts(program)) >= 2
 
 
 def test_a_program_that_is_divided_is_whole():
     """Parts follow each other, what was dropped still is, and each goes by the number of the whole."""
-    program = trained([1, 1, 1, 1], schedule="gpipe")
+    program = trained((1, 1, 1, 1))
     runs, numbers = prepare._as_it_runs(program)
     runs.verify()
     assert numbers == sorted(numbers) and {*numbers} == {*range(len(program.instructions))}
@@ -99,7 +109,7 @@ def test_a_program_that_is_divided_is_whole():
 
 def test_the_parts_of_the_ends():
     """An embedding is looked up first, and its gradient comes last; a head is all beside the core."""
-    divided = parts(trained([1, 1, 1, 1], schedule="gpipe"))
+    divided = parts(trained((1, 1, 1, 1)))
     middle = 4 + 2  # products of a block: four with weights, two of attention
     assert {name: [products(f) for f in fragments] for name, fragments in divided.items()} == {
         "stage0 forward": [0, middle],
@@ -121,24 +131,24 @@ def test_the_core_is_compiled_with_the_stages_between(monkeypatch, compiled_anew
         return compiled
 
     monkeypatch.setattr(prepare, "compile_program", watched)
-    trained([1, 1, 1, 1], per_stage=per_stage)
+    trained.__wrapped__((1, 1, 1, 1), "1f1b", per_stage=per_stage)
     for phase, core in {"forward": 2, "backward": 1}.items():
         same = [f"stage0 {phase} ({core} of 2)", f"stage1 {phase}", f"stage2 {phase}"]
         assert len({id(codes[name]) for name in same}) == 1
 
 
 @pytest.mark.parametrize(
-    ("blocks", "schedule", "limits"),
+    ("blocks", "limits"),
     [
-        pytest.param([1, 1], "gpipe", {}, id="no stage between the ends"),
-        pytest.param([2, 1, 1, 2], "gpipe", {}, id="blocks that are as the others are compiled with them"),
-        pytest.param([1, 1, 1, 1], "gpipe", {"_WORTH": 1000}, id="too little is won"),
-        pytest.param([1, 1, 1, 1], "gpipe", {"_MOST": 100}, id="too much to compare"),
-        pytest.param([1, 1, 1, 1], "gpipe", {"can_be_moved": lambda mesh: False}, id="no program moves"),
+        pytest.param((1, 1), {}, id="no stage between the ends"),
+        pytest.param((2, 1, 1, 2), {}, id="blocks that are as the others are compiled with them"),
+        pytest.param((1, 1, 1, 1), {"_WORTH": 1000}, id="too little is won"),
+        pytest.param((1, 1, 1, 1), {"_MOST": 100}, id="too much to compare"),
+        pytest.param((1, 1, 1, 1), {"can_be_moved": lambda mesh: False}, id="no program moves"),
     ],
 )
-def test_what_is_left_whole(monkeypatch, blocks, schedule, limits):
+def test_what_is_left_whole(monkeypatch, blocks, limits):
+    program = trained(blocks)
     for name, limit in limits.items():
         monkeypatch.setattr(share, name, limit)
-    program = trained(blocks, schedule=schedule)
     assert not parts(program)
