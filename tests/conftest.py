@@ -35,6 +35,7 @@ hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, deran
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 import jax  # noqa: E402  # reads the environment
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 from mmnnx.mpmd import compile  # noqa: E402
 
@@ -73,3 +74,14 @@ def forget_compiled_programs():
 def compiled_anew(monkeypatch):
     """For a test that looks at what is compiled."""
     monkeypatch.setattr(compile, "_in_use", WeakValueDictionary())
+
+
+@pytest.fixture
+def no_folder():
+    """JAX without its cache on disk, which these tests have under some versions."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()  # or JAX would go on with the folder it has
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()

@@ -16,7 +16,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
@@ -69,12 +68,9 @@ def on_stages(stages, per_stage=()):
 
 
 @pytest.fixture
-def compiles(monkeypatch, compiled_anew):
+def compiles(monkeypatch, compiled_anew, no_folder):
     """Grows by the name of every program that is compiled for a fragment, without JAX's cache on disk."""
     names = []
-    folder = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()  # or JAX would go on with the folder it has
 
     @dataclasses.dataclass
     class Watched:
@@ -90,9 +86,7 @@ def compiles(monkeypatch, compiled_anew):
         return dataclasses.replace(low, stage=Watched(f.name, low.stage))
 
     monkeypatch.setattr(compile_module, "lower", watched)
-    yield names
-    jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()
+    return names
 
 
 @pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device", "two devices"])

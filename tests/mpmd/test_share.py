@@ -19,7 +19,7 @@ from tests.mpmd.parity import assert_parity, pipeline
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
-    """As without JAX's cache on disk, which tests have, and for models as small as these."""
+    """As without JAX's cache on disk, which tests may have, and for models as small as these."""
     monkeypatch.setattr(share, "can_be_moved", lambda mesh: True)
     monkeypatch.setattr(share, "_WORTH", 10)
 
@@ -120,7 +120,7 @@ def test_the_parts_of_the_ends():
 
 
 @pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device", "two devices"])
-def test_the_core_is_compiled_with_the_stages_between(monkeypatch, compiled_anew, per_stage):
+def test_the_core_is_compiled_with_the_stages_between(monkeypatch, compiled_anew, no_folder, per_stage):
     """One program for all, of each phase."""
     codes: dict[str, Any] = {}
     compile_program = prepare.compile_program
