@@ -106,7 +106,7 @@ def preparer(tied: Tied, leaves: Sequence[Any]) -> Callable[[], Run]:
     @uncollected()
     def prepare() -> Run:
         number = agree(lambda: _in_full(program), name)
-        runs, numbers = _as_it_runs(program)
+        runs, numbers = as_it_runs(program)
         compiled = compile_program(runs, tied.fixed, overwritten, number)
         execute = runner(compiled, name, numbers, number)
         given = (own_copy(c) if v in returned else c for (v, _), c in zip(flat.constants, constants))
@@ -147,7 +147,7 @@ def preparer(tied: Tied, leaves: Sequence[Any]) -> Callable[[], Run]:
     return prepare
 
 
-def _as_it_runs(program: Program) -> tuple[Program, list[int]]:
+def as_it_runs(program: Program) -> tuple[Program, list[int]]:
     """What is compiled of a program, and for each of its instructions the number that it prints with."""
     merged, firsts = merge(program)
     shared, wholes = share(merged)
