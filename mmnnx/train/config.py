@@ -156,9 +156,13 @@ class TrainConfig:
     def from_json(cls, text: str) -> TrainConfig:
         """The config that ``to_json`` wrote. Raises ValueError if the text is anything else."""
         values = json.loads(text)
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(values, dict) or set(values) != names:
+        usual = {field.name: field.default for field in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or set(values) != set(usual):
             raise ValueError("not the config of a run")
+        for name, value in values.items():
+            kind = type(usual[name])
+            if type(value) not in {float: (float, int), type(None): (type(None), str)}.get(kind, (kind,)):
+                raise ValueError(f"{name} is {value!r}")
         paths = {name: Path(values[name]) for name in ("data", "out") if values[name] is not None}
         return cls(**{**values, **paths})
 

@@ -79,8 +79,10 @@ def _walk(root: Path, suffix: str) -> Iterator[str]:
             f for f in folders if not f.startswith(".") and f not in ("site-packages", "dist-packages")
         )
         for file in sorted(files):
-            if file.endswith(suffix) and not file.startswith("."):
-                yield (Path(folder) / file).relative_to(root).as_posix()
+            path = Path(folder) / file
+            special = path.exists() and not path.is_file()  # such as a pipe, which may never end
+            if file.endswith(suffix) and not file.startswith(".") and not special:
+                yield path.relative_to(root).as_posix()
 
 
 def _read(path: Path) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,21 @@ def test_goes_through_json(tmp_path):
 def test_json_of_something_else(text):
     with pytest.raises(ValueError):
         TrainConfig.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "change", [{"steps": "12"}, {"data": 3}, {"width": 96.5}, {"seed": None}, {"tied": 1}, {"schedule": []}]
+)
+def test_json_with_a_value_of_another_type(change):
+    values = json.loads(TrainConfig().to_json())
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=f"^{name} is {re.escape(repr(value))}$"):
+        TrainConfig.from_json(json.dumps(values | change))
+
+
+def test_json_with_a_whole_number_for_a_float():
+    values = json.loads(TrainConfig().to_json())
+    assert TrainConfig.from_json(json.dumps(values | {"clip": 2})).clip == 2
 
 
 def test_paths_are_kept_absolute(monkeypatch, tmp_path):

@@ -84,6 +84,12 @@ def test_hidden_and_binary_files_are_passed_over(tmp_path):
     assert sorted(corpus.train.tobytes() + corpus.valid.tobytes()) == sorted(b"firstsecond")
 
 
+def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path):
+    write(tmp_path, a="first", b="second")
+    os.mkfifo(tmp_path / "pipe")
+    assert load_corpus(tmp_path).files == 2
+
+
 def test_checksum_tells_texts_apart(tmp_path):
     write(tmp_path, a="first", b="second")
     before = load_corpus(tmp_path).checksum
