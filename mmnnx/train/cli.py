@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
 def _train(config: TrainConfig, tell: Callable[[str], None]) -> int:
     folder = config.folder()
     tell_once = tell if is_first() else lambda text: None  # what becomes of all processes alike
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # what orbax logs as an error is told in a line
     try:
         train(config)
     except ToldElsewhere:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -32,7 +33,7 @@ class RunFolder:
     def create(cls, config: TrainConfig) -> RunFolder:
         """A new folder with its config. Raises UserError if it holds something, or cannot be written."""
         path = config.folder()
-        try:
+        with _written(path, "; choose another --out"):
             # What a process killed in the middle of its first file has left is nothing.
             names = {p.name for p in path.iterdir() if p.suffix != ".new"} if path.is_dir() else set()
             if names - {LOCK} or (path.exists() and not path.is_dir()):
@@ -40,8 +41,6 @@ class RunFolder:
                     f"{path} exists; go on with that run by --resume, or choose another --name or --out"
                 )
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written ({error.strerror}); choose another --out") from error
         folder = cls(path)
         folder.begin(config, 0)
         return folder
@@ -70,10 +69,8 @@ class RunFolder:
 
         Raises UserError if another process has it, or the folder cannot be written.
         """
-        try:
+        with self.written():
             lock = claim(self.path)
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be written ({error.strerror})") from error
         if lock is None:
             raise UserError(f"the run in {self.path} is going on in another process")
         return lock
@@ -84,18 +81,18 @@ class RunFolder:
         Raises UserError if they cannot be written.
         """
         kept = [row for row in self.rows() if start and row["step"] <= start]
-        try:
+        with _written(self.path, "; choose another --out"):
             _write(self.path / "config.json", config.to_json())
             _write(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
-        except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be written ({error.strerror}); choose another --out"
-            ) from error
 
     def add(self, **row: float) -> None:
-        """Append a row to metrics.jsonl."""
-        with self.metrics.open("a") as file:
+        """Append a row to metrics.jsonl. Raises UserError if it cannot be written."""
+        with self.written(), self.metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def written(self) -> contextlib.AbstractContextManager[None]:
+        """Has what cannot be written to the folder inside be a UserError, as on a disk that is full."""
+        return _written(self.path)
 
     def rows(self) -> list[dict[str, float]]:
         """The rows of metrics.jsonl; one that was cut off in the middle, or is damaged, does not count."""
@@ -106,6 +103,14 @@ class RunFolder:
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
         return [row for row in found if isinstance(row, dict) and "step" in row]
+
+
+@contextlib.contextmanager
+def _written(path: Path, advice: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}){advice}") from error
 
 
 def _write(path: Path, text: str) -> None:

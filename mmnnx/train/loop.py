@@ -109,14 +109,16 @@ def train(config: TrainConfig) -> RunFolder:
 
         timeline = train_step.program(model, optimizer, held_out[0]).simulate()
         if first:
-            draw_loss(folder.rows()).savefig(folder.path / "loss.png")
-            draw_timeline(timeline).savefig(folder.path / "timeline.png")
+            with folder.written():
+                draw_loss(folder.rows()).savefig(folder.path / "loss.png")
+                draw_timeline(timeline).savefig(folder.path / "timeline.png")
         if config.sample:
             prompt = held_out[0, 0, : config.sequence // 4].astype(np.uint8).tobytes()
             text = sample(model, prompt, config.sample, config.sequence, seed=config.seed)
             display.say(f"--- a sample of its text:\n{text.decode(errors='replace')}\n---")
             if first:
-                (folder.path / "sample.txt").write_bytes(text)
+                with folder.written():
+                    (folder.path / "sample.txt").write_bytes(text)
     return folder
 
 

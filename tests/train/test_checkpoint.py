@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import resource
 from pathlib import Path
 
 import jax
@@ -257,12 +259,45 @@ def test_an_error_while_writing_is_raised_later(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(write, "_write", fill)
         checkpoints.save(2, nodes)
-        with pytest.raises(OSError, match="No space left"):
+        says = f"step 2 in {tmp_path} was not written: No space left on device; that of step 1 is the latest"
+        with pytest.raises(CheckpointError, match=says):
             checkpoints.save(3, nodes)
     assert checkpoints.steps == [1] and checkpoints.restore(build(1)).step == 1
     checkpoints.save(4, nodes)  # there is room again
     checkpoints.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "4"]
+
+
+def test_a_disk_that_takes_no_more(tmp_path):
+    nodes = {"w": nnx.List(nnx.Param(jnp.full((64, 1024), i, jnp.float32)) for i in range(4))}
+    checkpoints = Checkpoints(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        checkpoints.save(1, nodes)
+        with pytest.raises(CheckpointError, match="step 1 .* File too large; there is no other$"):
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    checkpoints.save(2, nodes)
+    checkpoints.close()
+    assert checkpoints.steps == [2]
+
+
+def test_no_write_goes_on_when_one_has_failed():
+    """Each would come back to an event loop that is closed, and print a traceback."""
+    done = []
+
+    async def fails():
+        raise OSError("full")
+
+    async def takes_a_while():
+        await asyncio.sleep(0.01)
+        done.append("written")
+
+    with pytest.raises(OSError, match="full"):
+        asyncio.run(write._all([fails(), takes_a_while()]))
+    assert done == ["written"]
 
 
 def test_two_that_write_to_one_folder(tmp_path):

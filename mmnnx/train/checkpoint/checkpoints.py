@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -38,7 +39,7 @@ from mmnnx.train.checkpoint.nodes import arrays_of, set_arrays
 from mmnnx.train.checkpoint.placement import check_rules, describe
 from mmnnx.train.checkpoint.rename import Rename
 from mmnnx.train.checkpoint.restore import restore_arrays, targets_of
-from mmnnx.train.checkpoint.write import copy_shards, make_writer
+from mmnnx.train.checkpoint.write import copy_shards, make_writer, reason
 
 UNSTORED = ("uint2", "uint4")
 """What JAX has and tensorstore's Zarr 3 has not."""
@@ -97,7 +98,8 @@ class Checkpoints:
                 f"{self.folder}: orbax would take {wild[0]!r} in a path for a pattern, and not find what it "
                 "has written; choose another folder, or a link to it without *, ? and ["
             )
-        self._keep, self._best, self._saved, self._closed = keep, best, False, False
+        self._keep, self._best, self._closed = keep, best, False
+        self._last: int | None = None  # the last step that was saved since this was opened
         self._lock: FileLock | None = None  # held while a checkpoint is being written
 
     @property
@@ -141,8 +143,8 @@ class Checkpoints:
 
         Raises:
           TypeError, ValueError: for what cannot be saved; nothing is written then.
-          CheckpointError: another process is writing to the folder.
-          Exception: whatever went wrong in writing the checkpoint before this one.
+          CheckpointError: another process is writing to the folder, or something cannot be written: of this
+            checkpoint, or of the one before. Those that are whole are as they were.
 
         Example:
           >>> checkpoints.save(200, {"model": model, "rngs": rngs}, data=batches.get_state())
@@ -170,17 +172,18 @@ class Checkpoints:
         tree: dict[str, Any] = {}
         for path, shards in copy_shards(arrays).items():
             _put(tree, path, shards)
-        with all_or_none():
+        with all_or_none(), self._writing(step):
             if jax.process_index() == 0:
                 self._claim(step)
-        self._saved, _writers[self.folder] = True, self
+        self._last, _writers[self.folder] = step, self
         items = {name: ocp.args.JsonSave(value) for name, value in values.items()}
         try:
-            self._orbax.save(
-                self.folder / str(step),
-                args=ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(tree)}, **items),
-                custom_metadata={"checksums": {name: checksum(value) for name, value in values.items()}},
-            )
+            with self._writing(step):
+                self._orbax.save(
+                    self.folder / str(step),
+                    args=ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(tree)}, **items),
+                    custom_metadata={"checksums": {name: checksum(value) for name, value in values.items()}},
+                )
         except BaseException:
             self._release()
             raise
@@ -239,13 +242,14 @@ class Checkpoints:
         return Restored(step, left=left, **extras)
 
     def wait(self) -> None:
-        """Waits until what was saved is written; raises what went wrong with it."""
-        if not self._saved:
+        """Waits until what was saved is written. Raises CheckpointError if it cannot be."""
+        if self._last is None:
             return
         try:
-            self._orbax.wait_until_finished()
-            if self._lock is not None:
-                remove(self.folder, self._old())
+            with self._writing(self._last):
+                self._orbax.wait_until_finished()
+                if self._lock is not None:
+                    remove(self.folder, self._old())
         finally:
             self._release()
 
@@ -253,10 +257,10 @@ class Checkpoints:
         """Waits until everything is written. Nothing is saved after that, but in another `with`."""
         self._closed = True
         self.wait()
-        if self._saved:
+        if self._last is not None:
             self._orbax.close()
             del self._orbax
-            self._saved = False
+            self._last = None
 
     def __enter__(self) -> Checkpoints:
         self._closed = False
@@ -264,6 +268,19 @@ class Checkpoints:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """Says of what cannot be written which checkpoint it is of, and which there is."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (OSError, ValueError) as error:
+            kept = "there is no other" if self.latest is None else f"that of step {self.latest} is the latest"
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self.folder} was not written: {reason(error)}; {kept}"
+            ) from error
 
     def _claim(self, step: int) -> None:
         """Makes the folder this object's to write to, and makes room for a step."""

@@ -7,6 +7,8 @@ way to write what it does not know. The files are as it writes them, so it reads
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -126,8 +128,8 @@ class ShardsHandler(ocp.type_handlers.TypeHandler):
 
 async def _write(folder: str, named: Sequence[tuple[str, Shards]]) -> None:
     context = ts.Context()
-    stores = await asyncio.gather(
-        *(
+    stores = await _all(
+        [
             ts.open(
                 {
                     "driver": "zarr3",
@@ -154,14 +156,24 @@ async def _write(folder: str, named: Sequence[tuple[str, Shards]]) -> None:
                 context=context,
             )
             for name, shards in named
-        )
+        ]
     )
     writes = []
     for store, (_, shards) in zip(stores, named):
         for region, host in shards.parts:
             target = store[region] if region else store
             writes.append(target.write(host, can_reference_source_data_indefinitely=True))
-    await asyncio.gather(*writes)
+    await _all(writes)
+
+
+async def _all(awaitables: Sequence[Any]) -> list[Any]:
+    """Their results. Where one fails, the others are waited for too: then nobody comes back to a loop that is
+    closed."""
+    found = await asyncio.gather(*awaitables, return_exceptions=True)
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
+    return found
 
 
 def make_writer() -> ocp.AsyncCheckpointer:
@@ -187,3 +199,9 @@ def make_writer() -> ocp.AsyncCheckpointer:
         async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
         multiprocessing_options=processes,
     )
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be written: what the system says, which tensorstore tells by its number."""
+    number = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or str(error)
