@@ -1,6 +1,6 @@
 """How long does the first step take? The same train step traced and compiled whole under `nnx.jit`, on one
 device, as a pipeline by `mm.jit`, and as a pipeline written by hand, whose functions JAX compiles as it meets
-them; each time in a process of its own, in turn.
+them; each time in a process of its own, in turn. Besides, how long it takes to make the model, compiled too.
 
 python benchmarks/compile.py --model lm --layers 8 --tensor 2
 """
@@ -91,15 +91,18 @@ def first_step(options: Options) -> dict[str, float]:
         return {"total": total - run, "CPU": cpu - run_cpu, **compiled(counts)}
 
     mesh = mm.MultiMesh(axis_sizes=(options.stages, options.tensor), axis_names=("stage", "model"))
+    start = time.perf_counter()
     if options.run == "nnx.jit":
-        model = nnx.jit(what.make)()
+        model = jax.block_until_ready(nnx.jit(what.make)())
+        making = time.perf_counter() - start
         state = model, nnx.jit(make_optimizer)(model)
         step = nnx.jit(train_step, donate_argnums=(0, 1))
     else:
         rules = mm.logical_rules("tensor")
         with mesh:
             placement = mm.pipeline_sharding(nnx.eval_shape(what.make), options.stages, rules=rules)
-            model = mm.jit(what.make, out_shardings=placement)()
+            model = jax.block_until_ready(mm.jit(what.make, out_shardings=placement)())
+            making = time.perf_counter() - start
             state = model, mm.jit(make_optimizer)(model)
         step = mm.jit(train_step, donate_argnums=(0, 1), mesh=mesh)
     jax.block_until_ready(nnx.state(state))
@@ -119,7 +122,7 @@ def first_step(options: Options) -> dict[str, float]:
     names = ("trace", "lower", "compile")
     walls = {name: b[0] - a[0] for name, a, b in zip(names, marks, marks[1:])}
     used = {f"{name} CPU": b[1] - a[1] for name, a, b in zip(names, marks, marks[1:])}
-    return {"total": end - start, "CPU": cpu_end - cpu, **walls, **used, **compiled(counts)}
+    return {"total": end - start, "CPU": cpu_end - cpu, "making": making, **walls, **used, **compiled(counts)}
 
 
 def compiled(counts: Counter[str]) -> dict[str, int]:
@@ -155,12 +158,20 @@ def started(options: Options, run: str, microbatches: int, folder: str | None = 
 PARTS = ("trace", "lower", "compile", "trace CPU", "lower CPU", "compile CPU")
 
 
-def row(name: str, microbatches: int, runs: list[dict[str, float]], ratio: str) -> str:
+def ratio(runs: list[dict[str, float]], whole: list[dict[str, float]], key: str) -> str:
+    """The median over the rounds; nothing where it was not measured."""
+    if key not in runs[0]:
+        return ""
+    return f"{statistics.median(each[key] / one[key] for each, one in zip(runs, whole)):.2f}"
+
+
+def row(name: str, microbatches: int, runs: list[dict[str, float]], total: str = "", making: str = "") -> str:
     best = {key: min(run[key] for run in runs) for key in runs[0]}
     return (
         f"{name:16}{microbatches:13}{best['total']:9.2f}{best['CPU']:9.2f}"
         + "".join(f"{best[key]:9.2f}" if key in best else " " * 9 for key in PARTS)
-        + f"{best['programs']:10.0f}{best['hits']:6.0f}{ratio:>9}"
+        + f"{best['programs']:10.0f}{best['hits']:6.0f}{total:>9}"
+        + (f"{best['making']:9.2f}{making:>9}" if "making" in best else "")
     )
 
 
@@ -176,7 +187,7 @@ def main() -> None:
         f"{'':16}{'microbatches':>13}{'total':>9}{'CPU':>9}"
         + "".join(f"{name:>9}" for name in ("trace", "lower", "compile"))
         + "".join(f"{name:>9}" for name in ("CPU", "CPU", "CPU"))
-        + f"{'programs':>10}{'hits':>6}{'ratio':>9}"
+        + f"{'programs':>10}{'hits':>6}{'ratio':>9}{'model':>9}{'ratio':>9}"
     )
     for microbatches in options.microbatches:
         runs: dict[str, list[dict[str, float]]] = {"nnx.jit": [], "mm.jit": []}
@@ -186,17 +197,15 @@ def main() -> None:
             for run, found in runs.items():
                 found.append(started(options, run, microbatches))
         for name, found in runs.items():
-            ratio = statistics.median(
-                each["total"] / whole["total"] for each, whole in zip(found, runs["nnx.jit"])
-            )
-            print(row(name, microbatches, found, f"{ratio:.2f}"), flush=True)
+            ratios = [ratio(found, runs["nnx.jit"], key) for key in ("total", "making")]
+            print(row(name, microbatches, found, *ratios), flush=True)
         if options.cache:
             for name in ("nnx.jit", "mm.jit"):
                 with tempfile.TemporaryDirectory() as folder:
                     started(options, name, microbatches, folder)
                     again = [started(options, name, microbatches, folder)]
-                print(row(f"{name}, again", microbatches, again, ""), flush=True)
-    print("ratio: of the totals to that of nnx.jit, median over the rounds")
+                print(row(f"{name}, again", microbatches, again), flush=True)
+    print("model: seconds to make it; ratio: of the totals and of these to nnx.jit's, median over the rounds")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx import _compat
 from mmnnx.mpmd.bind import (
@@ -28,6 +28,7 @@ from mmnnx.mpmd.bind import (
 from mmnnx.mpmd.compile import compile_program
 from mmnnx.mpmd.fragments import Held
 from mmnnx.mpmd.garbage import uncollected
+from mmnnx.mpmd.keys import make_keys
 from mmnnx.mpmd.lift import Record
 from mmnnx.mpmd.merge import merge
 from mmnnx.mpmd.processes import agree
@@ -106,11 +107,14 @@ def preparer(tied: Tied, leaves: Sequence[Any]) -> Callable[[], Run]:
     @uncollected()
     def prepare() -> Run:
         number = agree(lambda: _in_full(program), name)
-        runs, numbers = as_it_runs(program)
-        compiled = compile_program(runs, tied.fixed, overwritten, number)
+        runs, numbers, keys = as_it_runs(program)
+        added = list(runs.inputs.values())[len(program.inputs) :]
+        targets = {held: NamedSharding(held[1], PartitionSpec()) for held in added}
+        compiled = compile_program(runs, tied.fixed | targets, overwritten, number)
         execute = runner(compiled, name, numbers, number)
         given = (own_copy(c) if v in returned else c for (v, _), c in zip(flat.constants, constants))
         kept = [*given, *(place() for place in placing)]
+        known = [_placed(key, binder(key, targets[held])) for key, held in zip(keys, added)]
 
         @functools.cache
         def apart() -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
@@ -131,7 +135,11 @@ def preparer(tied: Tied, leaves: Sequence[Any]) -> Callable[[], Run]:
             arrays = [values[n] if bind is None else bind(values[n]) for n, bind in bindings]
             try:
                 with _compat.asked_transfers():
-                    made = apart()(arrays) if is_measured() else execute(arrays)
+                    if is_measured():
+                        made = apart()(arrays)
+                    else:
+                        arrays += known
+                        made = execute(arrays)
             except TypeError as error:
                 if "Cannot apply JAX transformations" in str(error):
                     error.add_note(OUTERMOST)
@@ -147,11 +155,13 @@ def preparer(tied: Tied, leaves: Sequence[Any]) -> Callable[[], Run]:
     return prepare
 
 
-def as_it_runs(program: Program) -> tuple[Program, list[int]]:
-    """What is compiled of a program, and for each of its instructions the number that it prints with."""
+def as_it_runs(program: Program) -> tuple[Program, list[int], list[Any]]:
+    """What is compiled of a program, for each of its instructions the number that it prints with, and what is
+    given to the inputs that are added."""
     merged, firsts = merge(program)
-    shared, wholes = share(merged)
-    return shared, [firsts[n] for n in wholes]
+    given, keys = make_keys(merged)
+    shared, wholes = share(given)
+    return shared, [firsts[n] for n in wholes], keys
 
 
 def _bindings(

@@ -1,8 +1,8 @@
 """The ends of a pipeline run the program of a stage between them, and what else they do beside it.
 
-They begin or end with more: an embedding, a head, a loss. As XLA's work goes with the kinds of programs, that
-of an end takes as long to compile as the one for all that is between. Cut in two, an end runs what is
-compiled anyway. It costs one call more, which is why it must save much.
+They begin or end with more: an embedding, a head, a loss, or the weights of these to be drawn. As XLA's work
+goes with the kinds of programs, that of an end takes as long to compile as the one for all that is between.
+Cut in two, an end runs what is compiled anyway. It costs one call more, which is why it must save much.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax
 from mmnnx import _compat
 from mmnnx.mpmd.alike import operation
 from mmnnx.mpmd.fragments import Fragment, Held
+from mmnnx.mpmd.keys import is_of_keys
 from mmnnx.mpmd.lower import can_be_moved
 from mmnnx.mpmd.meshes import same_shape
 from mmnnx.mpmd.program import Call, Instruction, Program
@@ -30,7 +31,7 @@ _MOST = 1_000_000
 
 
 def share(program: Program) -> tuple[Program, list[int]]:
-    """Divides fragments of microbatch loops that do all that another does, and more.
+    """Divides fragments that do all that another does, and more: in microbatch loops, or to draw state.
 
     Only where what is compiled for one device can be loaded for others: on CPU, in one process, without
     JAX's persistent compilation cache.
@@ -57,7 +58,7 @@ def _divided(program: Program) -> dict[Fragment, list[Fragment]]:
     """The fragments that are divided, each by the largest that it holds whole."""
     kinds: dict[Any, int] = {}
     lines: dict[Fragment, list[int]] = {}  # what the equations of a fragment do, as numbers
-    for f in dict.fromkeys(c.fragment for c in program.calls if c.microbatch is not None):
+    for f in dict.fromkeys(c.fragment for c in program.calls if c.microbatch is not None or _draws(c)):
         if len(f.jaxpr.eqns) >= _WORTH and not f.jaxpr.effects:
             try:
                 lines[f] = [kinds.setdefault(operation(e), len(kinds)) for e in f.jaxpr.eqns]
@@ -73,6 +74,11 @@ def _divided(program: Program) -> dict[Fragment, list[Fragment]]:
         else:
             kept.setdefault(tuple(lines[f]), f)
     return found
+
+
+def _draws(call: Call) -> bool:
+    """Whether all is made of keys and seeds: initial state, so that it will hardly be called again."""
+    return all(map(is_of_keys, call.fragment.invars))
 
 
 def _by(f: Fragment, g: Fragment, mine: Sequence[int], its: Sequence[int]) -> list[Fragment] | None:

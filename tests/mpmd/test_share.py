@@ -57,7 +57,7 @@ def trained(
 
 def parts(program: mm.Program) -> dict[str, list[Fragment]]:
     """The parts of the fragments that are divided, by what they were."""
-    runs, _ = prepare.as_it_runs(program)
+    runs, *_ = prepare.as_it_runs(program)
     found: dict[str, list[Fragment]] = {}
     for f in runs.fragments:
         if match := re.fullmatch(r"(.*) \(\d of \d\)", f.name):
@@ -96,7 +96,7 @@ def test_stages_that_go_round_the_meshes():
 def test_a_program_that_is_divided_is_whole():
     """Parts follow each other, what was dropped still is, and each goes by the number of the whole."""
     program = trained((1, 1, 1, 1))
-    runs, numbers = prepare.as_it_runs(program)
+    runs, numbers, _ = prepare.as_it_runs(program)
     runs.verify()
     assert numbers == sorted(numbers) and {*numbers} == {*range(len(program.instructions))}
     for n, i in zip(numbers, runs.instructions, strict=True):
