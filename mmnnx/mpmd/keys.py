@@ -54,9 +54,12 @@ def is_of_keys(v: Var) -> bool:
     return _is_key(v) or (jnp.issubdtype(v.aval.dtype, jnp.integer) and v.aval.size <= _WORDS)
 
 
+def is_draw(e: Any) -> bool:
+    return e.primitive.name == "random_bits"
+
+
 def _makes_keys(e: Any) -> bool:
-    draws = e.primitive.name == "random_bits"
-    return not draws and len(e.outvars) == 1 and is_of_keys(e.outvars[0]) and not e.effects
+    return not is_draw(e) and all(map(is_of_keys, e.outvars)) and not e.effects
 
 
 def _is_key(v: Var) -> bool:
@@ -103,7 +106,9 @@ def _evaluated(eqns: Sequence[Any], wanted: Sequence[Var], made: dict[Any, list[
 
 def _given(f: Fragment, wanted: Sequence[Var]) -> Fragment:
     """A fragment that takes these instead of making them. What is kept is copied: no result is an input."""
-    makers = [e for e in f.jaxpr.eqns if {*wanted}.isdisjoint(e.outvars)]
+    # What makes one of them may be needed for something else that it makes.
+    unread = {v: jex.Var(v.aval) for v in wanted}
+    eqns = [e.replace(outvars=[unread.get(v, v) for v in e.outvars]) for e in f.jaxpr.eqns]
     taken = {v: jex.Var(v.aval) if v in f.outvars else v for v in wanted}
     copies = [
         e.eqn.replace(outvars=[v])
@@ -112,5 +117,5 @@ def _given(f: Fragment, wanted: Sequence[Var]) -> Fragment:
         for e in inline(jnp.copy, given, scope="")[0]
     ]
     invars = (*f.invars, *taken.values())
-    jaxpr = _compat.close_jaxpr(invars, f.outvars, [*copies, *_needed(makers, f.outvars)])
+    jaxpr = _compat.close_jaxpr(invars, f.outvars, [*copies, *_needed(eqns, f.outvars)])
     return dataclasses.replace(f, jaxpr=jaxpr, invars=invars)

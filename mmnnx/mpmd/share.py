@@ -18,7 +18,7 @@ import jax
 from mmnnx import _compat
 from mmnnx.mpmd.alike import operation
 from mmnnx.mpmd.fragments import Fragment, Held
-from mmnnx.mpmd.keys import is_of_keys
+from mmnnx.mpmd.keys import is_draw, is_of_keys
 from mmnnx.mpmd.lower import can_be_moved
 from mmnnx.mpmd.meshes import same_shape
 from mmnnx.mpmd.program import Call, Instruction, Program
@@ -77,8 +77,9 @@ def _divided(program: Program) -> dict[Fragment, list[Fragment]]:
 
 
 def _draws(call: Call) -> bool:
-    """Whether all is made of keys and seeds: initial state, so that it will hardly be called again."""
-    return all(map(is_of_keys, call.fragment.invars))
+    """Whether it draws, of keys and seeds alone: initial state, so that it will hardly be called again."""
+    f = call.fragment
+    return all(map(is_of_keys, f.invars)) and any(map(is_draw, f.jaxpr.eqns))
 
 
 def _by(f: Fragment, g: Fragment, mine: Sequence[int], its: Sequence[int]) -> list[Fragment] | None:
