@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -143,6 +144,21 @@ def test_a_program_that_runs_again_draws_the_same():
         assert len(prepare.as_it_runs(noisy.program(x))[2]) == 2
     noise = jax.random.normal(jax.random.key(1), x.shape)
     assert_same([first, again], [x + 2 * noise] * 2, rtol=1e-6)
+
+
+def test_a_seed_that_the_host_is_asked_for_is_asked_for_in_every_call():
+    """Though a callback without inputs is of literals alone."""
+    mesh, tasks = pipeline(2)
+    seeds = iter(range(2))
+
+    def make() -> nnx.List:
+        seed = jax.pure_callback(lambda: np.int32(next(seeds)), jax.ShapeDtypeStruct((), jnp.int32))
+        return nnx.List([nnx.Param(jax.random.normal(jax.random.key(seed), (WIDTH,)))])
+
+    with mesh:
+        made = mm.jit(make, out_shardings=mm.TaskSharding({mm.path(): (tasks[1], P())}))
+        drawn = [made()[0][...] for _ in range(2)]
+    assert_same(drawn, [jax.random.normal(jax.random.key(n), (WIDTH,)) for n in range(2)], rtol=1e-6)
 
 
 def test_a_loop_makes_its_own():
