@@ -96,15 +96,16 @@ def _evaluated(eqns: Sequence[Any], wanted: Sequence[Var], made: dict[Any, list[
     env: dict[Var, Any] = {}
     with _compat.asked_transfers(), jax.ensure_compile_time_eval():
         for e in _needed([e for e in eqns if not e.effects], wanted):
-            reads = list(dict.fromkeys(a for a in e.invars if is_var(a)))
+            reads = [a for a in e.invars if is_var(a)]
             key: Any = tuple(id(env[v]) for v in reads)
             try:
                 key = operation(e), key
             except TypeError:  # it cannot be found again
                 key = id(e), key
             if key not in made:
-                alone = _compat.close_jaxpr(reads, e.outvars, [e])
-                made[key] = jex.jaxpr_as_fun(alone)(*(env[v] for v in reads))
+                takes = list(dict.fromkeys(reads))
+                alone = _compat.close_jaxpr(takes, e.outvars, [e])
+                made[key] = jex.jaxpr_as_fun(alone)(*(env[v] for v in takes))
             env |= zip(e.outvars, made[key])
     return [env[v] for v in wanted]
 
