@@ -248,8 +248,8 @@ class Checkpoints:
         try:
             with self._writing(self._last):
                 self._orbax.wait_until_finished()
-                if self._lock is not None:
-                    remove(self.folder, self._old())
+            if self._lock is not None:
+                remove(self.folder, self._old())
         finally:
             self._release()
 

@@ -8,7 +8,7 @@ Path = tuple[str, ...]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be saved, or not be restored as it was asked for: the message says why."""
+    """A checkpoint cannot be saved, or restored as it was asked for: the message says why, and what to do."""
 
 
 class DamagedError(CheckpointError):
