@@ -79,17 +79,8 @@ def test_what_is_drawn_is_as_on_one_device(make):
 
 
 @pytest.mark.parametrize("name", ["Rngs", "keys", "raw keys"])
-def test_stages_that_draw_alike_are_compiled_once(name, monkeypatch, compiled_anew, no_folder):
+def test_stages_that_draw_alike_are_compiled_once(name, monkeypatch, codes):
     """So is the first, which draws an embedding besides."""
-    codes: dict[str, Any] = {}
-    compile_program = prepare.compile_program
-
-    def watched(*args):
-        compiled = compile_program(*args)
-        codes.update((f.name, e.code) for f, e in compiled.executables.items())
-        return compiled
-
-    monkeypatch.setattr(prepare, "compile_program", watched)
     monkeypatch.setattr(share, "can_be_moved", lambda mesh: True)
     monkeypatch.setattr(share, "_WORTH", 10)
     _, program = born(MAKERS[name])

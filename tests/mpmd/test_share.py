@@ -120,17 +120,8 @@ def test_the_parts_of_the_ends():
 
 
 @pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device", "two devices"])
-def test_the_core_is_compiled_with_the_stages_between(monkeypatch, compiled_anew, no_folder, per_stage):
+def test_the_core_is_compiled_with_the_stages_between(codes, per_stage):
     """One program for all, of each phase."""
-    codes: dict[str, Any] = {}
-    compile_program = prepare.compile_program
-
-    def watched(*args):
-        compiled = compile_program(*args)
-        codes.update((f.name, e.code) for f, e in compiled.executables.items())
-        return compiled
-
-    monkeypatch.setattr(prepare, "compile_program", watched)
     trained.__wrapped__((1, 1, 1, 1), "1f1b", per_stage=per_stage)
     for phase, core in {"forward": 2, "backward": 1}.items():
         same = [f"stage0 {phase} ({core} of 2)", f"stage1 {phase}", f"stage2 {phase}"]
