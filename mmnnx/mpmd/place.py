@@ -30,6 +30,7 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
+from mmnnx.mpmd.classes import Class, classify
 from mmnnx.mpmd.follow import follow_back
 from mmnnx.mpmd.settle import Flow, settle
 from mmnnx.mpmd.spots import Placement, Position, Spot, fusing, recomputing
@@ -50,11 +51,10 @@ from mmnnx.mpmd.trace import (
     is_var,
     nbytes,
 )
-from mmnnx.sharding.task import Task, is_backward
+from mmnnx.sharding.task import Task
 
 TaskOf = Callable[[str], "tuple[Task, Mesh] | None"]
 
-_FORWARD, _BACKWARD, _LATE, _LOOP = "forward", "backward", "late", "loop"
 _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
 
@@ -149,18 +149,17 @@ class _Region:
         for node in nodes:
             for a in dict.fromkeys(filter(is_var, node.invars)):
                 self.users.setdefault(a, []).append(node)
-        self.inner, self.of_inner = self._find_inner()
-        self.classes = self._classify()
-        autodiff = self.in_loop or _BACKWARD in self.classes.values()
+        self.classes = classify(nodes, self.users)
+        autodiff = self.in_loop or Class.BACKWARD in self.classes.of.values()
         self.forward_phase = "forward" if autodiff else "none"
-        self.for_updates = self._for_updates()
         self.out.follows.update(follows)
-        late = [n for n in nodes if isinstance(n, Equation) and self.classes[n] == _LATE]
         state = {v for v, o in inputs.items() if o.kind is Kind.STATE}
-        follow_back(late, self.out.follows, lambda a: a if is_var(a) and a in state else None)
+        follow_back(
+            self.classes.all(Class.LATE), self.out.follows, lambda a: a if is_var(a) and a in state else None
+        )
 
     def run(self) -> Placement:
-        forward = self.order or self._all(_FORWARD)
+        forward = self.order or self.classes.all(Class.FORWARD)
         self.used_state: set[Var] = set()
         for e in forward:
             self._place_forward(e)
@@ -179,12 +178,12 @@ class _Region:
             for node in self.nodes:
                 if isinstance(node, Loop):
                     self._place_loop(node)
-                elif self.classes[node] == _LATE:
+                elif self.classes.of[node] is Class.LATE:
                     self._place_late(node)
-                elif self.classes[node] == _BACKWARD and node not in self.spots:
+                elif self.classes.of[node] is Class.BACKWARD and node not in self.spots:
                     self._place_backward(node)
             # What follows backward equations follows them where they settle; once, they are stable then.
-            moved = self._settle(self._all(_BACKWARD))
+            moved = self._settle(self.classes.all(Class.BACKWARD))
         self._join_backward()
         if not recomputing.get():
             self._place_free()
@@ -194,7 +193,7 @@ class _Region:
     def latest(self) -> list[Equation] | None:
         """The forward with each equation as late as what reads it allows, by the number of times that a flow
         goes to another mesh ahead of it; None where state is come to in the same order."""
-        forward = self._all(_FORWARD)
+        forward = self.classes.all(Class.FORWARD)
         mesh = {e: self._home(e) for e in forward if e in self.tied}
         depth: dict[Node, int] = {}
         here: dict[
@@ -238,60 +237,6 @@ class _Region:
                 if home[e] == max(held, key=held.__getitem__, default=None):
                     self._set(e, Spot(home[e]), "none")
 
-    def _find_inner(self) -> tuple[set[Node], set[Node]]:
-        """Backwards of derivatives that are themselves derived, and so part of the forward of that; and all
-        that depends on these, such as weights after a step down the gradient."""
-        read: set[Var] = set()  # by the backward of an outermost derivative
-        derived: set[Node] = set()
-        for n in reversed(self.nodes):
-            outermost = isinstance(n, Equation) and is_backward(n.scope, outermost=True)
-            if outermost or not read.isdisjoint(n.outvars):
-                derived.add(n)
-                read.update(filter(is_var, n.invars))
-        inner: set[Node] = set()
-        after: set[Node] = set()
-        values: set[Var] = set()
-        for n in self.nodes:
-            depends = not values.isdisjoint(filter(is_var, n.invars))
-            within = isinstance(n, Equation) and is_backward(n.scope) and not is_backward(n.scope, True)
-            if within and (depends or n in derived):
-                inner.add(n)
-            if depends or n in inner:
-                after.add(n)
-                values.update(n.outvars)
-        return inner, after
-
-    def _is_backward(self, e: Equation) -> bool:
-        return is_backward(e.scope) and e not in self.inner
-
-    def _all(self, kind: str) -> list[Equation]:
-        return [n for n in self.nodes if isinstance(n, Equation) and self.classes[n] == kind]
-
-    def _classify(self) -> dict[Node, str]:
-        """Forward; backward; loop; or late, which is whatever depends on a backward equation or a loop."""
-        after: set[Var] = set()
-        classes: dict[Node, str] = {}
-        for node in self.nodes:
-            depends = any(a in after for a in node.invars if is_var(a))
-            if isinstance(node, Loop):
-                classes[node] = _LOOP
-            elif self._is_backward(node) and (depends or "rematted_computation" not in node.scope):
-                classes[node] = _BACKWARD
-            else:
-                classes[node] = _LATE if depends else _FORWARD
-            if classes[node] != _FORWARD:
-                after.update(node.outvars)
-        return classes
-
-    def _for_updates(self) -> set[Node]:
-        """What nobody reads but what comes after the backward: no part of the flow."""
-        found: set[Node] = set()
-        for node in reversed(self.nodes):
-            users = [u for v in node.outvars for u in self.users.get(v, ())]
-            if users and all(u in found or self.classes[u] == _LATE for u in users):
-                found.add(node)
-        return found
-
     # -- one equation -------------------------------------------------------------------------------------
 
     def _of(self, atom: Atom) -> Origin:
@@ -302,7 +247,7 @@ class _Region:
 
     def _set(self, e: Equation, spot: Spot, phase: str, kind: Kind = Kind.ACTIVATION) -> None:
         self.spots[e] = spot
-        self.out.phases[e] = "backward" if self._is_backward(e) else phase
+        self.out.phases[e] = "backward" if self.classes.is_backward(e) else phase
         for v in e.outvars:
             self.where[v] = Origin(kind, spot.mesh)
 
@@ -312,7 +257,7 @@ class _Region:
             return False
         origins = [self._of(a) for a in e.invars]
         origin = combine(origins)
-        if origin.kind is Kind.ACTIVATION and (self.forward_phase == "none" or e in self.for_updates):
+        if origin.kind is Kind.ACTIVATION and (self.forward_phase == "none" or e in self.classes.for_updates):
             # State and a free scalar are state still, such as a moment times its decay.
             origin = combine(o for a, o in zip(e.invars, origins) if o.kind is not Kind.FREE or a.aval.shape)
         if origin.kind is Kind.ACTIVATION:
@@ -349,11 +294,11 @@ class _Region:
         names = [*(here.name or "").split("+"), task.name or ""]
         return dataclasses.replace(here, name="+".join(dict.fromkeys(filter(None, names))) or None)
 
-    def _flow(self, e: Node, kinds: tuple[str, ...]) -> list[Spot]:
+    def _flow(self, e: Node, kinds: Sequence[Class]) -> list[Spot]:
         """Spots of the operands that equations of the given classes made."""
         makers = (self.maker.get(a) for a in e.invars if is_var(a))
         return [
-            self.spots[m] for m in makers if m is not None and self.classes[m] in kinds and m in self.spots
+            self.spots[m] for m in makers if m is not None and self.classes.of[m] in kinds and m in self.spots
         ]
 
     def _state_homes(self, e: Equation) -> dict[Mesh, int]:
@@ -386,7 +331,9 @@ class _Region:
     def _place_forward(self, e: Equation) -> None:
         if self._stays(e):
             return
-        before = max((s.position for s in self._flow(e, (_FORWARD,)) if s.position is not None), default=-1)
+        before = max(
+            (s.position for s in self._flow(e, (Class.FORWARD,)) if s.position is not None), default=-1
+        )
         scoped, homes, renewed = self.task_of(e.scope), self._state_homes(e), self._renewed_homes(e)
         homes = homes or renewed
         if scoped is not None:
@@ -410,7 +357,7 @@ class _Region:
             self.tied.add(e)
             self.used_state |= self._roots(e)
         self._set(e, Spot(self.positions[position].mesh, position), self.forward_phase)
-        if e in self.of_inner:
+        if e in self.classes.after_inner:
             self._note_renewed(e)
 
     def _available(self, atom: Atom) -> set[Spot] | None:
@@ -426,7 +373,7 @@ class _Region:
             uses = set().union(*(self.state_uses.get(r, ()) for r in self.roots.get(atom, ())))
             return uses or {Spot(origin.mesh, self._last_position(origin.mesh))}
         holders = [maker, *self.users.get(atom, ())]
-        held = {self.spots[m] for m in holders if m in self.spots and self.classes[m] == _FORWARD}
+        held = {self.spots[m] for m in holders if m in self.spots and self.classes.of[m] is Class.FORWARD}
         # What is free could be had everywhere, but a gradient over it belongs to the stage that used it.
         return held if origin.kind is Kind.ACTIVATION else held or None
 
@@ -441,15 +388,15 @@ class _Region:
         loose: set[Node] = set()
         for e in reversed(forward):
             users = [u for v in e.outvars for u in self.users.get(v, ())]
-            ahead = [u for u in users if self.classes[u] == _FORWARD and u not in loose]
+            ahead = [u for u in users if self.classes.of[u] is Class.FORWARD and u not in loose]
             placed = e in self.spots and e not in self.tied and self.spots[e].position is not None
-            if placed and not ahead and any(self.classes[u] == _BACKWARD for u in users):
+            if placed and not ahead and any(self.classes.of[u] is Class.BACKWARD for u in users):
                 loose.add(e)
         return loose
 
     def _join_backward(self) -> None:
         """Moves loose equations to where the backward that reads them went."""
-        for e in reversed([n for n in self._all(_FORWARD) if n in self.loose]):
+        for e in reversed([n for n in self.classes.all(Class.FORWARD) if n in self.loose]):
             users = {self.spots[u] for v in e.outvars for u in self.users.get(v, ()) if u in self.spots}
             if len(users) == 1:
                 (spot,) = users
@@ -494,13 +441,13 @@ class _Region:
     def _place_backward(self, e: Equation) -> None:
         if self._stays(e):
             return
-        incoming = self._flow(e, (_BACKWARD, _LATE, _LOOP))
+        incoming = self._flow(e, (Class.BACKWARD, Class.LATE, Class.LOOP))
         came = min((s.position for s in incoming if s.position is not None), default=None)
         makers = {a: self.maker.get(a) for a in e.invars if is_var(a)}
         residuals = {
             a: spots
             for a, m in makers.items()
-            if (m is None or self.classes[m] == _FORWARD or self._of(a).kind is Kind.STATE)
+            if (m is None or self.classes.of[m] is Class.FORWARD or self._of(a).kind is Kind.STATE)
             and (spots := self._available(a))
         }
         scoped = self.task_of(e.scope)
@@ -528,7 +475,7 @@ class _Region:
             self._note_renewed(e)
             return
         elif incoming:
-            ahead = self._flow(e, (_LATE,)) if came is None else []
+            ahead = self._flow(e, (Class.LATE,)) if came is None else []
             # What is recomputed in a backward is no residual: a gradient is made at home even so.
             at_home = [s for s in incoming if s.mesh == self._followed(e)]
             spot = self._beside(e, ahead) if ahead else min(at_home or incoming, key=_rank)
@@ -560,17 +507,17 @@ class _Region:
         held = []
         for a in filter(is_var, e.invars):
             if (maker := self.maker.get(a)) in self.spots:
-                users = [u for u in self.users[a] if self.classes[u] == _LATE and u in self.spots]
+                users = [u for u in self.users[a] if self.classes.of[u] is Class.LATE and u in self.spots]
                 held.append({self.spots[n].mesh for n in (maker, *users)})
         shared = set.intersection(*held)
-        both = [s for s in self._flow(e, (_BACKWARD, _LATE)) if s.mesh in shared]
+        both = [s for s in self._flow(e, (Class.BACKWARD, Class.LATE)) if s.mesh in shared]
         return (both or ahead)[0]
 
     def _place_late(self, e: Equation) -> None:
         if self._stays(e):
             return
         scoped, weight = self.task_of(e.scope), self._state_homes(e)
-        arriving = self._flow(e, (_FORWARD, _BACKWARD, _LATE))
+        arriving = self._flow(e, (Class.FORWARD, Class.BACKWARD, Class.LATE))
         if scoped is None and not weight:
             weight = self._at_hand(e)
             # Sums of a gradient are done at the home of its parameter, if a part of it is there, and scalings
@@ -649,7 +596,7 @@ class _Region:
         if not flow or len(self.positions) < 2:
             return False
         last = len(self.positions) - 1
-        backward = self.classes[equations[0]] == _BACKWARD  # as all of them
+        backward = self.classes.of[equations[0]] is Class.BACKWARD  # as all of them
 
         def coordinate(position: int) -> int:
             return last - position if backward else position
