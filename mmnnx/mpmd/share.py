@@ -1,8 +1,9 @@
 """The ends of a pipeline run the program of a stage between them, and what else they do beside it.
 
-They begin or end with more: an embedding, a head, a loss, or the weights of these to be drawn. As XLA's work
-goes with the kinds of programs, that of an end takes as long to compile as the one for all that is between.
-Cut in two, an end runs what is compiled anyway. It costs one call more, which is why it must save much.
+They begin or end with more: an embedding, a head, a loss, or the weights of these to be drawn or updated. As
+XLA's work goes with the kinds of programs, that of an end takes as long to compile as the one for all that is
+between. Cut in two, an end runs what is compiled anyway. It costs one call more, which is why it must save
+much.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ from mmnnx.mpmd.meshes import same_shape
 from mmnnx.mpmd.program import Call, Instruction, Program
 from mmnnx.mpmd.trace import Var, is_var
 
-# Kinds of operations that are not compiled once more: in a transformer, a third of a second of one core.
+# Kinds of operations that are not compiled once more, for a call more in each microbatch: in a transformer, a
+# second of one core.
 _WORTH = 40
+# And for a call more in each step: what a program takes to compile beside its operations is that of four.
+_WORTH_ONCE = 5
 # Pairs of equal operations that are compared: half a second. An unrolled loop may have more by far.
 _MOST = 1_000_000
 
 
 def share(program: Program) -> tuple[Program, list[int]]:
-    """Divides fragments that do all that another does, and more: in microbatch loops, or to draw state.
+    """Divides fragments that do all that another does, and more: of programs that have microbatch loops, or
+    that draw state.
 
     Only where what is compiled for one device can be loaded for others: on CPU, in one process, without
     JAX's persistent compilation cache.
@@ -58,8 +63,9 @@ def _divided(program: Program) -> dict[Fragment, list[Fragment]]:
     """The fragments that are divided, each by the largest that it holds whole."""
     kinds: dict[Any, int] = {}
     lines: dict[Fragment, list[int]] = {}  # what the equations of a fragment do, as numbers
-    for f in dict.fromkeys(c.fragment for c in program.calls if c.microbatch is not None or _draws(c)):
-        if len(f.jaxpr.eqns) >= _WORTH and not f.jaxpr.effects:
+    looped = {c.fragment for c in program.calls if c.microbatch is not None}
+    for f in dict.fromkeys(c.fragment for c in program.calls if looped or _draws(c)):
+        if not f.jaxpr.effects:
             try:
                 lines[f] = [kinds.setdefault(operation(e), len(kinds)) for e in f.jaxpr.eqns]
             except TypeError:  # what cannot be hashed cannot be found again
@@ -68,7 +74,9 @@ def _divided(program: Program) -> dict[Fragment, list[Fragment]]:
     kept: dict[tuple[int, ...], Fragment] = {}  # those that stay whole, one of each kind, by size
     for f in sorted(lines, key=lambda f: len(lines[f])):
         alike = [g for g in kept.values() if f.phase == g.phase and same_shape(f.mesh, g.mesh)]
-        whole = (_by(f, g, lines[f], lines[g]) for g in reversed(alike) if len(lines[g]) < len(lines[f]))
+        worth = _WORTH if f in looped else _WORTH_ONCE
+        smaller = (g for g in reversed(alike) if len(lines[g]) < len(lines[f]))
+        whole = (_by(f, g, lines[f], lines[g], worth) for g in smaller)
         if (parts := next(filter(None, whole), None)) is not None:
             found[f] = parts
         else:
@@ -82,73 +90,99 @@ def _draws(call: Call) -> bool:
     return all(map(is_of_keys, f.invars)) and any(map(is_draw, f.jaxpr.eqns))
 
 
-def _by(f: Fragment, g: Fragment, mine: Sequence[int], its: Sequence[int]) -> list[Fragment] | None:
-    """A fragment divided by another, if it holds that whole and it is worth it."""
+def _by(
+    f: Fragment, g: Fragment, mine: Sequence[int], its: Sequence[int], worth: int
+) -> list[Fragment] | None:
+    """A fragment divided by another, if it holds that whole and spares so many kinds of operations."""
     count, other = Counter(mine), Counter(its)
     rest = count - other
-    if not other <= count or len(count) - len(rest) < _WORTH:
+    if not other <= count or len(count) - len(rest) < worth:
         return None
     if sum(n * count[kind] for kind, n in other.items()) > _MOST:
         return None
-    for first in (True, False):
-        where = _aligned(mine, its, first)
-        if len(where) < len(its):
-            return None
-        names = _names(f, g, where)
-        parts = None if names is None else _cut(f, g, names)
+    for core in (_aligned(f, mine, its, 1), _aligned(f, mine, its, -1), _followed(f, g, mine, its)):
+        names = _names(core, g)
+        parts = None if names is None else _cut(f, g, core, names)
         if parts is not None:
             return parts
     return None
 
 
-def _aligned(mine: Sequence[int], its: Sequence[int], first: bool) -> list[int]:
-    """For the items of one sequence, where they are in another; of several that are next to each other, at
-    the first or at the last. Shorter if not all are there in order.
+def _aligned(f: Fragment, mine: Sequence[int], its: Sequence[int], step: int) -> list[Any]:
+    """Equations of f that stand in a row as those of another; of several that are next to each other, the
+    first or (step -1) the last. Fewer if not all are there in order.
     """
-    step = 1 if first else -1
     blocks = SequenceMatcher(None, mine[::step], its[::step], autojunk=False).get_matching_blocks()
-    places = range(len(mine))[::step]
-    return [n for start, _, size in blocks for n in places[start : start + size]][::step]
+    eqns = f.jaxpr.eqns[::step]
+    return [e for start, _, size in blocks for e in eqns[start : start + size]][::step]
 
 
-def _names(f: Fragment, g: Fragment, where: Sequence[int]) -> dict[Var, Any] | None:
-    """What the variables of g are in f, if its equations are those at these places of f; None otherwise."""
+def _followed(f: Fragment, g: Fragment, mine: Sequence[int], its: Sequence[int]) -> list[Any]:
+    """Equations of f that read and make what those of g do, wherever they stand; of several, the first that
+    is left. Fewer if not all are there.
+    """
+    left: dict[int, list[Any]] = {}
+    for ours, kind in zip(f.jaxpr.eqns, mine):
+        left.setdefault(kind, []).append(ours)
     names: dict[Var, Any] = {}
-    for n, theirs in zip(where, g.jaxpr.eqns):
-        ours = f.jaxpr.eqns[n]
-        if any(names.setdefault(a, b) is not b for a, b in zip(theirs.invars, ours.invars) if is_var(a)):
-            return None
-        names |= zip(theirs.outvars, ours.outvars)
-    return names
+    found: list[Any] = []
+    for theirs, kind in zip(g.jaxpr.eqns, its):
+        for ours in left.get(kind, ()):
+            if all(names.get(a, b) is b for a, b in _pairs(theirs, ours)):
+                names.update(_pairs(theirs, ours))
+                left[kind].remove(ours)
+                found.append(ours)
+                break
+        else:
+            break
+    return found
 
 
-def _cut(f: Fragment, g: Fragment, names: dict[Var, Any]) -> list[Fragment] | None:
+def _names(core: Sequence[Any], g: Fragment) -> dict[Var, Any] | None:
+    """What the variables of g are where these equations are its own; None if they are not."""
+    names: dict[Var, Any] = {}
+    alike = len(core) == len(g.jaxpr.eqns)
+    pairs = [p for theirs, ours in zip(g.jaxpr.eqns, core) for p in _pairs(theirs, ours)]
+    return names if alike and all(names.setdefault(a, b) is b for a, b in pairs) else None
+
+
+def _pairs(theirs: Any, ours: Any) -> list[tuple[Var, Any]]:
+    """The variables of an equation, each with what stands there in another."""
+    pairs = zip((*theirs.invars, *theirs.outvars), (*ours.invars, *ours.outvars))
+    return [(a, b) for a, b in pairs if is_var(a)]
+
+
+def _cut(f: Fragment, g: Fragment, core: Sequence[Any], names: dict[Var, Any]) -> list[Fragment] | None:
     """A fragment as what comes before the equations of another, these, and what comes after.
 
     None if that cannot be: if they read what is made of their results, or make what is read of f and is no
-    result of g. What is made of nothing, such as a mask, is made by each part that reads it.
+    result of g. What is made of nothing, such as a mask, is made by each part that reads it; and so are
+    scalars that are made of scalars, such as the bias corrections of Adam.
     """
     if not names.keys() >= {*g.invars}:
         return None
     takes, makes = (tuple(names[v] for v in held) for held in (g.invars, g.outvars))
-    inside = {names[v] for e in g.jaxpr.eqns for v in e.outvars}
+    inside = {v for e in core for v in e.outvars}
     of_nothing: set[Var] = set()
+    scalars = {v for v in f.invars if not v.aval.shape}
     waiting: set[Var] = set()  # for the core
-    core, free, after = [], [], []
+    free, after = [], []
     for e in f.jaxpr.eqns:
         if of_nothing.issuperset(_reads(e)):
             of_nothing.update(e.outvars)
+        elif _is_scalar(e) and all(v in scalars or v in of_nothing for v in _reads(e)):
+            scalars.update(e.outvars)
         if not inside.isdisjoint(e.outvars):
-            core.append(e)
-            waiting.update(v for v in e.outvars if v not in of_nothing)
+            waiting.update(v for v in e.outvars if v not in of_nothing and v not in scalars)
         elif waiting.isdisjoint(_reads(e)):
             free.append(e)
         else:
             waiting.update(e.outvars)
             after.append(e)
-    if {v for e in free for v in e.outvars}.isdisjoint(takes):  # nothing has to come first
+    if after and {v for e in free for v in e.outvars}.isdisjoint(takes):  # nothing has to come first
         after, free = [e for e in f.jaxpr.eqns if inside.isdisjoint(e.outvars)], []
-    copied = inside & of_nothing
+    cheap = of_nothing | scalars
+    copied = inside & cheap
     wanted = {*f.outvars, *(v for e in after for v in _reads(e) if v not in copied)}
     made = {*f.outvars, *(v for e in f.jaxpr.eqns for v in _reads(e))}
     if (
@@ -157,13 +191,19 @@ def _cut(f: Fragment, g: Fragment, names: dict[Var, Any]) -> list[Fragment] | No
         or not inside & wanted <= {*makes} <= made  # the last for what nobody reads and has no name
     ):
         return None
-    cheap = [e for e in core if of_nothing.issuperset(e.outvars)]
-    middle = _part(f, core, takes, makes)
-    outer = [_outer(f, part, cheap, {*wanted, *takes}) for part in (free, after) if part]
-    parts = [*outer[: bool(free)], middle, *outer[bool(free) :]]
+    copies = [e for e in core if cheap.issuperset(e.outvars)]
+    before = [_outer(f, free, copies, {*wanted, *takes})] if free else []
+    behind = [_outer(f, after, copies, {*f.outvars})] if after else []
+    parts = [*before, _part(f, core, takes, makes), *behind]
     return [
         dataclasses.replace(p, name=f"{f.name} ({n} of {len(parts)})") for n, p in enumerate(parts, start=1)
     ]
+
+
+def _is_scalar(eqn: Any) -> bool:
+    """Whether it makes scalars of scalars, and is no call of anything."""
+    calls = eqn.effects or "callback" in eqn.primitive.name or _compat.subjaxprs(eqn)
+    return not calls and not any(v.aval.shape for v in (*_reads(eqn), *eqn.outvars))
 
 
 def _reads(eqn: Any) -> list[Var]:
@@ -171,7 +211,7 @@ def _reads(eqn: Any) -> list[Var]:
 
 
 def _outer(f: Fragment, eqns: Sequence[Any], cheap: Sequence[Any], wanted: set[Var]) -> Fragment:
-    """A part outside of the core, with what it needs of the cheap equations; it makes what is wanted."""
+    """A part outside of the core, with what it needs of the cheap equations; it returns what is wanted."""
     makes = tuple(v for e in eqns for v in e.outvars if v in wanted)
     needed = {v for e in eqns for v in _reads(e)}
     copies: set[Var] = set()

@@ -6,12 +6,19 @@ import functools
 import re
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.mpmd import prepare, share
 from mmnnx.mpmd.fragments import Fragment
+from mmnnx.mpmd.merge import merge
+from mmnnx.mpmd.program import Call
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, pipeline
@@ -24,6 +31,22 @@ def here(monkeypatch):
     monkeypatch.setattr(share, "_WORTH", 10)
 
 
+def on_stages(
+    blocks: tuple[int, ...], meshes: tuple[int, ...] = (0, 1, 2, 3), per_stage: tuple[int, ...] = ()
+) -> tuple[mm.MultiMesh, mm.TaskSharding]:
+    """A MultiMesh, and a Transformer's placement on stages of so many blocks."""
+    mesh, _ = pipeline(max(meshes) + 1, *per_stage)
+    tasks = [mm.Task(f"stage{n}", mesh_slice={"stage": m}) for n, m in zip(range(len(blocks)), meshes)]
+    rules: dict[Any, Any] = {mm.path("embed"): (tasks[0], P())}
+    for n in range(sum(blocks)):
+        task = next(t for k, t in enumerate(tasks) if n < sum(blocks[: k + 1]))
+        if per_stage:
+            rules[mm.path("blocks", n, {"qkv", "up"}, "kernel")] = (task, P(None, "model"))
+        rules[mm.path("blocks", n)] = (task, P())
+    rules |= {mm.path(name): (tasks[-1], P()) for name in ("norm", "head")}
+    return mesh, mm.TaskSharding(rules)
+
+
 @functools.cache
 def trained(
     blocks: tuple[int, ...],
@@ -34,20 +57,12 @@ def trained(
     """The program of a train step of a Transformer of so many blocks in each stage, which is right as it
     runs. Stage n is on mesh n, or as `meshes` say.
     """
-    mesh, _ = pipeline(max(meshes) + 1, *per_stage)
-    tasks = [mm.Task(f"stage{n}", mesh_slice={"stage": m}) for n, m in zip(range(len(blocks)), meshes)]
-    rules: dict[Any, Any] = {mm.path("embed"): (tasks[0], P())}
-    for n in range(sum(blocks)):
-        task = next(t for k, t in enumerate(tasks) if n < sum(blocks[: k + 1]))
-        if per_stage:
-            rules[mm.path("blocks", n, {"qkv", "up"}, "kernel")] = (task, P(None, "model"))
-        rules[mm.path("blocks", n)] = (task, P())
-    rules |= {mm.path(name): (tasks[-1], P()) for name in ("norm", "head")}
+    mesh, placement = on_stages(blocks, meshes, per_stage)
     return assert_parity(
         make(models.Transformer, layers=sum(blocks), width=8, vocab=16),
         models.cross_entropy,
         models.tokens(8, length=4, vocab=16),
-        mm.TaskSharding(rules),
+        placement,
         mesh=mesh,
         microbatch=2,
         schedule=schedule,
@@ -55,36 +70,42 @@ def trained(
     )
 
 
-def parts(program: mm.Program) -> dict[str, list[Fragment]]:
-    """The parts of the fragments that are divided, by what they were."""
-    runs, *_ = prepare.as_it_runs(program)
-    found: dict[str, list[Fragment]] = {}
-    for f in runs.fragments:
-        if match := re.fullmatch(r"(.*) \(\d of \d\)", f.name):
-            found.setdefault(match[1], []).append(f)
-    return found
+def parts(program: mm.Program) -> dict[Fragment, list[Fragment]]:
+    """The parts of each fragment that is divided, after calls were merged as they are when it runs."""
+    merged, _ = merge(program)
+    runs, numbers = share.share(merged)
+    found: dict[Fragment, dict[Fragment, None]] = {}
+    for n, i in zip(numbers, runs.instructions, strict=True):
+        if isinstance(i, Call) and (whole := merged.instructions[n].fragment) is not i.fragment:
+            found.setdefault(whole, {})[i.fragment] = None
+    return {whole: [*divided] for whole, divided in found.items()}
 
 
 def products(f: Fragment) -> int:
     return str(f.jaxpr).count("dot_general")
 
 
+# Gradients that begin as zeros, and what updates the weights.
+ONCE = ["stage0", "stage0", "stage3", "stage3"]
+
+
 @pytest.mark.parametrize(
     ("schedule", "ends"),
     [
-        ("gpipe", {"stage0 forward", "stage0 backward", "stage3 forward", "stage3 backward"}),
+        ("gpipe", ["stage0 backward", "stage0 forward", "stage3 backward", "stage3 forward"]),
         # The last stage's forward and backward are one program.
-        ("1f1b", {"stage0 forward", "stage0 backward"}),
+        ("1f1b", ["stage0 backward", "stage0 forward"]),
         (
             "zero-bubble-h1",
-            {"stage0 forward", "stage0 backward-input and stage0 backward-weight", "stage3 backward-weight"},
+            ["stage0 backward-input and stage0 backward-weight", "stage0 forward", "stage3 backward-weight"],
         ),
     ],
 )
 def test_the_ends_are_divided(schedule, ends):
     """They do what the stages between them do and something besides, and compute what one device does."""
     divided = parts(trained((1, 1, 1, 1), schedule))
-    assert divided.keys() == ends and all(len(fragments) == 2 for fragments in divided.values())
+    assert sorted(f.name for f in divided) == sorted(ONCE + ends)
+    assert all(len(fragments) == 2 for fragments in divided.values())
 
 
 def test_stages_that_go_round_the_meshes():
@@ -101,17 +122,26 @@ def test_a_program_that_is_divided_is_whole():
     assert numbers == sorted(numbers) and {*numbers} == {*range(len(program.instructions))}
     for n, i in zip(numbers, runs.instructions, strict=True):
         assert re.sub(r" \(\d of \d\)", "", runs.describe(i)) == program.describe(program.instructions[n])
-    for name, fragments in parts(program).items():
-        (whole,) = (f for f in program.fragments if f.name == name)
+    for whole, fragments in parts(program).items():
         made = {v for f in fragments for e in f.jaxpr.eqns for v in e.outvars}
         assert made == {v for e in whole.jaxpr.eqns for v in e.outvars}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble-h1"])
+def test_a_part_returns_what_is_read(schedule):
+    """No result is made for nobody: each is one of the whole, or what a later part takes."""
+    for whole, fragments in parts(trained((1, 1, 1, 1), schedule)).items():
+        for n, f in enumerate(fragments, start=1):
+            assert {*f.outvars} <= {*whole.outvars, *(v for later in fragments[n:] for v in later.invars)}
+        assert sum(len({*f.outvars} & {*whole.outvars}) for f in fragments) == len({*whole.outvars})
 
 
 def test_the_parts_of_the_ends():
     """An embedding is looked up first, and its gradient comes last; a head is all beside the core."""
     divided = parts(trained((1, 1, 1, 1)))
     middle = 4 + 2  # products of a block: four with weights, two of attention
-    assert {name: [products(f) for f in fragments] for name, fragments in divided.items()} == {
+    counts = {f.name: [products(p) for p in fragments] for f, fragments in divided.items()}
+    assert counts == {name: [0, 0] for name in ONCE} | {
         "stage0 forward": [0, middle],
         "stage3 forward": [middle, 1],
         "stage3 backward": [2, 2 * middle],
@@ -128,13 +158,47 @@ def test_the_core_is_compiled_with_the_stages_between(codes, per_stage):
         assert len({id(codes[name]) for name in same}) == 1
 
 
+def test_the_optimizers_of_the_ends_are_compiled_with_those_between(codes):
+    """What is left of them comes first, so that the core may give up the same buffers everywhere."""
+    divided = parts(trained.__wrapped__((1, 1, 1, 1)))
+    for end in ("stage0", "stage3"):
+        update = max((f for f in divided if f.name == end), key=lambda f: len(f.jaxpr.eqns))
+        assert [p.name for p in divided[update]] == [f"{end} (1 of 2)", f"{end} (2 of 2)"]
+    assert codes["stage0 (2 of 2)"] is codes["stage1"] is codes["stage2"] is codes["stage3 (2 of 2)"]
+
+
+def test_a_scalar_from_the_host_is_asked_for_once():
+    """A part makes scalars that it reads anew, but calls nobody for them: a learning rate of a callback."""
+    asked: list[int] = []
+
+    def rate(count: Any) -> np.float32:
+        asked.append(int(count))
+        return np.float32(0.1)
+
+    def optimizer(model: nnx.Module) -> nnx.Optimizer:
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        schedule = optax.adam(lambda count: jax.pure_callback(rate, shape, count))
+        return nnx.Optimizer(model, schedule, wrt=nnx.Param)
+
+    @mm.jit
+    def step(model, optimizer, batch):
+        grads = mm.microbatch(nnx.grad(models.cross_entropy), dim=0, size=2, argnum=1)(model, batch)
+        optimizer.update(model, grads)
+
+    mesh, placement = on_stages((1, 1, 1, 1))
+    with mesh:
+        model = mm.jit(make(models.Transformer, layers=4, width=8, vocab=16), out_shardings=placement)()
+        step(model, optimizer(model), models.tokens(8, length=4, vocab=16))
+        jax.block_until_ready(nnx.state(model))
+    assert asked == [0] * 4  # once on each mesh, of which the first and the last divide their updates
+
+
 @pytest.mark.parametrize(
     ("blocks", "limits"),
     [
         pytest.param((1, 1), {}, id="no stage between the ends"),
-        pytest.param((2, 1, 1, 2), {}, id="blocks that are as the others are compiled with them"),
-        pytest.param((1, 1, 1, 1), {"_WORTH": 1000}, id="too little is won"),
-        pytest.param((1, 1, 1, 1), {"_MOST": 100}, id="too much to compare"),
+        pytest.param((1, 1, 1, 1), {"_WORTH": 1000, "_WORTH_ONCE": 1000}, id="too little is won"),
+        pytest.param((1, 1, 1, 1), {"_MOST": 0}, id="too much to compare"),
         pytest.param((1, 1, 1, 1), {"can_be_moved": lambda mesh: False}, id="no program moves"),
     ],
 )
@@ -143,3 +207,9 @@ def test_what_is_left_whole(monkeypatch, blocks, limits):
     for name, limit in limits.items():
         monkeypatch.setattr(share, name, limit)
     assert not parts(program)
+
+
+def test_blocks_that_are_as_the_others_are_compiled_with_them():
+    """A stage of two of them holds no more kinds of operations than one does: only what goes on beside it,
+    once a step, is worth a call."""
+    assert {f.name for f in parts(trained((2, 1, 1, 2)))} <= {*ONCE}
