@@ -12,16 +12,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from mmnnx import _compat
 from mmnnx.mpmd.axes import Axes, Known, dims_of, entering, follow, of_spec
+from mmnnx.mpmd.meshes import same_shape
 from mmnnx.mpmd.spots import Placement
 from mmnnx.mpmd.trace import Atom, Equation, Loop, Node, Var, inline, is_var
 
@@ -69,27 +70,32 @@ def _divide(
     loop: Loop, body: Placement, given: Mapping[Var, NamedSharding | None], zero: Collection[Atom]
 ) -> list[Node]:
     """A loop with what comes before and after it; `zero` are its inputs that are all zeros."""
-    if all(spot.mesh.size == 1 for spot in body.spots.values()):
+    meshes = dict.fromkeys(spot.mesh for spot in body.spots.values())
+    if all(mesh.size == 1 for mesh in meshes):
         return [loop]
     known = _slices(loop, given)
     follow((e.eqn for e in loop.body), known)
     region = _Region(loop.body, [*loop.carry_out, *loop.ys], known)
     sums: dict[int, tuple[Equation, Groups]] = {}  # by number of the carry
     undivided: dict[Var, str] = {}
+    names = {mesh: _names(mesh, meshes) for mesh in meshes}
     for n, (enters, leaves) in enumerate(zip(loop.carry_in, loop.carry_out)):
         last = region.maker.get(leaves)
         if last is None or last not in body.spots or not _adds_to(last, enters, region.uses):
             continue
+        mesh = body.spots[last].mesh
+        sizes = {axis: mesh.shape[own] for axis, own in names[mesh].items()}
         try:
-            sums[n] = last, region.plan(_added(last, enters), dict(body.spots[last].mesh.shape))
+            sums[n] = last, region.plan(_added(last, enters), sizes)
         except Undivided as reason:
             # A larger value, which the sum is made of, is an activation: XLA reduces it for other readers.
             small = reason.of is None or reason.of.aval.size == enters.aval.size
-            if str(reason) and small and region.is_sharded(last, dict(body.spots[last].mesh.shape)):
+            if str(reason) and small and region.is_sharded(last, sizes):
                 undivided[loop.carries[n]] = str(reason)
     before: list[Node] = []
     after: list[Node] = []
     new: dict[int, tuple[Var, Var, Var, Var]] = {}
+    axes_of: dict[Var, tuple[Axes, ...]] = {}
     body_after = [e for e in region.rewritten() if all(e is not last for last, _ in sums.values())]
     for n, (last, groups) in sums.items():
         enters, leaves, total = loop.carry_in[n], loop.carry_out[n], loop.carries[n]
@@ -108,6 +114,8 @@ def _divide(
         summed, _ = inline(total_of, parts, *starts, scope="")
         after += [*summed[:-1], Equation(summed[-1].eqn.replace(outvars=[total]), "")]
         new[n] = start, running, out, parts
+        own = names[body.spots[last].mesh]
+        axes_of[parts] = tuple(tuple(own[axis] for axis in axes if axis in own) for axes, _ in groups)
 
     def replaced(old: Sequence[Any], k: int) -> tuple[Any, ...]:
         return tuple(new[n][k] if n in new else v for n, v in enumerate(old))
@@ -119,10 +127,18 @@ def _divide(
         carry_in=replaced(loop.carry_in, 1),
         carry_out=replaced(loop.carry_out, 2),
         carries=replaced(loop.carries, 3),
-        parts={new[n][3]: tuple(axes for axes, _ in groups) for n, (_, groups) in sums.items()},
+        parts=axes_of,
         undivided=undivided,
     )
     return [*before, divided, *after]
+
+
+def _names(mesh: Mesh, meshes: Iterable[Mesh]) -> dict[Any, Any]:
+    """What the axes of a mesh are called where its values come from, and here: what is sent to a mesh of the
+    same shape stays sharded over the axes that stand at the same places."""
+    others = (other for other in meshes if same_shape(other, mesh))
+    names = {axis: own for other in others for axis, own in zip(other.axis_names, mesh.axis_names)}
+    return names | {own: own for own in mesh.axis_names}
 
 
 def _slices(loop: Loop, given: Mapping[Var, NamedSharding | None]) -> Known:

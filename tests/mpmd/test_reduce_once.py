@@ -162,6 +162,26 @@ def test_a_batch_that_arrives_sharded_needs_no_arg_shardings(hlo):
     assert not collectives(hlo, (4,))["loop"]
 
 
+def test_task_meshes_that_name_their_axes_differently(hlo):
+    """What is sent between meshes of one shape stays sharded, axis by axis, whatever these are called."""
+    tasks = [
+        mm.Task(name, mm.TaskMesh(devices=devices, axis_names=(axis,)))
+        for name, devices, axis in (("first", [0, 1, 2, 3], "data"), ("second", [4, 5, 6, 7], "rows"))
+    ]
+    own = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    batch = jax.device_put(TOKENS, jax.NamedSharding(own, P("data")))
+    make_optimizer = lambda m: nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param)
+    whole, model = make(Net)(), born(make(Net), placed(tasks, P()))
+    expected = train_step(nnx.jit, net_loss, microbatch=4)(whole, make_optimizer(whole), TOKENS)
+    optimizer = mm.jit(make_optimizer)(model)
+    step = train_step(mm.jit, net_loss, microbatch=4)
+    assert not step.program(model, optimizer, batch).notes
+    assert_same(step(model, optimizer, batch), expected)
+    assert_same(model, whole)
+    found = collectives(hlo, (4,))
+    assert not found["loop"] and found["outside"]["all-reduce", 0] >= 2
+
+
 LOGICAL = {"batch": "data", "heads": "model", "kv_heads": "model", "mlp": "model", "vocab": "model"}
 
 
