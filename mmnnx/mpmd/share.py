@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -26,7 +26,7 @@ from mmnnx.mpmd.program import Call, Instruction, Program
 from mmnnx.mpmd.trace import Var, is_var
 
 # Kinds of operations that are not compiled once more, for a call more in each microbatch: in a transformer, a
-# second of one core.
+# second of one core, for 3 to 5% of the shortest steps.
 _WORTH = 40
 # And for a call more in each step: what a program takes to compile beside its operations is that of four.
 _WORTH_ONCE = 5
@@ -100,80 +100,82 @@ def _by(
         return None
     if sum(n * count[kind] for kind, n in other.items()) > _MOST:
         return None
-    for core in (_aligned(f, mine, its, 1), _aligned(f, mine, its, -1), _followed(f, g, mine, its)):
-        names = _names(core, g)
-        parts = None if names is None else _cut(f, g, core, names)
+    for aligned in (_aligned(mine, its, 1), _aligned(mine, its, -1), {}):
+        found = _matched(f, g, mine, its, aligned)
+        parts = None if found is None else _cut(f, g, *found)
         if parts is not None:
             return parts
     return None
 
 
-def _aligned(f: Fragment, mine: Sequence[int], its: Sequence[int], step: int) -> list[Any]:
-    """Equations of f that stand in a row as those of another; of several that are next to each other, the
-    first or (step -1) the last. Fewer if not all are there in order.
+def _aligned(mine: Sequence[int], its: Sequence[int], step: int) -> dict[int, int]:
+    """For items of one sequence, where they stand in another that has rows of them; of several that are next
+    to each other, at the first or (step -1) the last.
     """
     blocks = SequenceMatcher(None, mine[::step], its[::step], autojunk=False).get_matching_blocks()
-    eqns = f.jaxpr.eqns[::step]
-    return [e for start, _, size in blocks for e in eqns[start : start + size]][::step]
+    here, there = range(len(mine))[::step], range(len(its))[::step]
+    return {there[b + n]: here[a + n] for a, b, size in blocks for n in range(size)}
 
 
-def _followed(f: Fragment, g: Fragment, mine: Sequence[int], its: Sequence[int]) -> list[Any]:
-    """Equations of f that read and make what those of g do, wherever they stand; of several, the first that
-    is left. Fewer if not all are there.
+def _matched(
+    f: Fragment, g: Fragment, mine: Sequence[int], its: Sequence[int], aligned: Mapping[int, int]
+) -> tuple[list[Any], dict[Var, Any]] | None:
+    """The equations of f that do what those of g do, in the order of g, and what its variables are in f.
+
+    Those that are aligned, as far as they read and make what the others do; for each other one the first that
+    does, and is left. None if there is none.
     """
+    names: dict[Var, Any] = {}
+    core: dict[int, Any] = {}
     left: dict[int, list[Any]] = {}
-    for ours, kind in zip(f.jaxpr.eqns, mine):
-        left.setdefault(kind, []).append(ours)
-    names: dict[Var, Any] = {}
-    found: list[Any] = []
-    for theirs, kind in zip(g.jaxpr.eqns, its):
-        for ours in left.get(kind, ()):
-            if all(names.get(a, b) is b for a, b in _pairs(theirs, ours)):
-                names.update(_pairs(theirs, ours))
-                left[kind].remove(ours)
-                found.append(ours)
-                break
-        else:
-            break
-    return found
 
+    def take(n: int, ours: Any) -> bool:
+        theirs = g.jaxpr.eqns[n]
+        each = zip((*theirs.invars, *theirs.outvars), (*ours.invars, *ours.outvars))
+        pairs = [(a, b) for a, b in each if is_var(a)]
+        if any(names.get(a, b) is not b for a, b in pairs):
+            return False
+        names.update(pairs)
+        core[n] = ours
+        return True
 
-def _names(core: Sequence[Any], g: Fragment) -> dict[Var, Any] | None:
-    """What the variables of g are where these equations are its own; None if they are not."""
-    names: dict[Var, Any] = {}
-    alike = len(core) == len(g.jaxpr.eqns)
-    pairs = [p for theirs, ours in zip(g.jaxpr.eqns, core) for p in _pairs(theirs, ours)]
-    return names if alike and all(names.setdefault(a, b) is b for a, b in pairs) else None
-
-
-def _pairs(theirs: Any, ours: Any) -> list[tuple[Var, Any]]:
-    """The variables of an equation, each with what stands there in another."""
-    pairs = zip((*theirs.invars, *theirs.outvars), (*ours.invars, *ours.outvars))
-    return [(a, b) for a, b in pairs if is_var(a)]
+    used = {m for n, m in aligned.items() if take(n, f.jaxpr.eqns[m])}
+    for m, kind in enumerate(mine):
+        if m not in used:
+            left.setdefault(kind, []).append(f.jaxpr.eqns[m])
+    for n, kind in enumerate(its):
+        if n not in core:
+            ours = next((e for e in left.get(kind, ()) if take(n, e)), None)
+            if ours is None:
+                return None
+            left[kind].remove(ours)
+    return [core[n] for n in range(len(its))], names
 
 
 def _cut(f: Fragment, g: Fragment, core: Sequence[Any], names: dict[Var, Any]) -> list[Fragment] | None:
     """A fragment as what comes before the equations of another, these, and what comes after.
 
     None if that cannot be: if they read what is made of their results, or make what is read of f and is no
-    result of g. What is made of nothing, such as a mask, is made by each part that reads it; and so are
-    scalars that are made of scalars, such as the bias corrections of Adam.
+    result of g. What costs next to nothing is made by each part that reads it: what is made of nothing, such
+    as a mask, or of inputs and takes no work, such as the bias corrections of Adam.
     """
     if not names.keys() >= {*g.invars}:
         return None
     takes, makes = (tuple(names[v] for v in held) for held in (g.invars, g.outvars))
+    given = {*f.invars}
     inside = {v for e in core for v in e.outvars}
     of_nothing: set[Var] = set()
-    scalars = {v for v in f.invars if not v.aval.shape}
+    cheap: set[Var] = set()
     waiting: set[Var] = set()  # for the core
     free, after = [], []
     for e in f.jaxpr.eqns:
         if of_nothing.issuperset(_reads(e)):
             of_nothing.update(e.outvars)
-        elif _is_scalar(e) and all(v in scalars or v in of_nothing for v in _reads(e)):
-            scalars.update(e.outvars)
+            cheap.update(e.outvars)
+        elif _takes_no_work(e) and all(v in cheap or v in given for v in _reads(e)):
+            cheap.update(e.outvars)
         if not inside.isdisjoint(e.outvars):
-            waiting.update(v for v in e.outvars if v not in of_nothing and v not in scalars)
+            waiting.update(v for v in e.outvars if v not in cheap)
         elif waiting.isdisjoint(_reads(e)):
             free.append(e)
         else:
@@ -181,7 +183,6 @@ def _cut(f: Fragment, g: Fragment, core: Sequence[Any], names: dict[Var, Any]) -
             after.append(e)
     if after and {v for e in free for v in e.outvars}.isdisjoint(takes):  # nothing has to come first
         after, free = [e for e in f.jaxpr.eqns if inside.isdisjoint(e.outvars)], []
-    cheap = of_nothing | scalars
     copied = inside & cheap
     wanted = {*f.outvars, *(v for e in after for v in _reads(e) if v not in copied)}
     made = {*f.outvars, *(v for e in f.jaxpr.eqns for v in _reads(e))}
@@ -200,8 +201,11 @@ def _cut(f: Fragment, g: Fragment, core: Sequence[Any], names: dict[Var, Any]) -
     ]
 
 
-def _is_scalar(eqn: Any) -> bool:
-    """Whether it makes scalars of scalars, and is no call of anything."""
+def _takes_no_work(eqn: Any) -> bool:
+    """Whether it adds or drops dimensions of size 1, or makes scalars of scalars and calls nothing."""
+    if eqn.primitive.name in ("reshape", "broadcast_in_dim", "squeeze"):
+        shapes = [v.aval.shape for v in (*_reads(eqn), *eqn.outvars)]
+        return len({tuple(n for n in shape if n != 1) for shape in shapes}) == 1
     calls = eqn.effects or "callback" in eqn.primitive.name or _compat.subjaxprs(eqn)
     return not calls and not any(v.aval.shape for v in (*_reads(eqn), *eqn.outvars))
 

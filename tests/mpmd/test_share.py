@@ -93,11 +93,16 @@ ONCE = ["stage0", "stage0", "stage3", "stage3"]
     ("schedule", "ends"),
     [
         ("gpipe", ["stage0 backward", "stage0 forward", "stage3 backward", "stage3 forward"]),
-        # The last stage's forward and backward are one program.
-        ("1f1b", ["stage0 backward", "stage0 forward"]),
+        # The last stage's forward and backward are one program, but for what the other backwards do.
+        ("1f1b", ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
         (
             "zero-bubble-h1",
-            ["stage0 backward-input and stage0 backward-weight", "stage0 forward", "stage3 backward-weight"],
+            [
+                "stage0 backward-input and stage0 backward-weight",
+                "stage0 forward",
+                "stage3 backward-weight",
+                "stage3 forward and stage3 backward-input",
+            ],
         ),
     ],
 )
@@ -138,10 +143,14 @@ def test_a_part_returns_what_is_read(schedule):
 
 def test_the_parts_of_the_ends():
     """An embedding is looked up first, and its gradient comes last; a head is all beside the core."""
-    divided = parts(trained((1, 1, 1, 1)))
     middle = 4 + 2  # products of a block: four with weights, two of attention
-    counts = {f.name: [products(p) for p in fragments] for f, fragments in divided.items()}
-    assert counts == {name: [0, 0] for name in ONCE} | {
+    counts = {
+        schedule: {f.name: [products(p) for p in fragments] for f, fragments in divided.items()}
+        for schedule in ("gpipe", "1f1b")
+        for divided in [parts(trained((1, 1, 1, 1), schedule))]
+    }
+    assert counts["1f1b"]["stage3 forward and stage3 backward"] == [middle + 1 + 2, 2 * middle]
+    assert counts["gpipe"] == {name: [0, 0] for name in ONCE} | {
         "stage0 forward": [0, middle],
         "stage3 forward": [middle, 1],
         "stage3 backward": [2, 2 * middle],
@@ -153,8 +162,11 @@ def test_the_parts_of_the_ends():
 def test_the_core_is_compiled_with_the_stages_between(codes, per_stage):
     """One program for all, of each phase."""
     trained.__wrapped__((1, 1, 1, 1), "1f1b", per_stage=per_stage)
-    for phase, core in {"forward": 2, "backward": 1}.items():
-        same = [f"stage0 {phase} ({core} of 2)", f"stage1 {phase}", f"stage2 {phase}"]
+    forward, backward = (
+        [f"stage0 {phase} ({core} of 2)", f"stage1 {phase}", f"stage2 {phase}"]
+        for phase, core in {"forward": 2, "backward": 1}.items()
+    )
+    for same in (forward, [*backward, "stage3 forward and stage3 backward (2 of 2)"]):
         assert len({id(codes[name]) for name in same}) == 1
 
 
@@ -191,6 +203,21 @@ def test_a_scalar_from_the_host_is_asked_for_once():
         step(model, optimizer(model), models.tokens(8, length=4, vocab=16))
         jax.block_until_ready(nnx.state(model))
     assert asked == [0] * 4  # once on each mesh, of which the first and the last divide their updates
+
+
+@pytest.mark.parametrize(
+    ("made", "free"),
+    [
+        (lambda x: x[:, None], True),
+        (lambda x: jnp.squeeze(x[None]), True),
+        (lambda x: jnp.ravel(x), False),  # of a weight that is sharded, an all-gather
+        (lambda x: jnp.broadcast_to(x, (2, *x.shape)), False),
+        (lambda x: x * 2, False),
+    ],
+)
+def test_what_each_part_makes_anew(made, free):
+    eqns = jax.make_jaxpr(made)(jnp.zeros((4, 6))).jaxpr.eqns
+    assert all(map(share._takes_no_work, eqns)) == free
 
 
 @pytest.mark.parametrize(
