@@ -100,8 +100,8 @@ def _by(
         return None
     if sum(n * count[kind] for kind, n in other.items()) > _MOST:
         return None
-    for aligned in (_aligned(mine, its, 1), _aligned(mine, its, -1), {}):
-        found = _matched(f, g, mine, its, aligned)
+    for step in (1, -1, 0):  # 0: by what they read alone, as the LM's last optimizer needs
+        found = _matched(f, g, mine, its, _aligned(mine, its, step) if step else {})
         parts = None if found is None else _cut(f, g, *found)
         if parts is not None:
             return parts
