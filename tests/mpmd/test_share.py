@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx.modules.lm import LM, LMConfig
 from mmnnx.mpmd import prepare, share
 from mmnnx.mpmd.fragments import Fragment
 from mmnnx.mpmd.merge import merge
@@ -177,6 +178,35 @@ def test_the_optimizers_of_the_ends_are_compiled_with_those_between(codes):
         update = max((f for f in divided if f.name == end), key=lambda f: len(f.jaxpr.eqns))
         assert [p.name for p in divided[update]] == [f"{end} (1 of 2)", f"{end} (2 of 2)"]
     assert codes["stage0 (2 of 2)"] is codes["stage1"] is codes["stage2"] is codes["stage3 (2 of 2)"]
+
+
+def test_the_optimizers_of_a_language_model():
+    """A norm after the last block is updated as one in it is, in the midst of the block's weights: which of
+    the equations are the block's is known by what they read alone.
+    """
+    config = LMConfig(vocab=24, layers=4, width=16, heads=2, mlp=32)
+    mesh, _ = pipeline(4)
+
+    def create():
+        return LM(config, rngs=nnx.Rngs(0))
+
+    @mm.jit
+    def step(model, optimizer, tokens):
+        grad_fn = nnx.grad(lambda model, tokens: model.loss(tokens))
+        grads = mm.microbatch(grad_fn, dim=0, size=2, argnum=1)(model, tokens)
+        optimizer.update(model, grads)
+
+    with mesh:
+        placement = mm.pipeline_sharding(nnx.eval_shape(create), 4)
+        model = mm.jit(create, out_shardings=placement)()
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        program = step.program(model, optimizer, np.zeros((8, 9), np.int32))
+    updates = {f.name: f for f in program.fragments if "sqrt" in str(f.jaxpr) and f.phase == "none"}
+    assert sorted(updates) == ["stage0", "stage1", "stage2", "stage3"]
+    divided = parts(program)
+    for end in ("stage0", "stage3"):
+        core = divided[updates[end]][-1]
+        assert len(core.jaxpr.eqns) == len(updates["stage1"].jaxpr.eqns)
 
 
 def test_a_scalar_from_the_host_is_asked_for_once():
