@@ -65,7 +65,7 @@ def _divided(program: Program) -> dict[Fragment, list[Fragment]]:
     lines: dict[Fragment, list[int]] = {}  # what the equations of a fragment do, as numbers
     looped = {c.fragment for c in program.calls if c.microbatch is not None}
     for f in dict.fromkeys(c.fragment for c in program.calls if looped or _draws(c)):
-        if not f.jaxpr.effects:
+        if not f.jaxpr.effects and not _calls_host(f.jaxpr):
             try:
                 lines[f] = [kinds.setdefault(operation(e), len(kinds)) for e in f.jaxpr.eqns]
             except TypeError:  # what cannot be hashed cannot be found again
@@ -82,6 +82,12 @@ def _divided(program: Program) -> dict[Fragment, list[Fragment]]:
         else:
             kept.setdefault(tuple(lines[f]), f)
     return found
+
+
+def _calls_host(jaxpr: Any) -> bool:
+    """Whether it holds a callback: compiled for one mesh alone, and each that is copied asks once more."""
+    eqns = _compat.open_jaxpr(jaxpr)[2]
+    return any("callback" in e.primitive.name or any(map(_calls_host, _compat.subjaxprs(e))) for e in eqns)
 
 
 def _draws(call: Call) -> bool:
@@ -202,12 +208,11 @@ def _cut(f: Fragment, g: Fragment, core: Sequence[Any], names: dict[Var, Any]) -
 
 
 def _takes_no_work(eqn: Any) -> bool:
-    """Whether it adds or drops dimensions of size 1, or makes scalars of scalars and calls nothing."""
+    """Whether it adds or drops dimensions of size 1, or makes scalars of scalars."""
     if eqn.primitive.name in ("reshape", "broadcast_in_dim", "squeeze"):
         shapes = [v.aval.shape for v in (*_reads(eqn), *eqn.outvars)]
         return len({tuple(n for n in shape if n != 1) for shape in shapes}) == 1
-    calls = eqn.effects or "callback" in eqn.primitive.name or _compat.subjaxprs(eqn)
-    return not calls and not any(v.aval.shape for v in (*_reads(eqn), *eqn.outvars))
+    return not _compat.subjaxprs(eqn) and not any(v.aval.shape for v in (*_reads(eqn), *eqn.outvars))
 
 
 def _reads(eqn: Any) -> list[Var]:

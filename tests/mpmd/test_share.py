@@ -209,17 +209,18 @@ def test_the_optimizers_of_a_language_model():
         assert len(core.jaxpr.eqns) == len(updates["stage1"].jaxpr.eqns)
 
 
-def test_a_scalar_from_the_host_is_asked_for_once():
-    """A part makes scalars that it reads anew, but calls nobody for them: a learning rate of a callback."""
+@pytest.mark.parametrize("reads", [True, False])
+def test_what_calls_the_host_is_left_whole(reads):
+    """Such as for a learning rate. It cannot be compiled for another mesh, and is asked for once on each."""
     asked: list[int] = []
 
-    def rate(count: Any) -> np.float32:
-        asked.append(int(count))
+    def rate(*counts: Any) -> np.float32:
+        asked.append(len(counts))
         return np.float32(0.1)
 
     def optimizer(model: nnx.Module) -> nnx.Optimizer:
         shape = jax.ShapeDtypeStruct((), jnp.float32)
-        schedule = optax.adam(lambda count: jax.pure_callback(rate, shape, count))
+        schedule = optax.adam(lambda count: jax.pure_callback(rate, shape, *[count] * reads))
         return nnx.Optimizer(model, schedule, wrt=nnx.Param)
 
     @mm.jit
@@ -230,9 +231,12 @@ def test_a_scalar_from_the_host_is_asked_for_once():
     mesh, placement = on_stages((1, 1, 1, 1))
     with mesh:
         model = mm.jit(make(models.Transformer, layers=4, width=8, vocab=16), out_shardings=placement)()
-        step(model, optimizer(model), models.tokens(8, length=4, vocab=16))
+        arguments = model, optimizer(model), models.tokens(8, length=4, vocab=16)
+        divided = parts(step.program(*arguments))
+        step(*arguments)
         jax.block_until_ready(nnx.state(model))
-    assert asked == [0] * 4  # once on each mesh, of which the first and the last divide their updates
+    assert divided and not [f for f in divided if "callback" in str(f.jaxpr)]
+    assert asked == [reads] * 4
 
 
 @pytest.mark.parametrize(
