@@ -1,8 +1,8 @@
 """Calls that always follow each other become one: one XLA program, and nothing kept between them.
 
 Under 1F1B the last stage runs the backward of each microbatch right after its forward. A program lists both,
-for so its schedule is read; they are compiled as one, which `share` may divide
-elsewhere.
+for so its schedule is read; what is compiled is one, of which `share` may take apart again what other stages
+compile as well.
 """
 
 from __future__ import annotations
