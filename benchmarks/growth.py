@@ -22,7 +22,7 @@ from flax import nnx
 import mmnnx as mm
 from mmnnx import _compat
 from mmnnx.modules.lm import LMConfig
-from mmnnx.mpmd import split
+from mmnnx.mpmd import pipeline
 
 PASSES = ("open", "place", "cut", "build", "verify")
 COLUMNS = ("trace", *PASSES, "rest")
@@ -55,11 +55,11 @@ def problem(model: str, layers: int, stages: int, microbatches: int) -> Problem:
 def timed_passes(seconds: dict[str, float]) -> Iterator[None]:
     """Adds up the CPU seconds that this thread spends in each pass."""
     owners: dict[str, tuple[Any, str]] = {
-        "open": (split, "open_calls"),
-        "place": (split, "place"),
-        "cut": (split, "cut"),
+        "open": (pipeline, "open_calls"),
+        "place": (pipeline, "place"),
+        "cut": (pipeline, "cut"),
     }
-    owners |= {"build": (split, "build"), "verify": (mm.Program, "verify")}
+    owners |= {"build": (pipeline, "build"), "verify": (mm.Program, "verify")}
     originals = {name: getattr(*owner) for name, owner in owners.items()}
 
     def timed(name: str) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ import tyro
 from flax import nnx
 
 import mmnnx as mm
-from mmnnx.mpmd import prepare, run
+from mmnnx.mpmd.runtime import dispatch, prepare
 
 STAGES = 4
 
@@ -103,7 +103,7 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        compile_program, sender = prepare.compile_program, run.sender
+        compile_program, sender = prepare.compile_program, dispatch.sender
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             compiled = compile_program(*args, **kwargs)
@@ -113,11 +113,11 @@ class Watch:
             return dataclasses.replace(compiled, executables=executables)
 
         prepare.compile_program = watched
-        run.sender = lambda *args: self.timed(sender(*args))
+        dispatch.sender = lambda *args: self.timed(sender(*args))
         try:
             yield
         finally:
-            prepare.compile_program, run.sender = compile_program, sender
+            prepare.compile_program, dispatch.sender = compile_program, sender
 
 
 def least(calls: int, *functions: Callable[[], Any], watches: Sequence[Watch]) -> list[float]:

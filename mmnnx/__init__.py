@@ -2,13 +2,13 @@
 
 from mmnnx.inspect import ModelTable, PlacementView, TimelineView, show_placement, tabulate, timeline
 from mmnnx.modules import generate
-from mmnnx.mpmd.fetch import fetch
-from mmnnx.mpmd.initialize import initialize
-from mmnnx.mpmd.jit import enable_recomputation, enable_task_fusion, ignore_transforms, jit
-from mmnnx.mpmd.microbatch import microbatch
-from mmnnx.mpmd.program import Program, VerificationError
+from mmnnx.mpmd.distributed.fetch import fetch
+from mmnnx.mpmd.distributed.initialize import initialize
+from mmnnx.mpmd.frontend.microbatch import microbatch
+from mmnnx.mpmd.ir.program import Program, VerificationError
+from mmnnx.mpmd.ir.timeline import Costs, Profile, Timeline
+from mmnnx.mpmd.jit.jit import enable_recomputation, enable_task_fusion, ignore_transforms, jit
 from mmnnx.mpmd.schedule import Action, Stages, read_schedule, register_schedule, write_schedule
-from mmnnx.mpmd.timeline import Costs, Profile, Timeline
 from mmnnx.sharding import (
     LogicalRules,
     MultiMesh,

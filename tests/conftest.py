@@ -37,7 +37,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 import jax  # noqa: E402  # reads the environment
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
-from mmnnx.mpmd import compile  # noqa: E402
+from mmnnx.mpmd.compile.executables import executables  # noqa: E402
 
 if MLIR_ALONE:
     # The second test that compiles a program reads it from a folder: one for each worker, for JAX writes it
@@ -50,7 +50,7 @@ if MLIR_ALONE:
 gc.set_threshold(100_000, 50, 100)
 
 # What one program has compiled another test's may use, also when the first is gone.
-compile._in_use = {}
+executables._in_use = {}
 
 MAPS = Path("/proc/self/maps")
 
@@ -65,7 +65,7 @@ def forget_compiled_programs():
     """Each compiled program is a few memory maps, of which Linux gives a process 65,530; then LLVM aborts."""
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:
-        compile._in_use.clear()
+        executables._in_use.clear()
         jax.clear_caches()
         gc.collect()
 
@@ -73,7 +73,7 @@ def forget_compiled_programs():
 @pytest.fixture
 def compiled_anew(monkeypatch):
     """For a test that looks at what is compiled."""
-    monkeypatch.setattr(compile, "_in_use", WeakValueDictionary())
+    monkeypatch.setattr(executables, "_in_use", WeakValueDictionary())
 
 
 @pytest.fixture

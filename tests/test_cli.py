@@ -11,8 +11,8 @@ import pytest
 
 from mmnnx.cli import main
 from mmnnx.inspect.schedules import by_name
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.mpmd.schedule import read_schedule, schedule_names
-from mmnnx.mpmd.timeline import UNIT_COSTS
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,13 @@
 """Pictures of programs and of runs."""
 
-from mmnnx.inspect.curves import draw_loss
-from mmnnx.inspect.picture import draw_timeline
+from mmnnx.inspect.chrome_trace import chrome_trace
+from mmnnx.inspect.loss_curves import draw_loss
+from mmnnx.inspect.model_table import ModelTable
 from mmnnx.inspect.placement import PlacementView, show_placement
-from mmnnx.inspect.table import ModelTable
 from mmnnx.inspect.tabulate import tabulate
-from mmnnx.inspect.terminal import draw_text
 from mmnnx.inspect.timeline import TimelineView, timeline
-from mmnnx.inspect.trace import chrome_trace
+from mmnnx.inspect.timeline_picture import draw_timeline
+from mmnnx.inspect.timeline_text import draw_text
 
 __all__ = [
     "ModelTable",

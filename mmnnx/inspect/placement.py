@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 
-from mmnnx.inspect.homes import Home, Homes, in_order
+from mmnnx.inspect.figure_bytes import check_picture_suffix, picture_bytes
+from mmnnx.inspect.locations import Home, Homes, in_order
+from mmnnx.inspect.model_state import Piece, on_devices, take_stock
 from mmnnx.inspect.placement_picture import draw_placement
-from mmnnx.inspect.save import check_picture_suffix, picture_bytes
-from mmnnx.inspect.state import Piece, on_devices, take_stock
 from mmnnx.inspect.submesh import Part, Submesh
 from mmnnx.inspect.units import bytes_text, ranges_text
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmnnx.mpmd.ir.timeline import Timeline
 from mmnnx.mpmd.schedule import Stages, Table, check_table, get_schedule, read_schedule, simulate
-from mmnnx.mpmd.timeline import Timeline
 
 
 @dataclass(frozen=True)

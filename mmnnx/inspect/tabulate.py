@@ -9,10 +9,10 @@ from typing import Any
 
 from flax import nnx
 
-from mmnnx.inspect.calls import Call, watch_calls
-from mmnnx.inspect.homes import Homes
-from mmnnx.inspect.state import Contents, Piece, take_stock
-from mmnnx.inspect.table import ModelTable, Row
+from mmnnx.inspect.locations import Homes
+from mmnnx.inspect.model_state import Contents, Piece, take_stock
+from mmnnx.inspect.model_table import ModelTable, Row
+from mmnnx.inspect.module_calls import Call, watch_calls
 from mmnnx.sharding.placement import Path, TaskSharding
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mmnnx.inspect.picture import draw_timeline
-from mmnnx.inspect.rows import rows
-from mmnnx.inspect.save import PICTURES, picture_bytes
-from mmnnx.inspect.terminal import Drawing, draw_text
-from mmnnx.inspect.trace import chrome_trace
-from mmnnx.mpmd.timeline import Timeline
+from mmnnx.inspect.chrome_trace import chrome_trace
+from mmnnx.inspect.figure_bytes import PICTURES, picture_bytes
+from mmnnx.inspect.timeline_picture import draw_timeline
+from mmnnx.inspect.timeline_rows import rows
+from mmnnx.inspect.timeline_text import Drawing, draw_text
+from mmnnx.mpmd.ir.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ from flax import nnx
 
 from mmnnx.modules.kv_cache import KVCache
 from mmnnx.modules.sampling import check_choice, filter_logits
-from mmnnx.mpmd.jit import jit
+from mmnnx.mpmd.jit.jit import jit
 
 
 def generate(

@@ -13,10 +13,10 @@ import tyro
 from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.errors import Diverged, Interrupted, ToldElsewhere, UserError
-from mmnnx.train.folder import RunFolder
+from mmnnx.train.local_processes import DIVERGED, MISTAKE, follow_launcher, supervise
+from mmnnx.train.lockstep import VARIABLES, is_first, join
 from mmnnx.train.loop import train
-from mmnnx.train.supervise import DIVERGED, MISTAKE, follow_launcher, supervise
-from mmnnx.train.together import VARIABLES, is_first, join
+from mmnnx.train.run_folder import RunFolder
 
 
 def run(options: Sequence[str], tell: Callable[[str], None]) -> int:

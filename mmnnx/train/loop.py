@@ -13,18 +13,18 @@ from flax import nnx
 import mmnnx as mm
 from mmnnx.inspect import draw_loss, draw_timeline
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
-from mmnnx.train.checkpoint.folder import replaced
+from mmnnx.train.checkpoint.step_folders import replaced
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.data import load_corpus, train_batches, valid_batches
 from mmnnx.train.devices import choose_devices
 from mmnnx.train.errors import Diverged, Interrupted, UserError
-from mmnnx.train.folder import RunFolder
-from mmnnx.train.meter import Meter
+from mmnnx.train.lockstep import as_one, is_first
+from mmnnx.train.metrics import Meter
 from mmnnx.train.progress import Display
+from mmnnx.train.run_folder import RunFolder
 from mmnnx.train.sample import sample
+from mmnnx.train.signals import Stop
 from mmnnx.train.step import create, describe, make_train_step, make_validate, place
-from mmnnx.train.stop import Stop
-from mmnnx.train.together import as_one, is_first
 
 
 def train(config: TrainConfig) -> RunFolder:

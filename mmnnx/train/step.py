@@ -13,7 +13,7 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.modules import LM, LMConfig
-from mmnnx.mpmd.jit import Jit
+from mmnnx.mpmd.jit.jit import Jit
 from mmnnx.sharding.pipeline import pipeline_sharding
 from mmnnx.sharding.rules import logical_rules
 from mmnnx.train.config import TrainConfig

@@ -11,9 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 
 from mmnnx.inspect import draw_loss, draw_timeline
-from mmnnx.inspect.phases import LOOKS, ink, shade
+from mmnnx.inspect.phase_styles import LOOKS, ink, shade
 from mmnnx.inspect.schedules import by_name
-from mmnnx.mpmd.timeline import UNIT_COSTS, Event, Timeline
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Event, Timeline
 
 
 def event(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mmnnx.inspect.schedules import by_name, from_csv
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.mpmd.schedule import Action, Stages, get_schedule, schedule_names, simulate, write_schedule
-from mmnnx.mpmd.timeline import UNIT_COSTS
 
 LAYOUTS = {
     "interleaved-1f1b": Stages.chain([0, 1, 2] * 2),

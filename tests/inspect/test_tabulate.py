@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 import mmnnx as mm
-from mmnnx.inspect.calls import LINES, watch_calls
-from mmnnx.inspect.table import ModelTable, Row
+from mmnnx.inspect.model_table import ModelTable, Row
+from mmnnx.inspect.module_calls import LINES, watch_calls
 from mmnnx.inspect.tabulate import tabulate
 from mmnnx.inspect.units import bytes_text, count_text, ranges_text
 

@@ -13,7 +13,7 @@ from rich.console import Console
 import mmnnx as mm
 from mmnnx.inspect import draw_text, timeline
 from mmnnx.inspect.schedules import by_name
-from mmnnx.mpmd.timeline import UNIT_COSTS, Event, Timeline
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Event, Timeline
 
 
 def pipeline(name: str, meshes: int, microbatches: int) -> Timeline:

@@ -12,7 +12,7 @@ import pytest
 
 from mmnnx.inspect import TimelineView, chrome_trace, timeline
 from mmnnx.inspect.schedules import by_name
-from mmnnx.mpmd.timeline import UNIT_COSTS, Event, Timeline
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Event, Timeline
 
 SIMULATED = by_name("interleaved-1f1b", 2, 4, 2, UNIT_COSTS).timeline
 MEASURED = Timeline(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import mmnnx as mm
-from mmnnx.mpmd import prepare
+from mmnnx.mpmd.runtime import prepare
 from tests.mpmd.modes import mode  # noqa: F401
 
 

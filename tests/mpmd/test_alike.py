@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 import mmnnx as mm
-from mmnnx.mpmd import compile as compiling
-from mmnnx.mpmd.alike import computation
+from mmnnx.mpmd.compile import executables
+from mmnnx.mpmd.compile.equality import computation
 from tests.mpmd import test_scans
 
 X = jnp.ones((3, 3))
@@ -68,11 +68,11 @@ def test_other_types(other):
 def lowerings(kind, length, monkeypatch):
     """How many fragments of how many are lowered."""
     lowered = []
-    lower = compiling.lower
+    lower = executables.lower
     mesh, *split = test_scans.made()
     tokens = np.tile(test_scans.TOKENS, (2, 1, 1))[:length]
     with mesh, monkeypatch.context() as patch:
-        patch.setattr(compiling, "lower", lambda *args: lowered.append(args[0]) or lower(*args))
+        patch.setattr(executables, "lower", lambda *args: lowered.append(args[0]) or lower(*args))
         run = mm.jit(test_scans.LOOPS[kind])
         run.lower(*split, tokens).compile()
         return len(lowered), len(run.program(*split, tokens).fragments)

@@ -19,11 +19,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.mpmd import bind as bind_module
-from mmnnx.mpmd import compile as compile_module
-from mmnnx.mpmd import garbage
-from mmnnx.mpmd.compile import Executable
-from mmnnx.mpmd.lower import lower
+from mmnnx.mpmd.compile import executables, gc_pause
+from mmnnx.mpmd.compile.executables import Executable
+from mmnnx.mpmd.compile.lower import lower
+from mmnnx.mpmd.runtime import arguments
 from tests.mpmd.parity import assert_same, born, pipeline
 
 ROOT = Path(__file__).parent.parent.parent
@@ -85,7 +84,7 @@ def compiles(monkeypatch, compiled_anew, no_folder):
         low = lower(f, *args)
         return dataclasses.replace(low, stage=Watched(f.name, low.stage))
 
-    monkeypatch.setattr(compile_module, "lower", watched)
+    monkeypatch.setattr(executables, "lower", watched)
     return names
 
 
@@ -124,7 +123,7 @@ def test_no_growth_with_stages_and_microbatches(compiles, monkeypatch):
             model = born(lambda n=stages: Chain(n), placement)
             optimizer = mm.jit(make_optimizer)(model)
             compiles.clear()
-            monkeypatch.setattr(compile_module, "_in_use", WeakValueDictionary())
+            monkeypatch.setattr(executables, "_in_use", WeakValueDictionary())
             mm.jit(train_step(microbatches))(model, optimizer, X)
         counts.append(len(compiles))
     assert counts[0] == counts[1] == counts[2]
@@ -179,7 +178,7 @@ def kernels(compiled):
 
 def test_the_slices_of_a_batch_are_one_kernel(monkeypatch):
     made = []
-    monkeypatch.setattr(compile_module, "Executable", lambda *args: made.append(args[0]) or Executable(*args))
+    monkeypatch.setattr(executables, "Executable", lambda *args: made.append(args[0]) or Executable(*args))
     counts = []
     for microbatches in (2, 16):
         mesh, placement = on_stages(2)
@@ -196,8 +195,8 @@ def test_the_slices_of_a_batch_are_one_kernel(monkeypatch):
 def test_constants_are_put_on_their_mesh_once(monkeypatch):
     """A table that a model closes over is no argument: it does not travel at every call."""
     table = np.arange(8, dtype=np.float32)
-    put, puts = bind_module.put, []
-    monkeypatch.setattr(bind_module, "put", lambda x, to: puts.append(x) or put(x, to))
+    put, puts = arguments.put, []
+    monkeypatch.setattr(arguments, "put", lambda x, to: puts.append(x) or put(x, to))
     mesh, placement = on_stages(2)
     with mesh:
         model = born(lambda: Chain(2, lambda x, n: x + jnp.asarray(table)), placement)
@@ -272,8 +271,8 @@ def test_on_one_device_each_nothing_waits(compiles):
     with mesh:
         model = born(lambda: Chain(4), placement)
         program = mm.jit(train_step(2)).program(model, mm.jit(make_optimizer)(model), X)
-    fixed = compile_module._replicated(program, {})
-    ready = compile_module._Known(program, fixed).ready
+    fixed = executables._replicated(program, {})
+    ready = executables._Known(program, fixed).ready
     assert {call.fragment for call in ready} == set(program.fragments)
     assert len(ready) == len(program.fragments)
 
@@ -284,7 +283,7 @@ def test_what_xla_refuses_is_raised(monkeypatch, compiled_anew):
             raise RuntimeError("out of registers")
 
     monkeypatch.setattr(
-        compile_module, "lower", lambda *args: dataclasses.replace(lower(*args), stage=Refused())
+        executables, "lower", lambda *args: dataclasses.replace(lower(*args), stage=Refused())
     )
     mesh, placement = on_stages(2)
     with mesh, pytest.raises(RuntimeError, match="out of registers"):
@@ -319,15 +318,15 @@ def test_a_second_start_compiles_nothing(tmp_path):
 
 
 def test_the_collector_is_back_after_a_trace():
-    assert garbage.gc.isenabled()
-    with pytest.raises(ZeroDivisionError), garbage.uncollected(), garbage.uncollected():
-        assert not garbage.gc.isenabled()
+    assert gc_pause.gc.isenabled()
+    with pytest.raises(ZeroDivisionError), gc_pause.uncollected(), gc_pause.uncollected():
+        assert not gc_pause.gc.isenabled()
         raise ZeroDivisionError
-    assert garbage.gc.isenabled()
-    garbage.gc.disable()
+    assert gc_pause.gc.isenabled()
+    gc_pause.gc.disable()
     try:
-        with garbage.uncollected():
+        with gc_pause.uncollected():
             pass
-        assert not garbage.gc.isenabled()  # whoever switched it off wants it off
+        assert not gc_pause.gc.isenabled()  # whoever switched it off wants it off
     finally:
-        garbage.gc.enable()
+        gc_pause.gc.enable()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mmnnx.mpmd.cut import sink_side
+from mmnnx.mpmd.place.min_cut import sink_side
 
 SOURCE, SINK = 0, 1
 Edge = tuple[int, int, int]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.mpmd.distribute import distribute
+from mmnnx.mpmd.inline.distribution import distribute
 from tests.mpmd.parity import assert_same, born_with_optimizer, pipeline, values
 
 STEPS = 5

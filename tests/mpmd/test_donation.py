@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.mpmd import profile as profile_module
+from mmnnx.mpmd.runtime import profile as profile_module
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place, train_step

@@ -13,8 +13,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.mpmd import prepare, share
-from mmnnx.mpmd.fragments import Fragment
+from mmnnx.mpmd.compile import outline
+from mmnnx.mpmd.partition.fragments import Fragment
+from mmnnx.mpmd.runtime import prepare
 from tests.mpmd.parity import assert_same, pipeline, values
 
 WIDTH = 16
@@ -81,8 +82,8 @@ def test_what_is_drawn_is_as_on_one_device(make):
 @pytest.mark.parametrize("name", ["Rngs", "keys", "raw keys"])
 def test_stages_that_draw_alike_are_compiled_once(name, monkeypatch, codes):
     """So is the first, which draws an embedding besides."""
-    monkeypatch.setattr(share, "can_be_moved", lambda mesh: True)
-    monkeypatch.setattr(share, "_WORTH", 10)
+    monkeypatch.setattr(outline, "can_be_moved", lambda mesh: True)
+    monkeypatch.setattr(outline, "_WORTH", 10)
     _, program = born(MAKERS[name])
     runs, *_ = prepare.as_it_runs(program)
     assert {f.name: draws(f) for f in runs.fragments} == {

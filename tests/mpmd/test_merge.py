@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import mmnnx as mm
-from mmnnx.mpmd.merge import merge
-from mmnnx.mpmd.program import Call
+from mmnnx.mpmd.emit.merge import merge
+from mmnnx.mpmd.ir.program import Call
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, pipeline, place

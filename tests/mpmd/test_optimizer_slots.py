@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.inspect.homes import Homes, spec_text
+from mmnnx.inspect.locations import Homes, spec_text
 from tests.mpmd.parity import assert_same, born, pipeline, values
 
 WIDTH = 8

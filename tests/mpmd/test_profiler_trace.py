@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 import mmnnx as mm
-from mmnnx.mpmd.prepare import as_it_runs
+from mmnnx.mpmd.runtime.prepare import as_it_runs
 from tests.mpmd.parity import pipeline
 
 

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmnnx as mm
-from mmnnx.mpmd.play import Jobs, Stuck, play
 from mmnnx.mpmd.schedule import Action, Stages
+from mmnnx.mpmd.schedule.list_scheduling import Jobs, Stuck, play
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_same, born, pipeline, place

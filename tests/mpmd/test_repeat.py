@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.mpmd import jit as jit_module
-from mmnnx.mpmd.repeat import Shortcut
+from mmnnx.mpmd.jit import jit as jit_module
+from mmnnx.mpmd.jit.fast_path import Shortcut
 from tests.mpmd.parity import assert_same, born, pipeline
 
 X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)

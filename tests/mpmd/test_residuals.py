@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import mmnnx as mm
 from mmnnx import _compat
-from mmnnx.mpmd import fragments
-from mmnnx.mpmd.program import Call
-from mmnnx.mpmd.trace import nbytes
+from mmnnx.mpmd.ir.equations import nbytes
+from mmnnx.mpmd.ir.program import Call
+from mmnnx.mpmd.partition import fragments
 from tests import models
 from tests.mpmd.parity import assert_parity, born, pipeline, place
 

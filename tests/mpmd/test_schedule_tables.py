@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmnnx.mpmd import schedule as schedules
-from mmnnx.mpmd.play import Jobs, Stuck, play
+from mmnnx.mpmd.ir.timeline import Event, Timeline
 from mmnnx.mpmd.schedule import (
     Action,
     Stages,
@@ -25,7 +25,7 @@ from mmnnx.mpmd.schedule import (
     schedule_names,
     simulate,
 )
-from mmnnx.mpmd.timeline import Event, Timeline
+from mmnnx.mpmd.schedule.list_scheduling import Jobs, Stuck, play
 
 LETTERS = {"F": "forward", "B": "backward", "I": "backward-input", "W": "backward-weight"}
 NAMES = [

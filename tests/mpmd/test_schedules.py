@@ -13,11 +13,11 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.mpmd import schedule as schedules
-from mmnnx.mpmd.microbatch import LoopSpec
-from mmnnx.mpmd.order import order_loop
+from mmnnx.mpmd.frontend.microbatch import LoopSpec
+from mmnnx.mpmd.ir.timeline import Timeline
+from mmnnx.mpmd.partition.stages import Timetable
 from mmnnx.mpmd.schedule import Action, Stages, get_schedule, schedule_names
-from mmnnx.mpmd.stages import Timetable
-from mmnnx.mpmd.timeline import Timeline
+from mmnnx.mpmd.schedule.dispatch_order import order_loop
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place

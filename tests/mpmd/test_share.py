@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.modules.lm import LM, LMConfig
-from mmnnx.mpmd import prepare, share
-from mmnnx.mpmd.fragments import Fragment
-from mmnnx.mpmd.merge import merge
-from mmnnx.mpmd.program import Call
+from mmnnx.mpmd.compile import outline
+from mmnnx.mpmd.emit.merge import merge
+from mmnnx.mpmd.ir.program import Call
+from mmnnx.mpmd.partition.fragments import Fragment
+from mmnnx.mpmd.runtime import prepare
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, pipeline
@@ -28,8 +29,8 @@ from tests.mpmd.parity import assert_parity, pipeline
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     """As without JAX's cache on disk, which tests may have, and for models as small as these."""
-    monkeypatch.setattr(share, "can_be_moved", lambda mesh: True)
-    monkeypatch.setattr(share, "_WORTH", 10)
+    monkeypatch.setattr(outline, "can_be_moved", lambda mesh: True)
+    monkeypatch.setattr(outline, "_WORTH", 10)
 
 
 def on_stages(
@@ -74,7 +75,7 @@ def trained(
 def parts(program: mm.Program) -> dict[Fragment, list[Fragment]]:
     """The parts of each fragment that is divided, after calls were merged as they are when it runs."""
     merged, _ = merge(program)
-    runs, numbers = share.share(merged)
+    runs, numbers = outline.share(merged)
     found: dict[Fragment, dict[Fragment, None]] = {}
     for n, i in zip(numbers, runs.instructions, strict=True):
         if isinstance(i, Call) and (whole := merged.instructions[n].fragment) is not i.fragment:
@@ -251,7 +252,7 @@ def test_what_calls_the_host_is_left_whole(reads):
 )
 def test_what_each_part_makes_anew(made, free):
     eqns = jax.make_jaxpr(made)(jnp.zeros((4, 6))).jaxpr.eqns
-    assert all(map(share._takes_no_work, eqns)) == free
+    assert all(map(outline._takes_no_work, eqns)) == free
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ def test_what_each_part_makes_anew(made, free):
 def test_what_is_left_whole(monkeypatch, blocks, limits):
     program = trained(blocks)
     for name, limit in limits.items():
-        monkeypatch.setattr(share, name, limit)
+        monkeypatch.setattr(outline, name, limit)
     assert not parts(program)
 
 

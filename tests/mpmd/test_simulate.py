@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import mmnnx as mm
-from mmnnx.mpmd.program import Call
-from mmnnx.mpmd.timeline import UNIT_COSTS
+from mmnnx.mpmd.ir.program import Call
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import born, pipeline, place, train_step

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx import _compat
-from mmnnx.mpmd import transfer
+from mmnnx.mpmd.runtime import transfers
 from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place, values
 
 WIDTH = 8
@@ -169,7 +169,7 @@ def test_any_layout_to_any_other(shapes, given, asked):
     )
     source, target = NamedSharding(first, given), NamedSharding(second, asked)
     x = jax.device_put(np.arange(64.0).reshape(8, 8), source)
-    (out,) = transfer.sender([(source, target, x.aval)])(x)
+    (out,) = transfers.sender([(source, target, x.aval)])(x)
     assert out.sharding.is_equivalent_to(target, 2)
     np.testing.assert_array_equal(out, x)
     for shard in out.addressable_shards:

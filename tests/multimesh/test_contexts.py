@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import mmnnx as mm
-from mmnnx.mpmd.flat import ignoring
-from mmnnx.mpmd.spots import fusing, recomputing
+from mmnnx.mpmd.ir.placement import fusing, recomputing
+from mmnnx.mpmd.jit.inner_jit import ignoring
 from mmnnx.sharding.logical import autosharding
 from multimesh_compat.jax.constraints import autoshard
 from multimesh_compat.jax.contexts import (

@@ -18,7 +18,7 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints, read
-from mmnnx.train.checkpoint.nodes import arrays_of
+from mmnnx.train.checkpoint.nnx_state import arrays_of
 from tests.train.states import Net, adam, born, losses, placed
 
 COORDINATOR, COUNT, NUMBER, TODO = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])

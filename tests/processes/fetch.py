@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.mpmd.processes import elsewhere
-from mmnnx.mpmd.words import store
+from mmnnx.mpmd.distributed.key_value import store
+from mmnnx.mpmd.distributed.processes import elsewhere
 
 COORDINATOR, COUNT, NUMBER = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 # Called after what mm.initialize has called at exit: nothing of it may look at arrays while Python goes away.

@@ -6,7 +6,7 @@ import sys
 import time
 
 import mmnnx as mm
-from mmnnx.train.stop import Stop
+from mmnnx.train.signals import Stop
 
 COORDINATOR, COUNT, NUMBER = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 mm.initialize(COORDINATOR, COUNT, NUMBER)

@@ -12,9 +12,9 @@ import pytest
 
 import mmnnx as mm
 from mmnnx import _compat
-from mmnnx.mpmd import meet as meeting
-from mmnnx.mpmd.initialize import _bind
-from mmnnx.mpmd.meet import host, join, split_address
+from mmnnx.mpmd.distributed import rendezvous
+from mmnnx.mpmd.distributed.initialize import _bind
+from mmnnx.mpmd.distributed.rendezvous import host, join, split_address
 from tests.processes.harness import finish, free_port, start
 
 
@@ -46,7 +46,7 @@ def test_processes_that_meet_know_each_other():
 def test_a_process_next_to_process_0_is_reached_as_that_is(monkeypatch):
     """By its host's name it reaches process 0 on loopback, where those of other hosts find neither."""
     ends = iter(["127.0.1.1", "10.0.0.5", "127.0.1.1", "10.0.0.6"])  # of process 0 to both, and theirs
-    monkeypatch.setattr(meeting, "_own_end", lambda member: next(ends))
+    monkeypatch.setattr(rendezvous, "_own_end", lambda member: next(ends))
     zero, first, second = meet((0, 3), (1, 3), (2, 3), timeout=20)
     assert zero[0].address == "10.0.0.5"
     assert {first[1].address, second[2].address} == {"10.0.0.5", "10.0.0.6"}

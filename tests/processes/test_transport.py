@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mmnnx import _compat
-from mmnnx.mpmd import transfer, transport
-from mmnnx.mpmd.processes import holders
+from mmnnx.mpmd.distributed import transport
+from mmnnx.mpmd.distributed.processes import holders
+from mmnnx.mpmd.runtime import transfers
 
 
 def sharding(*processes, shape=None):
@@ -54,10 +55,10 @@ def test_a_copy_asks_for_the_way(monkeypatch):
     asked = []
     monkeypatch.setattr(transport, "put", lambda array, to: asked.append((array, to)) or "copied")
     monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: True)
-    assert transfer._between(x, source, target) == "copied"
+    assert transfers._between(x, source, target) == "copied"
     assert asked[0][0] is x and asked[0][1] is target
     monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: False)
-    assert transfer._between(x, source, target).sharding == target
+    assert transfers._between(x, source, target).sharding == target
     assert len(asked) == 1
 
 
@@ -89,10 +90,10 @@ def test_a_key_among_arrays_for_another_process(monkeypatch):
     source, target = (NamedSharding(Mesh(np.array([d]), ("x",)), P()) for d in devices[:2])
     arrays = [jax.device_put(x, source) for x in (np.arange(4.0), jax.random.key(0), np.ones(2))]
     handed = []
-    monkeypatch.setattr(transfer, "holders", lambda s: {int(s is target)})
+    monkeypatch.setattr(transfers, "holders", lambda s: {int(s is target)})
     monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: False)
     monkeypatch.setattr(transport, "send", lambda process, arrays: handed.append((process, list(arrays))))
-    monkeypatch.setattr(transfer, "_between", lambda array, *_: handed.append(array))
-    transfer.sender([(source, target, x.aval) for x in arrays])(*arrays)
+    monkeypatch.setattr(transfers, "_between", lambda array, *_: handed.append(array))
+    transfers.sender([(source, target, x.aval) for x in arrays])(*arrays)
     (process, together), key = handed
     assert process == 1 and together[0] is arrays[0] and together[1] is arrays[2] and key is arrays[1]

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from mmnnx.train import TrainConfig, train
-from mmnnx.train.folder import RunFolder
+from mmnnx.train.run_folder import RunFolder
 from tests import environment as processes
 
 jax.devices()  # JAX starts with the devices of all tests before a run can ask for fewer

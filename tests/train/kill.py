@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mmnnx.train.folder import RunFolder
+from mmnnx.train.run_folder import RunFolder
 from tests.train.command import MODEL, ONE_DEVICE, losses, rows, run, started, validations, wait_until
 
 EVERY = 5  # steps from one checkpoint to the next

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.train.checkpoint.nodes import arrays_of
+from mmnnx.train.checkpoint.nnx_state import arrays_of
 
 GRIDS = ("1x1", "4x2", "2x4", "8x1")
 

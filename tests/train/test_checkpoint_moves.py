@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.train.checkpoint import Checkpoints, read, write
-from mmnnx.train.checkpoint.nodes import arrays_of
+from mmnnx.train.checkpoint.nnx_state import arrays_of
 from tests.train.states import GRIDS, Net, adam, assert_equal, born, losses, placed, values
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from mmnnx.train.stop import Stop
+from mmnnx.train.signals import Stop
 from tests.processes.harness import finish, start
 
 

@@ -16,7 +16,7 @@ import mmnnx.train.loop
 from mmnnx.train import train
 from mmnnx.train.checkpoint import Checkpoints
 from mmnnx.train.errors import Diverged, Interrupted, UserError
-from mmnnx.train.folder import RunFolder
+from mmnnx.train.run_folder import RunFolder
 
 
 def losses(folder: RunFolder) -> list[float]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from mmnnx.mpmd.play import Jobs, Stuck, play
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Event, Timeline
 from mmnnx.mpmd.schedule.base import PARTS, PHASES, Action, Phase, Stages, Table
-from mmnnx.mpmd.timeline import UNIT_COSTS, Event, Timeline
+from mmnnx.mpmd.schedule.list_scheduling import Jobs, Stuck, play
 
 
 def check_table(

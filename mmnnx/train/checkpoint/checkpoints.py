@@ -19,9 +19,15 @@ from filelock import FileLock
 
 from mmnnx.sharding.placement import TaskSharding
 from mmnnx.sharding.rules import did_you_mean
-from mmnnx.train.checkpoint.agree import all_or_none, tell_all
+from mmnnx.train.checkpoint.agreement import all_or_none, tell_all
 from mmnnx.train.checkpoint.errors import CheckpointError, DamagedError, Differences, Path
-from mmnnx.train.checkpoint.folder import (
+from mmnnx.train.checkpoint.keys import stored_as
+from mmnnx.train.checkpoint.lock import claim
+from mmnnx.train.checkpoint.nnx_state import arrays_of, set_arrays
+from mmnnx.train.checkpoint.placement import check_rules, describe
+from mmnnx.train.checkpoint.rename import Rename
+from mmnnx.train.checkpoint.restore import restore_arrays, targets_of
+from mmnnx.train.checkpoint.step_folders import (
     JSON,
     STATE,
     advice,
@@ -33,12 +39,6 @@ from mmnnx.train.checkpoint.folder import (
     steps_in,
     unfinished,
 )
-from mmnnx.train.checkpoint.keys import stored_as
-from mmnnx.train.checkpoint.lock import claim
-from mmnnx.train.checkpoint.nodes import arrays_of, set_arrays
-from mmnnx.train.checkpoint.placement import check_rules, describe
-from mmnnx.train.checkpoint.rename import Rename
-from mmnnx.train.checkpoint.restore import restore_arrays, targets_of
 from mmnnx.train.checkpoint.write import copy_shards, make_writer, reason
 
 UNSTORED = ("uint2", "uint4")

@@ -12,10 +12,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import PartitionSpec
 
-from mmnnx.inspect.homes import spec_text
+from mmnnx.inspect.locations import spec_text
 from mmnnx.train.checkpoint.errors import CheckpointError
-from mmnnx.train.checkpoint.folder import JSON, STATE, is_ours, read_json, saved_at, steps_in
 from mmnnx.train.checkpoint.match import type_text
+from mmnnx.train.checkpoint.step_folders import JSON, STATE, is_ours, read_json, saved_at, steps_in
 
 TREE = "_METADATA"  # orbax's own file about a tree of arrays
 

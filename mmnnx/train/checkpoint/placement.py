@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
-from mmnnx.inspect.homes import Homes
-from mmnnx.inspect.state import take_stock
+from mmnnx.inspect.locations import Homes
+from mmnnx.inspect.model_state import take_stock
 from mmnnx.sharding.mesh import current_multimesh, program_devices
 from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.train.checkpoint.errors import Path

@@ -13,13 +13,13 @@ from jax.sharding import SingleDeviceSharding
 from mmnnx.sharding.placement import TaskSharding
 from mmnnx.train.checkpoint.errors import DamagedError, Differences, Path, StructureError
 from mmnnx.train.checkpoint.explain import explain
-from mmnnx.train.checkpoint.folder import STATE
 from mmnnx.train.checkpoint.keys import stored_as
 from mmnnx.train.checkpoint.match import Type, match, type_of, type_text
-from mmnnx.train.checkpoint.nodes import arrays_of
+from mmnnx.train.checkpoint.nnx_state import arrays_of
 from mmnnx.train.checkpoint.placement import shardings_of
 from mmnnx.train.checkpoint.read import Target, open_arrays, read_arrays
 from mmnnx.train.checkpoint.rename import Rename, renamed
+from mmnnx.train.checkpoint.step_folders import STATE
 
 
 def targets_of(nodes: Mapping[str, Any], sharding: TaskSharding | None) -> dict[Path, Target]:

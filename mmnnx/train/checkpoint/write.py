@@ -20,8 +20,8 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from jax.sharding import NamedSharding
 
-from mmnnx.train.checkpoint.folder import JSON, STATE
 from mmnnx.train.checkpoint.keys import is_key, stored_as
+from mmnnx.train.checkpoint.step_folders import JSON, STATE
 
 CHUNK = 4 * 2**20
 """Bytes that an array is cut into at most: as much is read of it at least, whatever part of it is wanted."""

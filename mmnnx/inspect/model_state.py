@@ -1,0 +1,123 @@
+"""What an NNX object holds: its nodes, and its arrays with their sizes and homes. Nothing is computed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mmnnx.inspect.locations import Homes, Placed
+from mmnnx.sharding.placement import Path
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One array of an NNX object, real or abstract.
+
+    Attributes:
+      path: of its Variable, or its own.
+      kind: the type of its Variable (all of an Rngs are "RngState"), or "Array".
+      shape, dtype: its own; PRNG keys have their logical shape.
+      size, bytes: of the whole array.
+      placed: where it lives; None for what lives nowhere in particular.
+    """
+
+    path: Path
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
+    bytes: int
+    placed: Placed | None
+
+    def __str__(self) -> str:
+        return array_text(self)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that an NNX object holds.
+
+    Attributes:
+      nodes: by path, each Module and other node, in Flax's order (children before parents).
+      pieces: its arrays; one that several paths lead to is there once, under the first.
+      shared: paths of Modules and Variables that are there already: the other path, and the type.
+    """
+
+    nodes: dict[Path, Any]
+    pieces: tuple[Piece, ...]
+    shared: dict[Path, tuple[Path, type]]
+
+
+def take_stock(obj: Any, homes: Homes) -> Contents:
+    """Lists what `obj`, an NNX object with real or abstract arrays, holds.
+
+    Raises:
+      TypeError: not an NNX object.
+      PlacementError: state that the TaskSharding of `homes` cannot place.
+    """
+    if not nnx.graph.is_graph_node(obj) or isinstance(obj, nnx.Variable):
+        raise TypeError(f"an NNX object is needed, such as an nnx.Module or nnx.Optimizer, not {obj!r}")
+    nodes, shared = {}, {}
+    for path, value in nnx.iter_graph(obj, graph=True):
+        if not isinstance(value, nnx.Variable) and nnx.graph.is_node(value):
+            nodes[path] = value
+    aliases: list[tuple[Path, Path]] = []
+    for first, *others in nnx.find_duplicates(obj):
+        aliases += [(first, other) for other in others]
+    values = dict(nnx.to_flat_state(nnx.state(obj, graph=True)))
+    for first, other in aliases:
+        node = nodes.get(first, values.get(first))
+        if isinstance(node, nnx.Module | nnx.Variable):
+            shared[other] = first, type(node)
+    pieces: list[Piece] = []
+    for path, value in values.items():
+        arrays = [x for x in jax.tree.leaves(_raw(value)) if hasattr(x, "shape") and hasattr(x, "dtype")]
+        paths = [path, *_others(path, aliases)]
+        for x, placed in zip(arrays, homes.find(paths, value, arrays)):
+            size = math.prod(x.shape)
+            pieces.append(
+                Piece(path, _kind(value), tuple(x.shape), str(x.dtype), size, size * x.dtype.itemsize, placed)
+            )
+    return Contents(nodes, tuple(pieces), shared)
+
+
+def on_devices(pieces: Iterable[Piece]) -> dict[int, int]:
+    """Bytes on each device that holds some of these, by its number."""
+    found: Counter[int] = Counter()
+    for piece in pieces:
+        if piece.placed is not None:
+            for device in piece.placed.home.devices:
+                found[device] += piece.placed.shard_bytes
+    return dict(sorted(found.items()))
+
+
+def array_text(x: Any) -> str:
+    """The type of an array: "float32[32,128]"."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def is_array(x: Any) -> bool:
+    """Whether it is an array, a tracer, or the shape of one."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _raw(value: Any) -> Any:
+    return value.get_raw_value() if isinstance(value, nnx.Variable) else value
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, nnx.RngState):
+        return nnx.RngState.__name__
+    return type(value).__name__ if isinstance(value, nnx.Variable) else "Array"
+
+
+def _others(path: Path, aliases: Iterable[tuple[Path, Path]]) -> Iterator[Path]:
+    """The other paths to what is at `path`: it, or something above it, may be shared."""
+    return (other + path[len(first) :] for first, other in aliases if path[: len(first)] == first)

@@ -1,0 +1,51 @@
+"""What every picture of a timeline shows: meshes as rows, in the order of the pipeline."""
+
+from __future__ import annotations
+
+from mmnnx.mpmd.ir.timeline import Event, Timeline
+
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def rows(timeline: Timeline) -> dict[str, list[Event]]:
+    """The events that take time, by mesh, meshes in the order in which microbatches first reach them.
+
+    Raises:
+      ValueError: if there are none.
+    """
+    by_mesh = timeline.by_mesh()
+    if not by_mesh:
+        raise ValueError("there are no events that take time: nothing to draw")
+
+    def arrival(mesh: str) -> tuple[bool, float]:
+        first = min(by_mesh[mesh], key=lambda e: (e.microbatch is None, e.start))
+        return first.microbatch is None, first.start
+
+    return {mesh: by_mesh[mesh] for mesh in sorted(by_mesh, key=arrival)}
+
+
+def stage_ranks(events: dict[str, list[Event]]) -> dict[tuple[str, int | None], tuple[int, int]]:
+    """For each (mesh, stage): which of that mesh's stages it is, from 0, and how many the mesh has."""
+    ranks: dict[tuple[str, int | None], tuple[int, int]] = {}
+    for mesh, mine in events.items():
+        stages = sorted({e.stage for e in mine if e.stage is not None})
+        ranks[mesh, None] = (0, 1)
+        ranks |= {(mesh, stage): (nth, len(stages)) for nth, stage in enumerate(stages)}
+    return ranks
+
+
+def unit(timeline: Timeline) -> tuple[float, str]:
+    """A unit in which the times are handy to read: how many of the timeline's own it is, and its name.
+
+    >>> unit(Timeline((Event("a", 0.0, 0.02, "forward", 0, "f"),), unit="s"))
+    (0.001, 'ms')
+    """
+    if timeline.unit != "s":
+        return 1.0, timeline.unit
+    return next((s for s in SECONDS if timeline.period >= s[0]), SECONDS[-1])
+
+
+def period(timeline: Timeline) -> str:
+    """`Timeline.period` to read: "33 units", "12.7 ms"."""
+    size, name = unit(timeline)
+    return f"{timeline.period / size:.4g} {name}"

@@ -1,0 +1,127 @@
+"""PRNG keys that are made of literals are made before a program runs, and given to it.
+
+`nnx.Rngs(0)` in a function that makes a model gives each parameter a key of its own, counted from the first.
+With the keys outside, stages that draw alike are alike, and XLA compiles what draws once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from mmnnx import _compat
+from mmnnx.mpmd.compile.equality import operation
+from mmnnx.mpmd.ir.equations import Var, inline, is_var
+from mmnnx.mpmd.ir.program import Call, Instruction, Program
+from mmnnx.mpmd.partition.fragments import Fragment
+
+_WORDS = 256  # of 128 raw keys, say, that one is divided into
+
+
+def make_keys(program: Program) -> tuple[Program, list[Any]]:
+    """Takes out of fragments that run once how the keys of what they draw are made.
+
+    Returns:
+      The program with the keys as inputs, after those that it has; and the keys.
+    """
+    times = Counter(c.fragment for c in program.calls)
+    made: dict[Any, list[Any]] = {}
+    inputs, values, keys = dict(program.inputs), list(program.values), []
+    instructions: list[Instruction] = []
+    for i in program.instructions:
+        if isinstance(i, Call) and times[i.fragment] == 1 and (wanted := _wanted(i.fragment)):
+            keys += _evaluated(i.fragment.jaxpr.eqns, wanted, made)
+            f = _given(i.fragment, wanted)
+            slots = tuple(range(len(values), len(values) + len(wanted)))
+            values += [(v, f.mesh) for v in f.invars[-len(wanted) :]]
+            inputs |= {s: values[s] for s in slots}
+            i = dataclasses.replace(i, fragment=f, inputs=(*i.inputs, *slots), frees=(*i.frees, *slots))
+        instructions.append(i)
+    given = dataclasses.replace(
+        program, instructions=tuple(instructions), inputs=inputs, values=tuple(values), loops=()
+    )
+    return given, keys
+
+
+def is_of_keys(v: Var) -> bool:
+    """Whether it has keys, or what may make some: a seed, a counter, the words of raw keys."""
+    return _is_key(v) or (jnp.issubdtype(v.aval.dtype, jnp.integer) and v.aval.size <= _WORDS)
+
+
+def is_draw(e: Any) -> bool:
+    return e.primitive.name == "random_bits"
+
+
+def _makes_keys(e: Any) -> bool:
+    asks = e.effects or "callback" in e.primitive.name  # which may say something else in every call
+    return not asks and not is_draw(e) and all(map(is_of_keys, e.outvars))
+
+
+def _is_key(v: Var) -> bool:
+    return jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
+
+
+def _wanted(f: Fragment) -> list[Var]:
+    """Keys made of literals that other things are made of, or that are kept; with them, what counts them."""
+    of_nothing: set[Var] = set()
+    wanted: dict[Var, None] = {}
+    for e in f.jaxpr.eqns:
+        reads = [a for a in e.invars if is_var(a)]
+        if of_nothing.issuperset(reads) and _makes_keys(e):
+            of_nothing.update(e.outvars)
+        else:
+            wanted |= dict.fromkeys(v for v in reads if v in of_nothing and _is_key(v))
+    kept = dict.fromkeys(v for v in f.outvars if v in of_nothing)
+    return [*(wanted | kept)] if any(map(_is_key, (*wanted, *kept))) else []
+
+
+def _needed(eqns: Sequence[Any], wanted: Iterable[Var]) -> list[Any]:
+    """The equations that these are made by, and those that do more than make something."""
+    live, needed = {*wanted}, []
+    for e in reversed(eqns):
+        if e.effects or not live.isdisjoint(e.outvars):
+            needed.append(e)
+            live.update(a for a in e.invars if is_var(a))
+    return needed[::-1]
+
+
+def _evaluated(eqns: Sequence[Any], wanted: Sequence[Var], made: dict[Any, list[Any]]) -> list[Any]:
+    """The values of variables; `made` has what was computed before: other stages count from the first too."""
+    env: dict[Var, Any] = {}
+    with _compat.asked_transfers(), jax.ensure_compile_time_eval():
+        for e in _needed([e for e in eqns if not e.effects], wanted):
+            reads = [a for a in e.invars if is_var(a)]
+            key: Any = tuple(id(env[v]) for v in reads)
+            try:
+                key = operation(e), key
+            except TypeError:  # it cannot be found again
+                key = id(e), key
+            if key not in made:
+                takes = list(dict.fromkeys(reads))
+                alone = _compat.close_jaxpr(takes, e.outvars, [e])
+                made[key] = jex.jaxpr_as_fun(alone)(*(env[v] for v in takes))
+            env |= zip(e.outvars, made[key])
+    return [env[v] for v in wanted]
+
+
+def _given(f: Fragment, wanted: Sequence[Var]) -> Fragment:
+    """A fragment that takes these instead of making them. What is kept is copied: no result is an input."""
+    # What makes one of them may be needed for something else that it makes.
+    unread = {v: jex.Var(v.aval) for v in wanted}
+    eqns = [e.replace(outvars=[unread.get(v, v) for v in e.outvars]) for e in f.jaxpr.eqns]
+    taken = {v: jex.Var(v.aval) if v in f.outvars else v for v in wanted}
+    copies = [
+        e.eqn.replace(outvars=[v])
+        for v, given in taken.items()
+        if given is not v
+        for e in inline(jnp.copy, given, scope="")[0]
+    ]
+    invars = (*f.invars, *taken.values())
+    jaxpr = _compat.close_jaxpr(invars, f.outvars, [*copies, *_needed(eqns, f.outvars)])
+    return dataclasses.replace(f, jaxpr=jaxpr, invars=invars)

@@ -1,0 +1,108 @@
+"""`mm.fetch`: values on every process, wherever their arrays live."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from mmnnx.mpmd.distributed.key_value import hear, say, store
+from mmnnx.mpmd.distributed.processes import holders
+
+_BLOCK = 8  # fetches of which the store keeps the values together
+_fetches = itertools.count()
+
+
+def fetch(tree: Any) -> Any:
+    """The values of arrays on every process that runs the program, wherever the arrays live.
+
+    It waits for them. Meant for losses and metrics: what is elsewhere comes through the coordinator.
+
+    Args:
+      tree: a pytree of arrays; in several processes each must call it, with the same. What is on JAX's
+        default device is taken as each process has it.
+
+    Returns:
+      The same tree with NumPy arrays; of typed PRNG keys, their words.
+
+    Raises:
+      ValueError: if another process fetches something else.
+
+    Example:
+      >>> loss = mm.fetch(train_step(model, optimizer, batch))
+    """
+    tree = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+    leaves = jax.tree.leaves(tree)
+    apart = [x for x in leaves if _is_apart(x)]
+    values = iter(_gather(apart) if apart else ())
+    return jax.tree.map(lambda x: next(values) if _is_apart(x) else _own(x), tree)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_apart(x: Any) -> bool:
+    """Whether an array is not whole in every process."""
+    if not isinstance(x, jax.Array) or jax.process_count() == 1:
+        return False
+    if x.is_fully_addressable and not isinstance(x.sharding, NamedSharding):
+        return False  # on JAX's default device, which each process has one of
+    return not (x.is_fully_replicated and len(holders(x.sharding)) == jax.process_count())
+
+
+def _own(x: Any) -> np.ndarray:
+    whole = not isinstance(x, jax.Array) or x.is_fully_addressable
+    return np.asarray(x if whole else x.addressable_data(0))
+
+
+def _gather(arrays: list[jax.Array]) -> list[np.ndarray]:
+    """The values of arrays of which each process has some part or none; all call it, in one order.
+
+    Each process says in one go what is for it to say. The store forgets a block of fetches when all processes
+    have read it, which none of them waits for.
+    """
+    here, count = jax.process_index(), jax.process_count()
+    block, number = divmod(next(_fetches), _BLOCK)
+    key = f"fetch/{block}/{number}"
+    parts = [list(_parts(x)) for x in arrays]
+    shards = [{s.device: s.data for s in x.addressable_shards} for x in arrays]
+    own = [np.asarray(s[d]) for s, ps in zip(shards, parts) for _, d in ps if d.process_index == here]
+    if own:
+        say(key, b"".join(part.tobytes() for part in own))
+    said = {d.process_index for ps in parts for _, d in ps} - {here}
+    heard = {p: memoryview(hear(p, key)) for p in sorted(said)}
+    wholes = [np.empty(x.shape, x.dtype) for x in arrays]
+    for p in said:
+        its = [(whole, index) for whole, ps in zip(wholes, parts) for index, d in ps if d.process_index == p]
+        expected = sum(whole[index].nbytes for whole, index in its)
+        if expected != len(heard[p]):
+            raise ValueError(
+                f"mm.fetch: process {p} says {len(heard[p])} bytes where process {here} expects {expected}: "
+                "every process has to fetch the same arrays, in the same order"
+            )
+    mine = iter(own)
+    for x, whole, ps in zip(arrays, wholes, parts):
+        for index, device in ps:
+            if device.process_index == here:
+                whole[index] = next(mine)
+                continue
+            size, raw = whole[index].nbytes, heard[device.process_index]
+            whole[index] = np.frombuffer(raw[:size], x.dtype).reshape(whole[index].shape)
+            heard[device.process_index] = raw[size:]
+    if number == _BLOCK - 1 and store().key_value_increment(f"mmnnx/read/{block}", 1) == count:
+        for p in range(count):
+            store().key_value_delete(f"mmnnx/{p}/fetch/{block}/")
+        store().key_value_delete(f"mmnnx/read/{block}")
+    return wholes
+
+
+def _parts(x: jax.Array) -> Any:
+    """The distinct parts of an array: (index, the first device that has it)."""
+    found: dict[str, Any] = {}
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+        found.setdefault(str(index), (index, device))
+    return found.values()

@@ -1,0 +1,138 @@
+"""Calls that always follow each other become one: one XLA program, and nothing kept between them.
+
+Under 1F1B the last stage runs the backward of each microbatch right after its forward. A program lists both,
+for so its schedule is read; what is compiled is one, of which `share` may take apart again what other stages
+compile as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from jax.sharding import Mesh
+
+from mmnnx import _compat
+from mmnnx.mpmd.ir.equations import Var
+from mmnnx.mpmd.ir.program import Call, Instruction, Program, Transfer
+from mmnnx.mpmd.partition.fragments import Fragment
+
+
+def merge(program: Program) -> tuple[Program, list[int]]:
+    """Merges calls of one microbatch that always follow each other on their mesh.
+
+    Nobody may wait for the first alone, and the second may wait for nothing else, so that no mesh waits for
+    longer than before.
+
+    Returns:
+      The program that runs, and for each of its instructions the number that it (or its first part) has in
+      the one given.
+    """
+    steps = list(enumerate(program.instructions))
+    while True:
+        instructions = [i for _, i in steps]
+        pairs = _pairs(instructions)
+        if not pairs:
+            merged = dataclasses.replace(program, instructions=tuple(instructions), loops=())
+            return merged, [n for n, _ in steps]
+        calls = _merged(instructions, pairs)
+        seconds = {j for _, j in pairs}
+        steps = [(n, calls.get(k, i)) for k, (n, i) in enumerate(steps) if k not in seconds]
+
+
+def _pairs(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
+    """Numbers of calls that can be merged: with a pair, all others of the same two fragments."""
+    calls = _calls(instructions)
+    found: dict[tuple[Fragment, Fragment], list[tuple[int, int]]] = {}
+    for i, j in _neighbours(instructions):
+        found.setdefault((calls[i].fragment, calls[j].fragment), []).append((i, j))
+    counts = Counter(c.fragment for c in calls.values())
+    used: set[Fragment] = set()
+    chosen: list[tuple[int, int]] = []
+    for (first, second), pairs in found.items():
+        if len(pairs) == counts[first] == counts[second] and not used & {first, second}:
+            used |= {first, second}
+            chosen += pairs
+    return chosen
+
+
+def _neighbours(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
+    """Numbers of calls that follow each other on a mesh, and could be one."""
+    received: set[int] = set()  # for a microbatch
+    sent: set[int] = set()
+    last: dict[Mesh, tuple[int, Call]] = {}
+    for j, second in enumerate(instructions):
+        if isinstance(second, Transfer):
+            sent.update(second.inputs)
+            received.update(second.outputs if second.microbatch is not None else ())
+        else:
+            i, first = last.get(second.mesh, (0, None))
+            if (
+                first is not None
+                and first.microbatch == second.microbatch is not None
+                and sent.isdisjoint(first.outputs)
+                and received.isdisjoint({*second.inputs} - {*first.inputs})
+                and _agree(first, second)
+            ):
+                yield i, j
+            last[second.mesh] = j, second
+
+
+def _calls(instructions: Sequence[Instruction]) -> dict[int, Call]:
+    return {n: i for n, i in enumerate(instructions) if isinstance(i, Call)}
+
+
+def _agree(first: Call, second: Call) -> bool:
+    """Whether each variable means the same in both calls."""
+    f = first.fragment
+    slots = dict(zip((*f.invars, *f.outvars), (*first.inputs, *first.outputs)))
+    within = {v for e in f.jaxpr.eqns for v in e.outvars} - slots.keys()
+    read = list(zip(second.fragment.invars, second.inputs))
+    return all(slots.get(v, s) == s and v not in within for v, s in read) and not any(
+        s in first.outputs and v not in slots for v, s in read
+    )
+
+
+def _merged(instructions: Sequence[Instruction], pairs: Sequence[tuple[int, int]]) -> dict[int, Call]:
+    """The calls that take the place of pairs, by the number of the first."""
+    calls = _calls(instructions)
+    readers = Counter(s for i in instructions for s in set(i.inputs))
+    inner: dict[Fragment, set[Var]] = {}  # what the first makes for the second alone
+    for i, j in pairs:
+        first, second = calls[i], calls[j]
+        made = zip(first.fragment.outvars, first.outputs)
+        mine = {v for v, s in made if readers[s] == 1 and s in second.inputs and s in second.frees}
+        inner[first.fragment] = inner.get(first.fragment, mine) & mine
+    fragments: dict[Fragment, Fragment] = {}
+    merged = {}
+    for i, j in pairs:
+        first, second = calls[i], calls[j]
+        if first.fragment not in fragments:
+            fragments[first.fragment] = _one(first, second, inner[first.fragment])
+        f = fragments[first.fragment]
+        slots = dict(zip(second.fragment.invars, second.inputs))
+        slots |= dict(zip(first.fragment.invars, first.inputs))
+        slots |= dict(zip(first.fragment.outvars, first.outputs))
+        slots |= dict(zip(second.fragment.outvars, second.outputs))
+        gone = {slots[v] for v in inner[first.fragment]}
+        frees = tuple(sorted({*first.frees, *second.frees} - gone))
+        inputs, outputs = (tuple(slots[v] for v in held) for held in (f.invars, f.outvars))
+        merged[i] = Call(f, first.microbatch, inputs, outputs, frees, first.stage)
+    return merged
+
+
+def _one(first: Call, second: Call, inner: set[Var]) -> Fragment:
+    """Two fragments as one. Work that is copied into both is done once."""
+    f, g = first.fragment, second.fragment
+    known = {*f.invars, *(v for e in f.jaxpr.eqns for v in e.outvars)}
+    more = [e for e in g.jaxpr.eqns if not (e.outvars and known.issuperset(e.outvars))]
+    invars = (*f.invars, *(v for v in g.invars if v not in known))
+    outvars = (*(v for v in f.outvars if v not in inner), *g.outvars)
+    return dataclasses.replace(
+        g,
+        name=f"{f.name} and {g.name}",
+        jaxpr=_compat.close_jaxpr(invars, outvars, [*f.jaxpr.eqns, *more]),
+        invars=invars,
+        outvars=outvars,
+    )

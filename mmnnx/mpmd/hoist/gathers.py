@@ -1,0 +1,110 @@
+"""Weights that are sharded over a data axis (FSDP): gathered once, before the microbatch loop.
+
+Left to XLA they are gathered again in the forward and in the backward of every microbatch. The gathered
+weights live as long as the loop: inside a step the layout is that of ZeRO-1, between steps that of ZeRO-3
+(Rajbhandari et al. 2020, arXiv:1910.02054).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmnnx.mpmd.hoist.sharding_propagation import Axes, Dims, Known, dims_of, follow, of_spec
+from mmnnx.mpmd.ir.equations import Equation, Kind, Loop, Node, Var, inline, is_var
+from mmnnx.mpmd.ir.placement import Placement
+
+
+def gather_once(
+    nodes: Sequence[Node], placement: Placement, given: Mapping[Var, NamedSharding | None]
+) -> list[Node]:
+    """Has loops read gathered weights, where these are sharded over axes that the examples are.
+
+    A weight of which each device uses its own part, as with experts, stays as it is.
+
+    Args:
+      nodes: all nodes, in order, after `reduce_once`.
+      placement: where they are.
+      given: the shardings of the inputs of the function.
+
+    Returns:
+      The nodes, with loops replaced that read such weights.
+    """
+    known: Known = {}
+    for v, sharding in given.items():
+        if sharding is not None:
+            known[v] = tuple(axes or () for axes in of_spec(sharding.spec, v.aval.ndim))
+    follow((node.eqn for node in nodes if isinstance(node, Equation)), known)
+    out: list[Node] = []
+    for node in nodes:
+        out += _gather(node, placement, known) if isinstance(node, Loop) and node.parts else [node]
+    return out
+
+
+def _gather(loop: Loop, placement: Placement, known: Known) -> list[Node]:
+    data = {axis for groups in loop.parts.values() for axes in groups for axis in axes}
+    sharded: dict[Var, Dims] = {}
+    for v in loop.captured:
+        dims = tuple(tuple(a for a in axes if a in data) for axes in dims_of(v, known))
+        if any(dims) and placement.where[v].kind is Kind.STATE:
+            sharded[v] = dims
+    own = _used_in_parts(loop, sharded)
+    before: list[Node] = []
+    gathered: dict[tuple[Var, Mesh], Var] = {}
+    for v in sharded:
+        if v not in own:
+            home = placement.where[v].mesh
+            kept = (tuple(a for a in axes if a not in data) or None for axes in dims_of(v, known))
+            constrain = functools.partial(
+                jax.lax.with_sharding_constraint, shardings=NamedSharding(home, PartitionSpec(*kept))
+            )
+            equations, (gathered[v, home],) = inline(constrain, v, scope="")
+            before += equations
+    spots = placement.bodies[loop].spots
+
+    def reading(e: Equation) -> Equation:
+        if e not in spots:
+            return e
+        invars = [gathered.get((a, spots[e].mesh), a) if is_var(a) else a for a in e.invars]
+        changed = any(a is not b for a, b in zip(invars, e.invars))
+        return Equation(e.eqn.replace(invars=invars), e.scope) if changed else e
+
+    return [*before, dataclasses.replace(loop, body=tuple(map(reading, loop.body)))] if before else [loop]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Mark:
+    """Stands among the axes of a dimension for those that it comes with from a weight."""
+
+    weight: Var
+    axes: Axes
+
+
+def _used_in_parts(loop: Loop, sharded: Mapping[Var, Dims]) -> Collection[Var]:
+    """Weights with a sharded dimension that products go through entry by entry, or that stays in activations
+    sharded as it is."""
+    marks: Known = {
+        v: tuple((_Mark(v, axes),) if axes else () for axes in dims) for v, dims in sharded.items()
+    }
+    found: set[Var] = set()
+
+    def look(eqn: Any, known: Known) -> None:
+        if eqn.primitive.name == "dot_general":
+            for a, batch in zip(eqn.invars, eqn.params["dimension_numbers"][1]):
+                entries = [entry for n in batch for entry in dims_of(a, known)[n]]
+                found.update(entry.weight for entry in entries if isinstance(entry, _Mark))
+        elif eqn.primitive.name == "sharding_constraint":
+            sharding, before = eqn.params["sharding"], dims_of(eqn.invars[0], known)
+            named = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+            for entry, marked in zip(of_spec(named, len(before)), before):
+                for mark in marked:
+                    if isinstance(mark, _Mark) and set(mark.axes) & set(entry or ()):
+                        found.add(mark.weight)
+
+    follow((e.eqn for e in loop.body), marks, look)
+    return found

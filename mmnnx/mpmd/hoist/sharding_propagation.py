@@ -1,0 +1,201 @@
+"""Over which mesh axes the dimensions of values are sharded, as far as a jaxpr tells.
+
+Constraints and the shardings of arguments say it for some values; it is followed from operands to results,
+much as XLA does when it partitions a program. What is found decides what is worth doing, never what is
+right: a dimension about which nothing is found counts as whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mmnnx import _compat
+from mmnnx.mpmd.ir.equations import Atom, Var, is_var
+
+Axes = tuple[Any, ...]  # mesh axes, outermost first
+Dims = tuple[Axes, ...]  # for each dimension of a value, the axes that it is sharded over
+Known = dict[Var, Dims]
+
+
+def of_spec(spec: PartitionSpec, ndim: int) -> list[Axes | None]:
+    """The axes of each dimension, None where a PartitionSpec leaves it open."""
+    entries = [*spec, *[None] * (ndim - len(spec))]
+    free = PartitionSpec.UNCONSTRAINED
+    return [
+        None if e is free else () if e is None else tuple(e) if isinstance(e, tuple) else (e,)
+        for e in entries
+    ]
+
+
+def follow(eqns: Iterable[Any], known: Known, seen: Callable[[Any, Known], None] | None = None) -> None:
+    """Adds to `known` what can be told about the results of equations, those inside other equations too.
+
+    Args:
+      eqns: equations in order.
+      known: what is known of variables so far.
+      seen: called with each equation and what is known before it.
+    """
+    for eqn in eqns:
+        if seen is not None:
+            seen(eqn, known)
+        found = _RULES.get(eqn.primitive.name, _alike)(eqn, known, seen)
+        for v, dims in zip(eqn.outvars, found):
+            if any(dims):
+                known[v] = dims
+
+
+def dims_of(atom: Atom, known: Known) -> Dims:
+    """What is known of a value; nothing of a literal."""
+    nothing: Dims = ((),) * len(atom.aval.shape)
+    return known.get(atom, nothing) if is_var(atom) else nothing
+
+
+def _alike(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    """Results take over the dimensions of operands that have as many, where they are of one size."""
+    out = []
+    for v in eqn.outvars:
+        shape = v.aval.shape
+        dims: list[Axes] = [()] * len(shape)
+        for a in eqn.invars:
+            if len(a.aval.shape) == len(shape):
+                for n, axes in enumerate(dims_of(a, known)):
+                    if axes and not dims[n] and a.aval.shape[n] == shape[n] and not _used(axes, dims):
+                        dims[n] = axes
+        out.append(tuple(dims))
+    return out
+
+
+def _used(axes: Axes, dims: Sequence[Axes]) -> bool:
+    return any(axis in other for axis in axes for other in dims)
+
+
+def _constraint(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    before = dims_of(eqn.invars[0], known)
+    sharding = eqn.params["sharding"]
+    if not isinstance(sharding, NamedSharding):
+        return [before]
+    spec = of_spec(sharding.spec, len(before))
+    return [tuple(old if new is None else new for old, new in zip(before, spec))]
+
+
+def _broadcast(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    (a, *_), shape = eqn.invars, eqn.params["shape"]
+    dims: list[Axes] = [()] * len(shape)
+    for n, axes, size in zip(eqn.params["broadcast_dimensions"], dims_of(a, known), a.aval.shape):
+        dims[n] = axes if size == shape[n] else ()
+    return [tuple(dims)]
+
+
+def _transpose(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    dims = dims_of(eqn.invars[0], known)
+    return [tuple(dims[n] for n in eqn.params["permutation"])]
+
+
+def _reshape(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    """The first of several dimensions that become one, or of several that one becomes, keeps its axes."""
+    (a, *_), (v,) = eqn.invars, eqn.outvars
+    old, new, dims = a.aval.shape, v.aval.shape, dims_of(a, known)
+    out: list[Axes] = [()] * len(new)
+    i = j = 0
+    while i < len(old) and j < len(new):
+        first, second = i, j
+        left, right = old[i], new[j]
+        i, j = i + 1, j + 1
+        while left != right and (i < len(old) if left < right else j < len(new)):
+            if left < right:
+                left, i = left * old[i], i + 1
+            else:
+                right, j = right * new[j], j + 1
+        while first + 1 < i and old[first] == 1:
+            first += 1
+        while second + 1 < j and new[second] == 1:
+            second += 1
+        out[second] = dims[first]
+    return [tuple(out)]
+
+
+def _reduction(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    gone = eqn.params.get("axes", eqn.params.get("dimensions", ()))
+    dims = [axes for n, axes in enumerate(dims_of(eqn.invars[0], known)) if n not in gone]
+    return [tuple(dims)] * len(eqn.outvars)
+
+
+def _dot(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    (contract, batch), pair = eqn.params["dimension_numbers"], [dims_of(a, known) for a in eqn.invars]
+    out = [a or b for a, b in zip(*([pair[s][n] for n in batch[s]] for s in (0, 1)))]
+    for side in (0, 1):
+        for n, axes in enumerate(pair[side]):
+            if n not in contract[side] and n not in batch[side]:
+                out.append(() if _used(axes, out) else axes)
+    return [tuple(out)]
+
+
+def _gather(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    """A lookup: what the indices are sharded over, in front of and between the dimensions of the slices."""
+    offset = eqn.params["dimension_numbers"].offset_dims
+    rows = iter(dims_of(eqn.invars[1], known)[:-1])
+    return [tuple(() if n in offset else next(rows) for n in range(len(eqn.outvars[0].aval.shape)))]
+
+
+def _scatter(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    return [dims_of(eqn.invars[0], known)]
+
+
+def _inside(jaxpr: Any, given: Sequence[Dims], seen: Any) -> list[Dims]:
+    """What is known of the results of a jaxpr, from what is known of its arguments."""
+    invars, outvars, eqns, _ = _compat.open_jaxpr(jaxpr)
+    known = {v: dims for v, dims in zip(invars, given) if any(dims)}
+    follow(eqns, known, seen)
+    return [dims_of(v, known) for v in outvars]
+
+
+def entering(eqn: Any, known: Known) -> list[Dims]:
+    """What is known of the arguments of the jaxpr in a call or a scan."""
+    given = [dims_of(a, known) for a in eqn.invars]
+    if eqn.primitive.name != "scan":
+        return given
+    num_consts, num_carry = _compat.scan_counts(eqn.params)
+    fixed, carry = given[:num_consts], given[num_consts:][:num_carry]
+    rows = [dims[1:] for dims in given[num_consts + num_carry :]]
+    # A carry that only becomes sharded inside is so from the second iteration on.
+    found = _inside(eqn.params["jaxpr"], [*fixed, *carry, *rows], None)
+    return [*fixed, *(a if any(a) else b for a, b in zip(carry, found)), *rows]
+
+
+def _call(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    (jaxpr, *_) = _compat.subjaxprs(eqn)
+    return _inside(jaxpr, entering(eqn, known), seen)
+
+
+def _scan(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    found, (_, num_carry) = _call(eqn, known, seen), _compat.scan_counts(eqn.params)
+    return [*found[:num_carry], *(((), *dims) for dims in found[num_carry:])]
+
+
+_RULES: dict[str, Callable[[Any, Known, Any], list[Dims]]] = {
+    "sharding_constraint": _constraint,
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _reduction,
+    "dot_general": _dot,
+    "gather": _gather,
+    "scan": _scan,
+    **dict.fromkeys(("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"), _call),
+    **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr"), _call),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_mul", "scatter_min", "scatter_max"), _scatter),
+    **dict.fromkeys(
+        [f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")]
+        + ["argmax", "argmin"],
+        _reduction,
+    ),
+}
+
+
+def parts(axes: Axes, sizes: dict[Any, int]) -> int:
+    """Into how many parts a dimension is divided over axes, on a mesh with axes of these sizes."""
+    return math.prod(sizes.get(axis, 1) for axis in axes)

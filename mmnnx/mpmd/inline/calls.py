@@ -1,0 +1,136 @@
+"""From a traced function to one flat list of equations.
+
+`open_calls` takes the jaxpr of a function and inlines what stands between the user's equations and the
+places they belong to: nested jits always; remat, custom derivatives, loops and branches where more than one
+TaskMesh is involved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+from jax.sharding import Mesh
+
+from mmnnx import _compat
+from mmnnx.mpmd.frontend.microbatch import loop_spec
+from mmnnx.mpmd.inline.conds import open_cond
+from mmnnx.mpmd.inline.scans import open_scan
+from mmnnx.mpmd.inline.writer import InLoop, Writer
+from mmnnx.mpmd.ir.equations import (
+    ACTIVATION,
+    CALLS,
+    Atom,
+    Equation,
+    Flat,
+    Node,
+    Var,
+    at_home,
+    combine,
+    is_var,
+    join,
+    prune,
+    rename,
+    scopes_in,
+)
+from mmnnx.sharding.task import scopes
+
+
+def open_calls(
+    jaxpr: Any,
+    homes: Sequence[Mesh | None],
+    task_mesh: Callable[[str], Mesh | None],
+    names: dict[Mesh, str],
+    follows: Sequence[int | None] = (),
+    loops: bool = True,
+) -> Flat:
+    """Inlines the calls of `jaxpr` that stand across tasks.
+
+    Args:
+      jaxpr: a closed jaxpr.
+      homes: for each of its inputs, the mesh where that state lives, None for inputs that live nowhere.
+      task_mesh: from a name stack to the mesh of the task it lies in, None outside tasks.
+      names: what messages call each mesh.
+      follows: for results, the input whose home will be theirs, if that is known.
+      loops: whether microbatch loops become a Loop; otherwise they stay a scan.
+
+    Raises:
+      ValueError: for a `while` that contains more than one task, or such a `cond` that prints or calls back.
+    """
+    fresh = [jex.Var(v.aval) for v in _compat.open_jaxpr(jaxpr)[0]]
+    opener = _Opener(task_mesh, names)
+    opener.origin.update((v, at_home(home)) for v, home in zip(fresh, homes))
+    ahead = [None if n is None else homes[n] for n in follows]
+    nodes: list[Node] = []
+    out = opener.inline(jaxpr, fresh, "", nodes, InLoop.NO if loops else InLoop.MICROBATCHES, ahead)
+    return Flat(tuple(fresh), tuple(opener.constants), tuple(prune(nodes, out)), tuple(out))
+
+
+class _Opener(Writer):
+    def opened(
+        self, eqn: Any, ahead: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop
+    ) -> Sequence[Atom]:
+        name, bodies = eqn.primitive.name, _compat.subjaxprs(eqn)
+        if name in CALLS:
+            return self.inline(bodies[0], eqn.invars, scope, out, in_loop, ahead)
+        if name == "scan" and in_loop is InLoop.NO and loop_spec(scope) is not None:
+            return open_scan(self, eqn, scope, out, in_loop)
+        meshes = self._meshes(eqn, scope)
+        if len(meshes) > 1 and name in ("cond", "while"):
+            eqn = _compat.without_dead(eqn)
+            meshes = self._meshes(eqn, scope)
+        if name == "cond" and len(meshes | self._led(eqn, ahead, scope)) > 1:
+            results = open_cond(self, eqn, ahead, scope, out)
+            if results is not None:
+                return results
+        if len(meshes) < 2 or name == "shard_map":
+            return self._kept(eqn, scope, out)
+        if name == "scan":
+            return open_scan(self, eqn, scope, out, in_loop)
+        if name in ("cond", "while"):
+            raise ValueError(_several_tasks(eqn, scope, [self.names[m] for m in meshes]))
+        if len(bodies) != 1:  # such as a linear solve
+            return self._kept(eqn, scope, out)
+        return self.inline(bodies[0], eqn.invars, scope, out, in_loop)
+
+    def _kept(self, eqn: Any, scope: str, out: list[Node]) -> Sequence[Var]:
+        if self.task_mesh(scope) is None:  # what has a task inside (checkpoint, scan, custom_vjp) is of it
+            inside = (s for jaxpr in _compat.subjaxprs(eqn) for s in scopes_in(jaxpr))
+            names = (name for s in dict.fromkeys(inside) for name in reversed(scopes(s)))
+            scope = join(scope, next((name for name in names if self.task_mesh(name) is not None), ""))
+        node = Equation(rename(eqn, {}), scope)
+        placed = self.task_mesh(scope) is not None
+        self.record(node, ACTIVATION if placed else combine(map(self.of, node.invars)))
+        out.append(node)
+        return node.outvars
+
+    def _led(self, eqn: Any, ahead: Sequence[Mesh | None], scope: str) -> set[Mesh]:
+        """The homes of the state that the operands and results of an equation outside tasks are for."""
+        homes = [*ahead, *(self.leads.get(a) for a in eqn.invars if is_var(a))]
+        return {m for m in homes if m is not None} if self.task_mesh(scope) is None else set()
+
+    def _meshes(self, eqn: Any, scope: str) -> set[Mesh]:
+        """The meshes of the tasks in an equation's body and of the state that it reads; none without body."""
+        if not _compat.subjaxprs(eqn):
+            return set()
+        own = self.task_mesh(scope)
+        found = {own} if own is not None else set()
+        inside = (s for jaxpr in _compat.subjaxprs(eqn) for s in scopes_in(jaxpr, scope))
+        found |= {m for s in inside if (m := self.task_mesh(s)) is not None}
+        if own is None:
+            found |= {home for a in eqn.invars if (home := self.of(a).home) is not None}
+        return found
+
+
+def _several_tasks(eqn: Any, scope: str, tasks: Sequence[str]) -> str:
+    name, where = eqn.primitive.name, f" under scope {scope!r}" if scope else ""
+    help = (
+        "How often it runs is known on one TaskMesh only. Use a lax.scan or fori_loop of a fixed length"
+        if name == "while"
+        else "It prints or calls back, which one TaskMesh would do for another. Leave that out"
+    )
+    return (
+        f"a {name!r}{where} contains computation of {len(tasks)} tasks: {', '.join(sorted(tasks))}. {help}, "
+        f"or put the whole {name!r} in one task (mm.task). It was traced at {_compat.source_line(eqn)}"
+    )

@@ -1,0 +1,195 @@
+"""Calls like an earlier one, without walking the graph again.
+
+`nnx.jit` in graph mode spends about 20 ms on the graph of a 32-layer model and its optimizer before anything
+is dispatched, at every call. Where a call changed no structure and returned plain arrays, the next one needs
+only to know that its arguments are alike: modules are pytrees, so that is one flattening and a look-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mmnnx import _compat
+from mmnnx.mpmd.ir.placement import fusing, recomputing
+from mmnnx.sharding.logical import autosharding
+from mmnnx.sharding.mesh import current_multimesh
+from mmnnx.sharding.task import ignoring, registrations
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of one call, taken apart: equal keys run the same program on `values`.
+
+    To compare keys is cheap, for most of what is in them are the same objects from call to call; to hash them
+    is not.
+    """
+
+    key: Any
+    variables: dict[int, nnx.Variable]  # by number of the value: the Variable that holds it, if one does
+    values: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortcut:
+    """How to repeat a call: which value is which input, and which result goes where."""
+
+    run: Callable[[Sequence[Any]], list[Any]]
+    inputs: tuple[int, ...]
+    updates: tuple[tuple[int, int], ...]  # (number of the result, number of the value whose Variable gets it)
+    out_tree: Any
+
+    def __call__(self, arguments: Arguments) -> Any:
+        results = self.run([arguments.values[n] for n in self.inputs])
+        written = [(n, results[r]) for r, n in self.updates if results[r] is not arguments.values[n]]
+        _compat.set_values([(arguments.variables[n], value) for n, value in written])
+        return jax.tree.unflatten(self.out_tree, results[len(results) - self.out_tree.num_leaves :])
+
+
+def take_apart(moving: Any, held: Any) -> Arguments | None:
+    """Takes the arguments of a call apart; None where only `nnx.jit` itself will do.
+
+    Args:
+      moving: positional and keyword arguments, without the static ones.
+      held: the static ones.
+    """
+    modules: list[int] = []  # by id, as often as they are met
+    times: dict[int, int] = {}
+
+    def is_variable(x: Any) -> bool:
+        kind = _KINDS[type(x)]
+        if kind is _MODULE:
+            modules.append(id(x))
+            times[id(x)] = times.get(id(x), 0) + 1
+            if times[id(x)] > _MANY:
+                raise _Endless
+        return kind is _VARIABLE
+
+    try:
+        leaves, tree = jax.tree.flatten(moving, is_leaf=is_variable)
+    except _Endless:
+        return None
+    numbers = {m: n for n, m in enumerate(times)}
+    same = [numbers[m] for m in modules] if len(numbers) < len(modules) else None
+    seen: dict[int, int] = {}
+    shared: list[int] = []
+    types: list[Any] = []
+    values: list[Any] = []
+    variables: dict[int, nnx.Variable] = {}
+    for leaf in leaves:
+        value, kind, metadata = leaf, _KINDS[type(leaf)], None
+        first = seen.setdefault(id(leaf), len(values)) if kind is _VARIABLE else len(values)
+        shared.append(first)
+        if first < len(values):
+            continue  # a Variable met before
+        if kind is _VARIABLE:
+            variables[first] = leaf
+            value, metadata = leaf.get_raw_value(), tuple(leaf.get_metadata().items())
+            kind = _KINDS[type(value)]
+        if kind is _ARRAY:
+            aval, home = value.aval, value.sharding if value.committed else None
+            types.append((type(leaf), metadata, aval.shape, aval.dtype, aval.weak_type, home))
+        elif kind is _NUMBER:
+            types.append((type(leaf), metadata, jax.typeof(value)))
+        else:
+            return None
+        values.append(value)
+    return Arguments((held, surroundings(), shared, same, types, tree), variables, values)
+
+
+_VARIABLE, _MODULE, _ARRAY, _NUMBER, _OTHER = "Variable", "module", "array", "number", "other"
+
+_MANY = 64  # a module that is met more often refers to itself, as a child does that knows its parent
+
+
+class _Endless(Exception):
+    """Raised out of the flattening of such a module: in C++ it would go on until Python's stack is full."""
+
+
+class _Kinds(dict[type, str]):
+    """What instances of a class are here. (To ask `isinstance` of each costs more than all the rest.)"""
+
+    def __missing__(self, cls: type) -> str:
+        if issubclass(cls, nnx.Variable):
+            kind = _VARIABLE
+        elif issubclass(cls, nnx.Pytree):
+            kind = _MODULE
+        elif issubclass(cls, jax.core.Tracer):
+            kind = _OTHER
+        elif issubclass(cls, jax.Array):
+            kind = _ARRAY
+        else:
+            number = issubclass(cls, (int, float, complex)) or hasattr(cls, "__array__")
+            kind = _NUMBER if number else _OTHER
+        self[cls] = kind
+        return kind
+
+
+_KINDS = _Kinds()
+
+
+def surroundings() -> Any:
+    """What a trace depends on beside its arguments: the mesh, registered tasks, contexts, configuration."""
+    contexts = ignoring.get(), recomputing.get(), fusing.get(), autosharding.get()
+    return current_multimesh(), registrations(), contexts, _compat.trace_context()
+
+
+class Shortcuts:
+    """What is known of a function's calls."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[Any, Shortcut]] = []  # with the key of each
+
+    def find(self, arguments: Arguments) -> Shortcut | None:
+        """How to repeat the call that had arguments like these. It is found at once the next time."""
+        try:
+            for n, (key, shortcut) in enumerate(self.known):
+                if key == arguments.key:
+                    if n:  # a new list: other threads may be looking through this one
+                        rest = [known for known in self.known if known[1] is not shortcut]
+                        self.known = [(key, shortcut), *rest]
+                    return shortcut
+        except ValueError:  # a module with an attribute that is not just equal or not
+            pass
+        return None
+
+    def add(self, arguments: Arguments, shortcut: Shortcut) -> None:
+        """Notes how to repeat a call."""
+        held, surroundings, _, _, types, tree = arguments.key
+        try:
+            hash((held, surroundings, tuple(types), tree))
+        except TypeError:  # what cannot be hashed may be changed, and still be equal to itself
+            return
+        self.known.insert(0, (arguments.key, shortcut))
+
+
+def learn(
+    arguments: Arguments,
+    leaves: Sequence[Any],
+    updates: Sequence[int | None],
+    run: Callable[[Sequence[Any]], list[Any]],
+    out_tree: Any,
+) -> Shortcut | None:
+    """From a call that was just made, how to repeat it; None if it is not known where each value goes.
+
+    Args:
+      arguments: what the call was given.
+      leaves: its flat inputs.
+      updates: for each flat result, the input that it is the new value of.
+      run: from flat inputs to flat results.
+      out_tree: structure of what the call returned.
+    """
+    number = {id(v): n for n, v in enumerate(arguments.values)}
+    if len(number) != len(arguments.values) or any(id(x) not in number for x in leaves):
+        return None
+    inputs = tuple(number[id(x)] for x in leaves)
+    # What is returned comes after the state, and is the caller's.
+    state = updates[: len(updates) - out_tree.num_leaves]
+    written = [(result, inputs[n]) for result, n in enumerate(state) if n is not None]
+    if len(written) < len(state) or any(n not in arguments.variables for _, n in written):
+        return None
+    return Shortcut(run, inputs, tuple(written), out_tree)

@@ -1,0 +1,288 @@
+"""`mm.jit`: `nnx.jit` over several TaskMeshes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmnnx import _compat
+from mmnnx.mpmd.frontend.observe import Observer
+from mmnnx.mpmd.ir.placement import fusing, recomputing
+from mmnnx.mpmd.ir.program import Program
+from mmnnx.mpmd.ir.timeline import Profile
+from mmnnx.mpmd.jit.fast_path import Shortcuts, learn, take_apart
+from mmnnx.mpmd.jit.inner_jit import FlatJit, static_arguments
+from mmnnx.mpmd.runtime.profile import measuring
+from mmnnx.sharding.mesh import MultiMesh
+from mmnnx.sharding.task import Task, ignoring
+
+
+@contextlib.contextmanager
+def ignore_transforms(ignore: bool = True) -> Iterator[None]:
+    """Makes `mm.jit` plain `nnx.jit` on one device, for debugging.
+
+    Example:
+      >>> with mm.ignore_transforms():
+      ...     loss = train_step(model, optimizer, batch)
+    """
+    token = ignoring.set(ignore)
+    try:
+        yield
+    finally:
+        ignoring.reset(token)
+
+
+@contextlib.contextmanager
+def enable_recomputation(enable: bool = True) -> Iterator[None]:
+    """Whether work that several tasks need and that depends on no placed state is done by each of them.
+
+    What is made of the batch alone, such as masks and casts, is: to compute it again is cheaper than to send
+    it. Switched off, each is computed once, where it is needed first, and sent to the others. What depends on
+    nothing at all, such as positions, is never sent.
+
+    Example:
+      >>> with mm.enable_recomputation(False):
+      ...     loss = train_step(model, optimizer, batch)
+    """
+    token = recomputing.set(enable)
+    try:
+        yield
+    finally:
+        recomputing.reset(token)
+
+
+@contextlib.contextmanager
+def enable_task_fusion(enable: bool = True, *, loops_only: bool = False) -> Iterator[None]:
+    """Whether neighbouring tasks on one TaskMesh become one, and so one XLA program for each phase.
+
+    Otherwise (the default) each task is a fragment of its own, and in a microbatch loop a stage.
+
+    Args:
+      enable: whether they do.
+      loops_only: only in microbatch loops.
+
+    Example:
+      >>> with mm.enable_task_fusion():
+      ...     loss = train_step(model, optimizer, batch)
+    """
+    token = fusing.set(("loops" if loops_only else "all") if enable else "none")
+    try:
+        yield
+    finally:
+        fusing.reset(token)
+
+
+def jit(
+    fun: Callable[..., Any] | None = None,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    keep_unused: bool = False,
+    mesh: MultiMesh | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Compiles a function over NNX objects into one program for each TaskMesh that it touches.
+
+    It behaves as `nnx.jit` does. State is placed: computation follows the state that lives on a mesh (or is
+    put there by `in_shardings` or `out_shardings`), and an explicit task scope (`mm.task`) overrides. A
+    function that touches one mesh runs as one XLA program.
+
+    Args:
+      fun: the function; without it, a decorator is returned.
+      in_shardings, out_shardings: `TaskSharding`, `nnx.StateSharding`, `jax.sharding.Sharding`, PartitionSpec
+        or None, or prefix trees of them, over the positional arguments and over the result.
+      static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in `jax.jit`.
+      mesh: the MultiMesh to divide. Default: the current one when called.
+      graph, graph_updates: as in `nnx.jit`.
+
+    Returns:
+      An object to be called as `fun` is. It has the methods `eval_shape`, `trace` and `lower` of `nnx.jit`,
+      and `program(*args)`, which returns the `Program` that a call with these arguments runs.
+
+    Raises:
+      PlacementError: when called, if state cannot be placed as asked.
+      TypeError: for what is no function, MultiMesh or sharding (a Task, or rules without TaskSharding).
+      ValueError: when called, for a `cond` or `while` across tasks, or an argument that was donated before.
+
+    Example:
+      >>> @mm.jit
+      ... def train_step(model, optimizer, batch):
+      ...     loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+      ...     optimizer.update(model, grads)
+      ...     return loss
+    """
+    options = {
+        "in_shardings": in_shardings,
+        "out_shardings": out_shardings,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+        "keep_unused": keep_unused,
+        "mesh": mesh,
+        "graph": graph,
+        "graph_updates": graph_updates,
+    }
+    if fun is None:
+        return functools.partial(jit, **options)
+    return Jit(fun, **options)
+
+
+class Jit:
+    """A function made by `mm.jit`."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        *,
+        in_shardings: Any,
+        out_shardings: Any,
+        mesh: MultiMesh | None,
+        graph: bool | None,
+        graph_updates: bool | None,
+        **options: Any,
+    ):
+        if not callable(fun):
+            raise TypeError(f"mm.jit compiles a function, not {fun!r}")
+        if not isinstance(mesh, MultiMesh | None):
+            raise TypeError(f"mesh= is a MultiMesh, not {mesh!r}")
+        _check_shardings("in_shardings", in_shardings)
+        _check_shardings("out_shardings", out_shardings)
+        if inspect.ismethod(fun) and isinstance(fun.__self__, nnx.Module):
+            raise ValueError(
+                f"mm.jit of the bound method {fun.__qualname__}: decorate the method in its class, "
+                f"or give mm.jit({fun.__qualname__}) and pass the instance as first argument"
+            )
+        functools.update_wrapper(self, fun)
+        names = static_arguments(fun, options["static_argnums"], options["static_argnames"])
+        observer = Observer(in_shardings, out_shardings, names.positions)
+        self._lifted = nnx.jit(observer.around_user(fun), graph=graph, graph_updates=graph_updates, **options)
+        self._flat = FlatJit(_compat.pure_function(self._lifted), observer, names, mesh, options)
+        _compat.replace_pure_function(self._lifted, self._flat)
+        self._in_graph_mode = _compat.in_graph_mode(self._lifted)
+        self._shortcuts = Shortcuts()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unsplit = ignoring.get() or _compat.jit_is_disabled()
+        if unsplit or not self._in_graph_mode or _compat.in_cached_partial():
+            try:
+                return self._lifted(*args, **kwargs)
+            finally:
+                self._flat.take_call()  # or it would keep the arguments alive
+        with self._flat.context():
+            arguments = take_apart(*self._flat.static.divide(args, kwargs))
+            if arguments is not None and (shortcut := self._shortcuts.find(arguments)) is not None:
+                return shortcut(arguments)
+        out = self._lifted(*args, **kwargs)
+        call = self._flat.take_call()
+        if arguments is not None and call is not None and call.record.out_tree is not None:
+            updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
+            shortcut = learn(arguments, call.leaves, updates, call.run, call.record.out_tree)
+            if shortcut is not None:
+                self._shortcuts.add(arguments, shortcut)
+        return out
+
+    def __repr__(self) -> str:
+        return f"mm.jit({getattr(self, '__qualname__', 'function')})"
+
+    def __get__(self, obj: Any, objtype: type | None = None) -> Any:
+        return self if obj is None else functools.partial(self, obj)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The result's shapes and dtypes, without computing it. See `jax.eval_shape`."""
+        return self._lifted.eval_shape(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """The function traced for these arguments, to be lowered and compiled. See `jax.stages.Traced`."""
+        return self._lifted.trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The function lowered for these arguments, to be compiled. See `jax.stages.Lowered`."""
+        return self._lifted.lower(*args, **kwargs)
+
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """The program that a call with these arguments runs: to print, verify, simulate and draw.
+
+        Nothing is compiled or run, and the arguments are not changed.
+        """
+        traced = _compat.inner_traced(self.trace(*args, **kwargs))
+        return dataclasses.replace(
+            traced.split().program, run=functools.partial(self._profile, traced.signature())
+        )
+
+    def tasks(self, *args: Any, **kwargs: Any) -> list[Task]:
+        """The tasks whose scopes, registered ones included, a call with these arguments goes through.
+
+        Example:
+          >>> double = mm.task(lambda x: 2 * x, "double")
+          >>> [task.name for task in mm.jit(lambda x: double(x) + 1).tasks(3.0)]
+          ['double']
+        """
+        return _compat.inner_traced(self.trace(*args, **kwargs)).tasks()
+
+    def input_shardings(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Where the arguments would best live, derived from what the function does with them.
+
+        Each is on the TaskMesh that reads it first, sharded as the constraints inside imply; what is placed
+        already stays, and scalars are replicated on the whole MultiMesh. Nothing is run: arguments may be
+        `jax.ShapeDtypeStruct`, and modules those of `nnx.eval_shape`.
+
+        Returns:
+          (args, kwargs) of NamedShardings in the structure of the arguments without the static ones; for an
+          NNX object an `nnx.State` of them, which `nnx.StateSharding` takes.
+
+        Example:
+          >>> f = mm.task(lambda w, x: mm.with_sharding_constraint(x @ w, P(None, "model")), "dense")
+          >>> (w, x), _ = mm.jit(f, mesh=mesh).input_shardings(jnp.ones((2, 8)), jnp.ones((4, 2)))
+          >>> w.spec
+          P(None, 'model')
+        """
+        traced = _compat.inner_traced(self.trace(*args, **kwargs))
+        return traced.input_shardings()
+
+    def _profile(self, expected: list[tuple[str, str]], *args: Any, **kwargs: Any) -> Profile:
+        found = _compat.inner_traced(self.trace(*args, **kwargs)).signature()
+        if found != expected:
+            differ = [
+                f"argument {a} is {now}, not {b}" for (a, now), (_, b) in zip(found, expected) if now != b
+            ]
+            raise ValueError(
+                "profile: these arguments are not like those that the program was made for: "
+                + ("; ".join(differ[:3]) or f"{len(found)} arrays, not {len(expected)}")
+            )
+        if jax.process_count() > 1:
+            raise ValueError("a program is profiled in one process: run the script without mm.initialize")
+        with measuring() as profiles:
+            self(*args, **kwargs)
+        if not profiles:
+            raise ValueError(
+                "all of this function is on one TaskMesh, and runs as one XLA program: there is nothing to "
+                "take apart. jax.profiler shows what is inside"
+            )
+        return profiles[-1]
+
+
+def _check_shardings(name: str, entry: Any) -> None:
+    if isinstance(entry, Task | MultiMesh | Mesh | str):
+        raise TypeError(
+            f"{name}= has {entry!r}, which is no sharding: mm.TaskSharding({{...: task}}) places state on "
+            "the mesh of a task, and a PartitionSpec names axes of the MultiMesh"
+        )
+    if isinstance(entry, dict) and any(key is ... or callable(key) for key in entry):
+        raise TypeError(f"{name}= has a dict from filters to tasks: wrap it in mm.TaskSharding")
+    inner = entry.values() if isinstance(entry, dict) else entry if type(entry) in (tuple, list) else ()
+    for each in inner:
+        _check_shardings(name, each)

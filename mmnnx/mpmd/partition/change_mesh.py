@@ -1,0 +1,89 @@
+"""Equations traced for one mesh, rewritten for the TaskMesh of their fragment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from mmnnx import _compat
+from mmnnx.mpmd.frontend.meshes import transferred
+
+
+def localise(eqn: Any, mesh: Mesh) -> Any:
+    """An equation for one TaskMesh: constraints and shard_maps over another mesh become ones over this one.
+
+    A constraint keeps the axes that this mesh has. A shard_map can be moved if this mesh has its axes, in the
+    same sizes where it uses them.
+
+    Raises:
+      ValueError: for a shard_map that uses an axis which has another size here.
+    """
+    if eqn.primitive.name == "shard_map" and _same_devices(eqn.params["mesh"], mesh):
+        return eqn  # by other axes perhaps, which is all the same to JAX
+    params = {key: _moved(value, mesh) for key, value in eqn.params.items()}
+    for key in ("mesh", "context_mesh"):
+        over = params.get(key)
+        if (
+            isinstance(over, (Mesh, AbstractMesh))
+            and not over.empty
+            and over not in (mesh, mesh.abstract_mesh)
+        ):
+            if eqn.primitive.name == "shard_map":
+                _check_axes(eqn, over, mesh)
+            params[key] = _alike(over, mesh)
+    return eqn.replace(params=params) if any(params[k] is not eqn.params[k] for k in params) else eqn
+
+
+def _same_devices(over: Mesh | AbstractMesh, mesh: Mesh) -> bool:
+    return isinstance(over, Mesh) and list(over.devices.flat) == list(mesh.devices.flat)
+
+
+def _moved(value: Any, mesh: Mesh) -> Any:
+    if isinstance(value, NamedSharding) and value.mesh not in (mesh, mesh.abstract_mesh):
+        if isinstance(value.mesh, Mesh) and value.mesh.devices.tolist() == mesh.devices.tolist():
+            return transferred(value, mesh)  # the same devices, by axes of other names
+        return NamedSharding(_alike(value.mesh, mesh), _kept_axes(value.spec, mesh))
+    if isinstance(value, _compat.JAXPR_TYPES):
+        return _compat.map_equations(value, lambda e: localise(e, mesh))
+    if isinstance(value, tuple) and any(isinstance(v, _compat.JAXPR_TYPES) for v in value):
+        moved = [_moved(v, mesh) for v in value]
+        if all(a is b for a, b in zip(moved, value)):
+            return value
+        return type(value)._make(moved) if hasattr(value, "_make") else tuple(moved)
+    return value
+
+
+def _alike(over: Mesh | AbstractMesh, mesh: Mesh) -> Mesh | AbstractMesh:
+    """`mesh`, abstract if `over` is; inside a shard_map the axes that it maps over are Manual in both."""
+    if isinstance(over, Mesh):
+        return mesh
+    kinds = dict(zip(over.axis_names, over.axis_types))
+    return mesh.abstract_mesh.update_axis_types({a: kinds[a] for a in mesh.axis_names if a in kinds})
+
+
+def _check_axes(eqn: Any, over: Mesh | AbstractMesh, mesh: Mesh) -> None:
+    """Axes that differ must appear neither in the specs of a shard_map nor in a collective inside it."""
+    # Every way to use an axis prints its name between quotes, in 'axis' or ('axis',).
+    inner = [e.params for jaxpr in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(jaxpr)[2]]
+    own = [v for k, v in eqn.params.items() if k not in ("mesh", "context_mesh", "manual_axes", "jaxpr")]
+    text = f"{own} {inner}"
+    for axis, size in over.shape.items():
+        here = mesh.shape.get(axis)
+        if here != size and f"'{axis}'" in text:
+            raise ValueError(
+                f"a shard_map over a mesh of {dict(over.shape)} uses axis {axis!r}, which is "
+                f"{'not there' if here is None else f'of size {here}'} on its TaskMesh ({dict(mesh.shape)}): "
+                "give it the mesh of the task (mm.shard_map in a task does), or place it on the whole mesh"
+            )
+
+
+def _kept_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """A spec without the axes that a mesh lacks."""
+
+    def keep(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return tuple(axis for axis in entry if axis in mesh.axis_names) or None
+        return entry if entry in (None, PartitionSpec.UNCONSTRAINED) or entry in mesh.axis_names else None
+
+    return PartitionSpec(*map(keep, spec))

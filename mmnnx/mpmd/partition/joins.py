@@ -1,0 +1,53 @@
+"""Where branches of a graph meet: what a stage does with results of a stage that it does not wait for.
+
+Two encoders side by side are read by one decoder. Their sum may be made on the mesh of the second, where it
+is sent on from; but the second is no stage behind the first. Such work is cut off the end of the stage, and
+runs when what it joins is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+from mmnnx.mpmd.ir.equations import Kind, Loop, Node, Var, is_var
+from mmnnx.mpmd.ir.placement import Placement
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+def set_joins_apart(loop: Loop, placement: Placement) -> Placement:
+    """Gives equations of a loop's body that join branches the phase "none".
+
+    They are those at the end of a forward or backward that depend on a position on which none of its work
+    does. Its work is what is made of the microbatch with state, and products.
+
+    Args:
+      loop: the loop.
+      placement: of its body.
+    """
+    # What each value depends on: a bit for the microbatch, and for each position and phase.
+    behind: dict[Var, int] = dict.fromkeys(loop.slice_vars, 1)
+    waits: dict[Node, int] = {}
+    base: defaultdict[int, int] = defaultdict(int)  # the same, for the work proper of a position and phase
+    group: dict[Node, int] = {}
+    for node in loop.body:
+        needed = 0
+        for a in filter(is_var, node.invars):
+            needed |= behind.get(a, 0)
+        spot = placement.spots.get(node)
+        if spot is not None and spot.position is not None:
+            group[node] = 2 << 2 * spot.position + (placement.phases[node] != "forward")
+            waits[node] = needed
+            if needed and _is_work(node, placement):
+                base[group[node]] |= needed | group[node]
+            needed |= group[node] if needed else 0
+        behind.update(dict.fromkeys(node.outvars, needed))
+    joins = [n for n, g in group.items() if g in base and waits[n] & ~base[g]]
+    return dataclasses.replace(placement, phases=placement.phases | dict.fromkeys(joins, "none"))
+
+
+def _is_work(node: Node, placement: Placement) -> bool:
+    if isinstance(node, Loop) or node.name in _PRODUCTS:
+        return True
+    return any(placement.where[a].kind is Kind.STATE for a in node.invars if is_var(a))

@@ -1,0 +1,185 @@
+"""Which values a forward keeps for its backward, and which the backward computes again.
+
+JAX's linearisation keeps every factor of every derivative: for `relu(x @ w)` the product's mask and its
+positive part, for a norm half a dozen arrays. Most are cheap functions of a few. Between what a forward has
+and what its backward reads, a minimum cut finds the fewest bytes to keep if elementwise work may be redone
+(as in Wang et al. 2023, "Min-cut rematerialization" of AOTAutograd). Products, convolutions, loops and random
+bits are not redone, unless rematerialisation is asked for: then everything may be, or what a policy of
+`jax.checkpoint` does not save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+
+from mmnnx import _compat
+from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Kind, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.placement import Placement, Spot
+from mmnnx.mpmd.place.min_cut import sink_side
+
+# None for the cheap alone, True for everything, or a policy of `jax.checkpoint`.
+Remat = Any
+
+_CHEAP = LAYOUT | {
+    "abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "cos", "custom_jvp_call",
+    "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite",
+    "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not",
+    "one_minus_square", "or", "pow", "reduce_max", "reduce_min", "reduce_sum", "rem", "round", "rsqrt",
+    "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+}  # fmt: skip
+
+
+def rematerialise(
+    nodes: Sequence[Node], placement: Placement, remat: Mapping[int, Remat]
+) -> tuple[list[Node], Placement]:
+    """Has each backward repeat equations of the forward of its position where that keeps fewer bytes.
+
+    Args:
+      nodes: the nodes of a function or of a loop body, in order.
+      placement: where they are.
+      remat: for positions by number, what may be repeated beside the cheap.
+
+    Returns:
+      The nodes with the repeated equations added, once each, and their placement.
+    """
+    maker = {v: n for n in nodes for v in n.outvars}
+    repeated: dict[Spot, set[Equation]] = {}
+    for place, (forward, values) in _residuals(nodes, placement, maker).items():
+        may_repeat = _allowed(remat.get(place.position) if place.position is not None else None)
+        found = _between(forward, values, maker, placement, may_repeat)
+        if found:
+            repeated[place] = found
+    if not repeated:
+        return list(nodes), placement
+    out: list[Node] = []
+    placed = dataclasses.replace(
+        placement, spots=dict(placement.spots), phases=dict(placement.phases), where=dict(placement.where)
+    )
+    index = {n: i for i, n in enumerate(nodes)}
+    again: dict[tuple[Any, Spot], Var] = {}  # what the backward of a spot reads instead of a value
+
+    def add(node: Equation, outvars: Sequence[Var], spot: Spot) -> None:
+        invars = [again.get((a, spot), a) if is_var(a) else a for a in node.invars]
+        copy = Equation(node.eqn.replace(invars=invars, outvars=list(outvars)), node.scope)
+        placed.spots[copy], placed.phases[copy] = spot, "backward"
+        placed.where.update((new, placement.where[old]) for new, old in zip(outvars, node.outvars))
+        out.append(copy)
+
+    for node in nodes:
+        spot = placement.spots.get(node)
+        backward = spot is not None and spot in repeated and placement.phases[node] == "backward"
+        if not isinstance(node, Equation) or spot is None or not backward:
+            out.append(node)
+            continue
+        missing: set[Equation] = set()
+        pending: list[Node] = [node]
+        while pending:
+            for a in filter(is_var, pending.pop().invars):
+                before = maker.get(a)
+                if (
+                    isinstance(before, Equation)
+                    and before in repeated[spot]
+                    and (a, spot) not in again
+                    and before not in missing
+                ):
+                    missing.add(before)
+                    pending.append(before)
+        for before in sorted(missing, key=index.__getitem__):
+            fresh = [jex.Var(v.aval) for v in before.outvars]
+            add(before, fresh, spot)
+            again.update({(v, spot): f for v, f in zip(before.outvars, fresh)})
+        if any((a, spot) in again for a in node.invars if is_var(a)):
+            add(node, node.outvars, spot)
+        else:
+            out.append(node)
+    return out, placed
+
+
+def _residuals(
+    nodes: Sequence[Node], placement: Placement, maker: Mapping[Var, Node]
+) -> dict[Spot, tuple[set[Equation], list[Var]]]:
+    """For each spot with a backward: the equations of its forward, and which of the values that they read or
+    make it reads."""
+    forward: dict[Spot, set[Equation]] = {}
+    read: dict[Spot, set[Var]] = {}
+    needed: dict[Spot, dict[Var, None]] = {}
+    for node in nodes:
+        spot = placement.spots.get(node)
+        if spot is None or spot.position is None:
+            continue
+        if placement.phases[node] == "forward" and isinstance(node, Equation):
+            forward.setdefault(spot, set()).add(node)
+            activations = (a for a in node.invars if is_var(a) and placement.where[a].kind is Kind.ACTIVATION)
+            read.setdefault(spot, set()).update(activations)
+        elif placement.phases[node] == "backward":
+            for a in node.invars:
+                if is_var(a) and (maker.get(a) in forward.get(spot, ()) or a in read.get(spot, ())):
+                    needed.setdefault(spot, {})[a] = None
+    return {spot: (forward[spot], list(values)) for spot, values in needed.items()}
+
+
+def _allowed(remat: Remat) -> Callable[[Node], bool]:
+    """Which equations may be repeated."""
+    if remat is None or remat is False:
+        return _cheap
+
+    def allowed(node: Node) -> bool:
+        if isinstance(node, Loop) or node.eqn.effects:
+            return False
+        if remat is True:
+            return True
+        avals = [a.aval for a in node.invars]
+        return not _compat.is_saved(remat(node.eqn.primitive, *avals, **node.eqn.params))
+
+    return allowed
+
+
+def _between(
+    forward: set[Equation],
+    needed: Sequence[Var],
+    maker: Mapping[Var, Node],
+    placement: Placement,
+    may_repeat: Callable[[Node], bool],
+) -> set[Equation]:
+    """The equations to repeat: beyond a minimum cut between what is at hand and what the backward reads."""
+    number: dict[Var, int] = {}
+    edges: list[tuple[int, int, int]] = [(0, 1, 0)]
+
+    def enter(v: Var) -> int:
+        """The node at which a value comes about; it is kept if the edge from there to the next is cut."""
+        if v not in number:
+            number[v] = 2 + 2 * len(number)
+            edges.append((number[v], number[v] + 1, nbytes(v)))
+            queue.append(v)
+        return number[v]
+
+    queue: list[Var] = []
+    for v in needed:
+        edges.append((enter(v) + 1, 1, -1))
+    while queue:
+        v = queue.pop()
+        node = maker.get(v)
+        if node not in forward or not may_repeat(node):
+            edges.append((0, number[v], -1))
+            continue
+        for a in node.invars:
+            if is_var(a) and placement.where[a].kind is Kind.ACTIVATION:
+                edges.append((enter(a) + 1, number[v], -1))
+    beyond = sink_side(2 + 2 * len(number), edges)
+    makers = (maker[v] for v, n in number.items() if n in beyond)
+    return {node for node in makers if isinstance(node, Equation)}
+
+
+def _cheap(node: Node) -> bool:
+    if isinstance(node, Loop) or node.name not in _CHEAP:
+        return False
+    return all(_cheap_inside(jaxpr) for jaxpr in _compat.subjaxprs(node.eqn))
+
+
+def _cheap_inside(jaxpr: object) -> bool:
+    eqns = _compat.open_jaxpr(jaxpr)[2]
+    return all(e.primitive.name in _CHEAP and all(map(_cheap_inside, _compat.subjaxprs(e))) for e in eqns)

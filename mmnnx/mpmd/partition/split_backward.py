@@ -1,0 +1,51 @@
+"""A backward in two parts: what other stages wait for, and what nobody waits for.
+
+Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241) run the second part, the gradients of weights, when
+a mesh would otherwise idle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Sequence
+
+from mmnnx.mpmd.ir.equations import Node, Var, is_var
+from mmnnx.mpmd.ir.placement import Placement
+
+
+def split_backward(
+    nodes: Sequence[Node], placement: Placement, positions: Container[int | None]
+) -> Placement:
+    """Divides the backward phase of some positions into "backward-input" and "backward-weight".
+
+    An equation is of the input part if another stage waits for what becomes of it, or if several gradients
+    are made of it: it is part of the chain from layer to layer. Otherwise it leads to one gradient alone and
+    is of the weight part. No equation is in both.
+
+    Args:
+      nodes: the nodes of a function or of a loop body, in order.
+      placement: where they are.
+      positions: the numbers of those whose backward is divided.
+    """
+    phases = dict(placement.phases)
+    backward = {n: s for n, s in placement.spots.items() if placement.phases[n] == "backward"}
+    joins = {
+        n for n, s in placement.spots.items() if placement.phases[n] == "none" and s.position is not None
+    }
+    made_at = {v: backward.get(n) for n in nodes for v in n.outvars}
+    # For each value: the gradients that are made of it; None stands for what another stage waits for.
+    ends: dict[Var, set[Var | None]] = {}
+    for node in reversed(nodes):
+        spot = backward.get(node)
+        reached: set[Var | None] = set().union(*(ends.get(v, {v}) for v in node.outvars))
+        if spot is not None and spot.position in positions:
+            chained = None in reached or len(reached) > 1
+            phases[node] = "backward-input" if chained else "backward-weight"
+        for a in filter(is_var, node.invars):
+            becomes: set[Var | None] = {None}
+            if spot is None and node not in joins:
+                becomes = {a}
+            elif spot is not None and made_at.get(a) == spot:
+                becomes = reached
+            ends.setdefault(a, set()).update(becomes)
+    return dataclasses.replace(placement, phases=phases)

@@ -1,0 +1,108 @@
+"""Equations that nothing ties down go where the fewest bytes cross: a minimum cut at each boundary.
+
+The flow is a row of positions, numbered downstream: that of the forward from its first mesh on, that of the
+backward from its last. An equation starts out as far upstream as it can be, and may move downstream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from jax.sharding import Mesh
+
+from mmnnx.mpmd.ir.equations import Node, Var, is_var, nbytes
+from mmnnx.mpmd.place.min_cut import sink_side
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """Equations that values flow through.
+
+    Attributes:
+      at: the position of each equation, in the order of the function.
+      tied: those that stay.
+      wanted: for an equation whose result is to be combined with state, the position of that.
+      times: how often other values cross for each time that such a result does.
+      meshes: of the positions. The flow may come to one again.
+      maker, users: of each value, in this flow or elsewhere.
+    """
+
+    at: Mapping[Node, int]
+    tied: Collection[Node]
+    wanted: Mapping[Node, int]
+    times: int
+    meshes: Sequence[Mesh]
+    maker: Mapping[Var, Node]
+    users: Mapping[Var, Sequence[Node]]
+
+
+def settle(flow: Flow) -> dict[Node, int]:
+    """The position of each equation, where it was or further downstream.
+
+    For each boundary: of all ways to divide the movable equations between its two sides, with no value
+    flowing upstream, the one in which the values that cross have the fewest bytes.
+    """
+    limit = _limits(flow)
+    new = dict(flow.at)
+    for boundary in range(max(limit.values(), default=0)):
+        movable = [e for e, p in flow.at.items() if e not in flow.tied and p <= boundary < limit.get(e, -1)]
+        if movable:
+            for e in _beyond(flow, limit, movable, new, boundary):
+                new[e] = max(new[e], boundary + 1)
+    for e in flow.at:
+        if e not in flow.tied:
+            operands = [new[m] for a in e.invars if is_var(a) and (m := flow.maker.get(a)) in new]
+            # What is read by nobody in this flow goes along with what it is made of.
+            new[e] = max(operands, default=new[e]) if e not in limit else max([new[e], *operands])
+    return new
+
+
+def _limits(flow: Flow) -> dict[Node, int]:
+    """How far an equation can move: to where its results are needed. Absent where none is."""
+    limit: dict[Node, int] = {}
+    for e in reversed(list(flow.at)):
+        bounds = [flow.wanted[e]] if e in flow.wanted else []
+        for u in (u for v in e.outvars for u in flow.users.get(v, ()) if u in flow.at):
+            bounds += [flow.at[u]] if u in flow.tied else [limit[u]] if u in limit else []
+        if bounds:
+            limit[e] = min(bounds)
+    return limit
+
+
+def _beyond(
+    flow: Flow, limit: Mapping[Node, int], movable: Sequence[Node], new: Mapping[Node, int], boundary: int
+) -> list[Node]:
+    """The movable equations that belong beyond a boundary; `new` is where those before it left them."""
+    at = flow.at
+    number = {e: i + 2 for i, e in enumerate(movable)}
+    edges: list[tuple[int, int, int]] = [(0, 1, 0)]
+    count = len(movable) + 2
+    values = [a for e in movable for a in (*e.invars, *e.outvars) if is_var(a)]
+    for v in dict.fromkeys(values):
+        maker, users = flow.maker.get(v), flow.users.get(v, ())
+        if maker is None or maker not in at or (maker not in number and at[maker] > boundary):
+            continue
+        count += 1
+        value = count - 1
+        # What was made on the mesh that comes next, when the flow was there before, is there already.
+        there = maker not in number and flow.meshes[new[maker]] == flow.meshes[boundary + 1]
+        edges.append((number.get(maker, 0), value, 0 if there else nbytes(v)))
+        for u in users:
+            if u in number:
+                edges.append((value, number[u], -1))
+                if maker in number:
+                    edges.append((number[u], number[maker], -1))
+            elif u in at and at[u] > boundary and (u in flow.tied or u in limit):
+                edges.append((value, 1, -1))
+        if at[maker] < boundary:
+            # It is sent to the near side only if an equation that reads it stays there. Where that makes
+            # no difference it goes straight to the far side: branches do not wait for each other.
+            near = [number[u] for u in users if u in number and at[u] > at[maker]]
+            if len(near) == sum(at[maker] < new.get(u, -1) <= boundary for u in users):
+                count += 1
+                edges += [*((u, count - 1, -1) for u in near), (count - 1, 1, nbytes(v) + 1)]
+        if maker in number and flow.wanted.get(maker, -1) > boundary:
+            edges.append((number[maker], 1, max(1, nbytes(v) // flow.times)))
+    beyond = sink_side(count, edges)
+    return [e for e in movable if number[e] in beyond]

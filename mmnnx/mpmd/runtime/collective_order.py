@@ -1,0 +1,89 @@
+"""On CPU, programs that several processes run together run alone in each of them.
+
+Gloo, which carries their collectives there, pairs what two processes send by its order alone, and XLA starts
+whatever has its inputs: two such programs at one time would be given each other's data. Each holds a thread
+for every device while it waits for the others, too, and XLA has as many threads as there are cores: what
+another process waits for must not be left without one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+from jax.sharding import Mesh, Sharding
+
+from mmnnx.mpmd.distributed.processes import are_apart, holders, is_here
+from mmnnx.mpmd.ir.program import Program, Transfer
+
+Run = TypeVar("Run", bound=Callable[..., Sequence[Any]])
+
+_started: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+"""A result of each program that may be running; all of its results come at once."""
+
+_numbers = itertools.count()
+
+
+def taking_turns(call: Run, where: Mesh | Sharding) -> Run:
+    """A program as it is to be called: on CPU, one of several processes waits for what was started before.
+
+    What that needs of other processes has been started there: in all of them the order is the same.
+    """
+    devices = where.devices.flat if isinstance(where, Mesh) else cast(Any, where.device_set)
+    if jax.process_count() == 1 or next(iter(devices)).platform != "cpu":
+        return call
+    shared = len(holders(where)) > 1
+
+    def run(*arrays: Any) -> Sequence[Any]:
+        if shared:
+            for x in list(_started.values()):
+                if not x.is_deleted():  # else what took over its buffer was started later
+                    x.block_until_ready()
+            _started.clear()
+        made = call(*arrays)
+        if here := [x for x in made if isinstance(x, jax.Array) and x.addressable_shards]:
+            _started[next(_numbers)] = here[0]
+        return made
+
+    return cast(Run, run)
+
+
+def have_threads(devices: int | None = None) -> None:
+    """Before JAX starts in one of several processes: more threads than CPU devices, to send arrays with while
+    all of these wait for others. For one device alone it costs more than it brings: see `check_threads`.
+
+    Args:
+      devices: the CPU devices of this process. Default: those that JAX's configuration or XLA_FLAGS ask for.
+    """
+    if devices is None:
+        flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+        asked: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+        devices = max(1, asked, int(flag[1]) if flag else 0)
+    if 1 < devices >= _threads():
+        os.environ["NPROC"] = str(devices + 1)
+
+
+def check_threads(program: Program) -> None:
+    """Raises ValueError for a program that would wait for ever, as no thread is left to send with."""
+    devices = jax.local_device_count()
+    if devices < _threads() or jax.default_backend() != "cpu":
+        return
+    transfers = (i for i in program.instructions if isinstance(i, Transfer))
+    sends = any(are_apart(i.source_mesh, i.target_mesh) for i in transfers)
+    if sends and any(len(holders(c.mesh)) > 1 and is_here(c.mesh) for c in program.calls):
+        raise ValueError(
+            f"XLA has {_threads()} threads in this process, and it has {devices} CPU devices. Where all of "
+            "these wait for another process, as they do on a mesh that spans processes, none is left to send "
+            f"an array with: set the environment variable NPROC={devices + 1} before JAX starts"
+        )
+
+
+def _threads() -> int:
+    """How many XLA makes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(os.environ.get("NPROC") or cores)

@@ -1,0 +1,167 @@
+"""In which order the fragments of a microbatch loop are dispatched.
+
+A schedule orders what it knows, the forwards and backwards of each stage; everything else follows by
+dependency. The order is found by playing the loop through with unit costs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from jax.sharding import Mesh
+
+from mmnnx.mpmd.hoist.gradient_sums import running_sums
+from mmnnx.mpmd.ir.equations import Var
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS
+from mmnnx.mpmd.partition.fragments import Fragment, LoopPlan
+from mmnnx.mpmd.schedule import Action
+from mmnnx.mpmd.schedule.base import PARTS
+from mmnnx.mpmd.schedule.list_scheduling import Jobs, Stuck, play
+
+Instance = tuple[int, int]  # (index of a fragment in the body, microbatch)
+
+
+# From a microbatch to the mesh that a moving task runs on: `Task.loop_dependent_mesh_slice`.
+Moves = Mapping[Mesh, Callable[[int], Mesh]]
+
+
+def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
+    """The order in which all fragments of all microbatches are dispatched.
+
+    Args:
+      plan: the loop.
+      moving: for meshes that stand for several, which one it is for each microbatch.
+
+    Raises:
+      ValueError: if its schedule asks for something before what it depends on, or names what is not there.
+    """
+    fragments, length = plan.body.fragments, plan.loop.spec.length
+    count = len(fragments)
+    asked = _named_rows(plan) if plan.loop.spec.names_tasks else _rows(plan)
+    # Of several fragments that one action is made of, the first keeps its place; the others follow.
+    rows = [[m * count + indices[0] for indices, m in row] for row in asked]
+    share = Counter((f.position, f.phase) for f in fragments)
+    unit = UNIT_COSTS | {"none": 0.0}
+    costs = [unit[f.phase] / share[f.position, f.phase] for f in fragments]
+    waits = _dependencies(plan)
+    # What follows a scheduled action goes ahead of the next. Only a moving task, which no schedule orders,
+    # fills idle time.
+    early = [n for n, f in enumerate(fragments) if f.mesh not in moving or f.phase != "forward"]
+    jobs = Jobs(
+        [moving[f.mesh](m) if f.mesh in moving else f.mesh for m in range(length) for f in fragments],
+        costs * length,
+        [waits(n, m) for m in range(length) for n in range(count)],
+        rows,
+        frozenset(m * count + n for m in range(length) for n in early),
+    )
+
+    def name(job: int) -> str:
+        return f"{fragments[job % count].name} of microbatch {job // count}"
+
+    try:
+        return [(job % count, job // count) for _, job in play(jobs)]
+    except Stuck as stuck:
+        heads, waiting = list(map(name, stuck.heads)), []
+        for job in stuck.heads:
+            missing = [j for j in jobs.waits[job] if j in stuck.left]
+            waiting += [f"{name(job)} waits for {', '.join(map(name, missing))}"] if missing else []
+        raise ValueError(
+            f"schedule {plan.timetable.schedule!r} cannot run: each TaskMesh waits for another. "
+            f"Next on each: {'; '.join(heads)}. And {'; '.join(waiting)}"
+        ) from None
+
+
+Asked = list[tuple[list[int], int]]  # (the fragments that an action is made of, microbatch), in order
+
+
+def _rows(plan: LoopPlan) -> list[Asked]:
+    """The actions of a table, as fragments; those of phases that a stage does not have are left out."""
+    parts: dict[tuple[int, str], list[int]] = {}
+    for n, f in enumerate(plan.body.fragments):
+        if f.position is not None:
+            parts.setdefault((f.position, f.phase), []).append(n)
+    times = plan.timetable
+
+    def made_of(a: Action) -> list[list[int]]:
+        """Fragments of an action; a whole backward of a stage that was cut in two is one after the other."""
+        phases = [a.phase, *PARTS] if a.phase == "backward" else [a.phase]
+        found = (parts.get((times.positions[a.stage], phase)) for phase in phases)
+        return [indices for indices in found if indices]
+
+    return [[(indices, a.microbatch) for a in row for indices in made_of(a)] for row in times.table]
+
+
+def _named_rows(plan: LoopPlan) -> list[Asked]:
+    """The actions of a custom schedule that names tasks or fragments."""
+    fragments, spec = plan.body.fragments, plan.loop.spec
+    by_name: dict[str, list[int]] = {}
+    for n, f in enumerate(fragments):
+        by_name.setdefault(f.name, []).append(n)
+    for task in {f.task for f in fragments} - by_name.keys():
+        own = {f.name for f in fragments if f.task == task}
+        if len(own) == 1:  # a task of one phase goes by its own name
+            by_name[task] = by_name[own.pop()]
+    given = Counter(entry for row in spec.rows for entry in row)
+    wrong: list[str] = []
+    for name in dict.fromkeys(name for _, name in given):
+        if name not in by_name:
+            known = ", ".join(map(repr, by_name))
+            wrong.append(f"{name!r} is not there (there are {known})")
+            continue
+        for m in range(spec.length):
+            if given[m, name] != 1:
+                wrong.append(f"{name!r} of microbatch {m} is there {given[m, name]} times")
+    wrong += [f"{name!r} of microbatch {m} does not exist" for m, name in given if not 0 <= m < spec.length]
+    for number, row in enumerate(spec.rows):
+        meshes = {fragments[by_name[name][0]].mesh for _, name in row if name in by_name}
+        if len(meshes) > 1:
+            names = ", ".join(dict.fromkeys(repr(name) for _, name in row))
+            wrong.append(f"row {number} names what runs on {len(meshes)} TaskMeshes: {names}")
+    if wrong:
+        raise ValueError(f"custom_schedule, for {spec.length} microbatches: " + "; ".join(wrong[:4]))
+    return [[(by_name[name], m) for m, name in row] for row in spec.rows]
+
+
+def sums(plan: LoopPlan) -> set[Var]:
+    """The carries that microbatches add to in any order: each adds to what was added to last."""
+    readers: dict[Var, list[Fragment]] = {}
+    for f in plan.body.fragments:
+        for v in f.invars:
+            readers.setdefault(v, []).append(f)
+    leaves, meshes = (dict(zip(plan.loop.carry_in, x)) for x in (plan.loop.carry_out, plan.carried))
+    return {
+        v
+        for v in running_sums(plan.loop)
+        if all(f.mesh in meshes[v] and leaves[v] in f.outvars for f in readers.get(v, ()))
+    }
+
+
+def _dependencies(plan: LoopPlan) -> Callable[[int, int], list[int]]:
+    """From a fragment and a microbatch to the jobs that it waits for."""
+    fragments, count = plan.body.fragments, len(plan.body.fragments)
+    made: dict[Var, list[int]] = {}
+    for index, f in enumerate(fragments):
+        for v in f.outvars:
+            made.setdefault(v, []).append(index)
+    leaves = dict(zip(plan.loop.carry_in, plan.loop.carry_out))
+    any_order = sums(plan)
+
+    def makers(var: Var, f: Fragment) -> list[int]:
+        home = plan.body.homes.get(var)
+        return [i for i in made.get(var, ()) if fragments[i].mesh == (home or f.mesh)]
+
+    same: list[list[int]] = []  # for each fragment, those it waits for of the same microbatch ...
+    last: list[list[int]] = []  # ... and of the one before
+    for f in fragments:
+        found: tuple[dict[int, None], dict[int, None]] = ({}, {})
+        for v in f.invars:
+            if v not in any_order:
+                found[v in leaves].update(dict.fromkeys(makers(leaves.get(v, v), f)))
+        same.append(list(found[False]))
+        last.append(list(found[True]))
+
+    def waits(n: int, m: int) -> list[int]:
+        return [m * count + i for i in same[n]] + [(m - 1) * count + i for i in last[n] if m]
+
+    return waits

@@ -1,0 +1,120 @@
+"""What a run leaves on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock
+
+from mmnnx.train.checkpoint.lock import NAME as LOCK
+from mmnnx.train.checkpoint.lock import claim
+from mmnnx.train.checkpoint.step_folders import steps_in
+from mmnnx.train.config import TrainConfig
+from mmnnx.train.errors import UserError
+
+
+class RunFolder:
+    """A folder with config.json, metrics.jsonl, the checkpoints and the pictures of one run.
+
+    metrics.jsonl has one row a step: ``{"step", "loss", "tokens_per_second"}``, the loss in nats a byte, and
+    one row a validation: ``{"step", "val_bits_per_byte"}``. Of the processes of a run one alone writes here.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+
+    @classmethod
+    def create(cls, config: TrainConfig) -> RunFolder:
+        """A new folder with its config. Raises UserError if it holds something, or cannot be written."""
+        path = config.folder()
+        with _written(path, "; choose another --out"):
+            # What a process killed in the middle of its first file has left is nothing.
+            names = {p.name for p in path.iterdir() if p.suffix != ".new"} if path.is_dir() else set()
+            if names - {LOCK} or (path.exists() and not path.is_dir()):
+                raise UserError(
+                    f"{path} exists; go on with that run by --resume, or choose another --name or --out"
+                )
+            path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path)
+        folder.begin(config, 0)
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> tuple[RunFolder, TrainConfig]:
+        """The folder of an earlier run, and its config. Raises UserError if it is not one."""
+        file = path / "config.json"
+        try:
+            config = TrainConfig.from_json(file.read_text())
+        except FileNotFoundError:
+            raise UserError(
+                f"{path} is no run to resume: it has no config.json; check --name or --out"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} is not the config of a run that can be resumed ({error})") from error
+        return cls(path), config
+
+    @property
+    def saved(self) -> int | None:
+        """The step of the latest checkpoint, told without starting JAX; None without any."""
+        return max(steps_in(self.checkpoints), default=None)
+
+    def claim(self) -> FileLock:
+        """Holds the run, until the lock is released or this process ends.
+
+        Raises UserError if another process has it, or the folder cannot be written.
+        """
+        with self.written():
+            lock = claim(self.path)
+        if lock is None:
+            raise UserError(f"the run in {self.path} is going on in another process")
+        return lock
+
+    def begin(self, config: TrainConfig, start: int) -> None:
+        """Write config.json, and forget the rows of steps after ``start``: they were taken but not saved.
+
+        Raises UserError if they cannot be written.
+        """
+        kept = [row for row in self.rows() if start and row["step"] <= start]
+        with _written(self.path, "; choose another --out"):
+            _write(self.path / "config.json", config.to_json())
+            _write(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def add(self, **row: float) -> None:
+        """Append a row to metrics.jsonl. Raises UserError if it cannot be written."""
+        with self.written(), self.metrics.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def written(self) -> contextlib.AbstractContextManager[None]:
+        """Has what cannot be written to the folder inside be a UserError, as on a disk that is full."""
+        return _written(self.path)
+
+    def rows(self) -> list[dict[str, float]]:
+        """The rows of metrics.jsonl; one that was cut off in the middle, or is damaged, does not count."""
+        if not self.metrics.exists():
+            return []
+        found = []
+        for line in self.metrics.read_text(errors="replace").split("\n")[:-1]:
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [row for row in found if isinstance(row, dict) and "step" in row]
+
+
+@contextlib.contextmanager
+def _written(path: Path, advice: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}){advice}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Puts a text in a file; a process killed at any moment leaves the old one whole, or the new one."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    os.replace(new, path)
