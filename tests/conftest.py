@@ -37,7 +37,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 import jax  # noqa: E402  # reads the environment
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
-from mmnnx.mpmd.compile.executables import executables  # noqa: E402
+from mmnnx.mpmd.compile import executables  # noqa: E402
 
 if MLIR_ALONE:
     # The second test that compiles a program reads it from a folder: one for each worker, for JAX writes it
