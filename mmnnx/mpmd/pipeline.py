@@ -15,20 +15,23 @@ from mmnnx import _compat
 from mmnnx.mpmd.compile.input_shardings import constrains, derive_shardings
 from mmnnx.mpmd.distributed.processes import holders
 from mmnnx.mpmd.emit.emit import build
-from mmnnx.mpmd.frontend.meshes import Meshes, mesh_of, transferred, without
+from mmnnx.mpmd.frontend.meshes import Meshes
 from mmnnx.mpmd.frontend.observe import Leaf, Record
 from mmnnx.mpmd.frontend.shardings import Ends, find_ends
 from mmnnx.mpmd.hoist.gathers import gather_once
 from mmnnx.mpmd.hoist.gradient_sums import split_sums
 from mmnnx.mpmd.hoist.reductions import reduce_once
 from mmnnx.mpmd.inline.calls import open_calls
-from mmnnx.mpmd.ir.equations import FREE, Equation, Flat, Loop, Node, Var, at_home, is_var, scopes_in
+from mmnnx.mpmd.ir.equations import Equation, Flat, Loop, Node, Var, is_var, scopes_in
+from mmnnx.mpmd.ir.fragments import Fragment, Held, LoopPlan, Plan
+from mmnnx.mpmd.ir.origin import FREE, at_home
 from mmnnx.mpmd.ir.placement import Placement, Position
 from mmnnx.mpmd.ir.program import Program
+from mmnnx.mpmd.ir.shardings import entering, is_committed, mesh_of, transferred, without
 from mmnnx.mpmd.partition.change_mesh import localise
-from mmnnx.mpmd.partition.fragments import Fragment, Held, LoopPlan, Plan, cut
+from mmnnx.mpmd.partition.fragments import cut
+from mmnnx.mpmd.partition.stages import fits
 from mmnnx.mpmd.place.place import TaskOf, place
-from mmnnx.mpmd.runtime.arguments import entering, is_committed
 from mmnnx.mpmd.runtime.prepare import Run, Tied, preparer
 from mmnnx.mpmd.schedule.dispatch_order import Moves
 from mmnnx.sharding.mesh import MultiMesh
@@ -304,17 +307,17 @@ def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, meshes: Meshes) -> Iterator
     nodes: Sequence[Node] = flat.nodes
     # Where each term of a sum is made is known when the terms are placed one by one.
     apart = split_sums(nodes, lambda loop, term: term)
-    placement = place(apart, origin, task_of, led)
+    placement = place(apart, origin, task_of, led, fits)
     if apart != list(nodes):
         where = {v: o for body in placement.bodies.values() for v, o in body.where.items()}
         nodes = split_sums(nodes, lambda loop, term: where[term].home)
-        placement = place(nodes, origin, task_of, led)
+        placement = place(nodes, origin, task_of, led, fits)
     given = dict(zip(flat.invars, ends.given))
     for hoist in (reduce_once, gather_once):
         hoisted = hoist(nodes, placement, given)
         if hoisted != list(nodes):
             nodes = hoisted
-            placement = place(nodes, origin, task_of, led)
+            placement = place(nodes, origin, task_of, led, fits)
     placement = _with_tasks(placement, meshes.multimesh)
     results = _results(flat, placement, ends, meshes.tasks(), meshes.multimesh)
     sums = [item for node in nodes if isinstance(node, Loop) for item in node.undivided.items()]

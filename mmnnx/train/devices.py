@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from mmnnx import _compat
-from mmnnx.mpmd.runtime.collective_order import have_threads
+from mmnnx.mpmd.distributed.threads import have_threads
 from mmnnx.train.config import share_of_devices
 from mmnnx.train.errors import UserError
 

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 import mmnnx as mm
 from mmnnx import ignore_transforms
-from mmnnx.mpmd.ir.placement import fusing
+from mmnnx.mpmd.place.options import fusing
 from multimesh_compat.jax import constraints
 
 _fast_path: ContextVar[bool] = ContextVar("multimesh_fast_path", default=True)

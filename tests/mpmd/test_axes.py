@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mmnnx.mpmd.frontend.meshes import spec_of
 from mmnnx.mpmd.hoist.sharding_propagation import follow
+from mmnnx.mpmd.ir.shardings import spec_of
 
 
 @jax.custom_vjp

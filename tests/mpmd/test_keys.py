@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.mpmd.compile import outline
-from mmnnx.mpmd.partition.fragments import Fragment
+from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.runtime import prepare
 from tests.mpmd.parity import assert_same, pipeline, values
 

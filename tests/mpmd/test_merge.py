@@ -10,7 +10,7 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.mpmd.emit.merge import merge
-from mmnnx.mpmd.ir.program import Call
+from mmnnx.mpmd.ir.instructions import Call
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, pipeline, place

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.mpmd.ir.program import Call
+from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.schedule import schedule_names
 from tests import models
 from tests.models import make

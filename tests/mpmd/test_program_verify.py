@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmnnx as mm
-from mmnnx.mpmd.ir.program import Call, Transfer, VerificationError
+from mmnnx.mpmd.ir.instructions import Call, Transfer
+from mmnnx.mpmd.ir.verify import VerificationError
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import born, pipeline, place, train_step

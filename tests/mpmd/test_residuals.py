@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 import mmnnx as mm
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import nbytes
-from mmnnx.mpmd.ir.program import Call
+from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.partition import fragments
 from tests import models
 from tests.mpmd.parity import assert_parity, born, pipeline, place

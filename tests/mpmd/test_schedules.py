@@ -13,9 +13,9 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.mpmd import schedule as schedules
-from mmnnx.mpmd.frontend.microbatch import LoopSpec
+from mmnnx.mpmd.ir.loop_spec import LoopSpec
 from mmnnx.mpmd.ir.timeline import Timeline
-from mmnnx.mpmd.partition.stages import Timetable
+from mmnnx.mpmd.ir.timetable import Timetable
 from mmnnx.mpmd.schedule import Action, Stages, get_schedule, schedule_names
 from mmnnx.mpmd.schedule.dispatch_order import order_loop
 from tests import models

@@ -18,8 +18,8 @@ import mmnnx as mm
 from mmnnx.modules.lm import LM, LMConfig
 from mmnnx.mpmd.compile import outline
 from mmnnx.mpmd.emit.merge import merge
-from mmnnx.mpmd.ir.program import Call
-from mmnnx.mpmd.partition.fragments import Fragment
+from mmnnx.mpmd.ir.fragments import Fragment
+from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.runtime import prepare
 from tests import models
 from tests.models import make

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import mmnnx as mm
-from mmnnx.mpmd.ir.program import Call
+from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from tests import models
 from tests.models import make

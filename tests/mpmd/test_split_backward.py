@@ -14,7 +14,7 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx import _compat
-from mmnnx.mpmd.ir.program import Call, Transfer
+from mmnnx.mpmd.ir.instructions import Call, Transfer
 from tests import models
 from tests.models import in_tasks, make
 from tests.mpmd.parity import SGD, assert_parity, born, pipeline, place

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import mmnnx as mm
-from mmnnx.mpmd.ir.placement import fusing, recomputing
 from mmnnx.mpmd.jit.inner_jit import ignoring
+from mmnnx.mpmd.place.options import fusing, recomputing
 from mmnnx.sharding.logical import autosharding
 from multimesh_compat.jax.constraints import autoshard
 from multimesh_compat.jax.contexts import (

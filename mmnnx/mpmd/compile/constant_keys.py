@@ -17,9 +17,11 @@ import jax.numpy as jnp
 
 from mmnnx import _compat
 from mmnnx.mpmd.compile.equality import operation
-from mmnnx.mpmd.ir.equations import Var, inline, is_var
-from mmnnx.mpmd.ir.program import Call, Instruction, Program
-from mmnnx.mpmd.partition.fragments import Fragment
+from mmnnx.mpmd.ir.equations import Var, is_var
+from mmnnx.mpmd.ir.fragments import Fragment
+from mmnnx.mpmd.ir.instructions import Call, Instruction
+from mmnnx.mpmd.ir.program import Program
+from mmnnx.mpmd.ir.rewrite import inline
 
 _WORDS = 256  # of 128 raw keys, say, that one is divided into
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from jax.sharding import NamedSharding
 
 from mmnnx.mpmd.distributed.processes import are_apart
-from mmnnx.mpmd.ir.program import Call, Program
-from mmnnx.mpmd.partition.fragments import Fragment, Held
+from mmnnx.mpmd.ir.fragments import Fragment, Held
+from mmnnx.mpmd.ir.instructions import Call
+from mmnnx.mpmd.ir.program import Program
 
 Pairs = list[tuple[int, int]]  # (number of an input, number of the result that takes over its buffer)
 

@@ -21,9 +21,10 @@ from mmnnx import _compat
 from mmnnx.mpmd.compile.donation import Pairs, donations
 from mmnnx.mpmd.compile.lower import Lowered, likeness, lower
 from mmnnx.mpmd.distributed.processes import hear_specs, is_here, tell_specs
-from mmnnx.mpmd.frontend.meshes import same_shape, spec_of, transferred
-from mmnnx.mpmd.ir.program import Call, Instruction, Program, Transfer
-from mmnnx.mpmd.partition.fragments import Fragment, Held
+from mmnnx.mpmd.ir.fragments import Fragment, Held
+from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer
+from mmnnx.mpmd.ir.program import Program
+from mmnnx.mpmd.ir.shardings import same_shape, spec_of, transferred
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

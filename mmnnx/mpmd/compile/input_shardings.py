@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Var
 from mmnnx.mpmd.ir.program import Program
-from mmnnx.mpmd.runtime.arguments import entering
+from mmnnx.mpmd.ir.shardings import entering
 
 Derived = dict[tuple[Var, Mesh], NamedSharding]
 

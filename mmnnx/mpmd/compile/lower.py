@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmnnx.mpmd.compile.donation import Pairs
 from mmnnx.mpmd.compile.equality import computation
 from mmnnx.mpmd.distributed.processes import are_apart
-from mmnnx.mpmd.partition.fragments import Fragment, Held
+from mmnnx.mpmd.ir.fragments import Fragment, Held
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,10 +20,11 @@ from mmnnx import _compat
 from mmnnx.mpmd.compile.constant_keys import is_draw, is_of_keys
 from mmnnx.mpmd.compile.equality import operation
 from mmnnx.mpmd.compile.lower import can_be_moved
-from mmnnx.mpmd.frontend.meshes import same_shape
 from mmnnx.mpmd.ir.equations import Var, is_var
-from mmnnx.mpmd.ir.program import Call, Instruction, Program
-from mmnnx.mpmd.partition.fragments import Fragment, Held
+from mmnnx.mpmd.ir.fragments import Fragment, Held
+from mmnnx.mpmd.ir.instructions import Call, Instruction
+from mmnnx.mpmd.ir.program import Program
+from mmnnx.mpmd.ir.shardings import same_shape
 
 # Kinds of operations that are not compiled once more, for a call more in each microbatch: in a transformer, a
 # second of one core, for 3 to 5% of the shortest steps.

@@ -14,7 +14,7 @@ import jax
 from mmnnx import _compat
 from mmnnx.mpmd.distributed import transport, watchdog
 from mmnnx.mpmd.distributed.rendezvous import host, join, split_address
-from mmnnx.mpmd.runtime.collective_order import have_threads
+from mmnnx.mpmd.distributed.threads import have_threads
 
 _DAY = 24 * 3600  # JAX's own heartbeats would end processes without a word of which failed
 

@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Var, nbytes
-from mmnnx.mpmd.ir.program import Call, Instruction, LoopRuns, Program, Transfer
+from mmnnx.mpmd.ir.fragments import Fragment, Held, LoopPlan, Plan
+from mmnnx.mpmd.ir.instructions import Call, Instruction, LoopRuns, Transfer
+from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.partition.change_mesh import localise
-from mmnnx.mpmd.partition.fragments import Fragment, Held, LoopPlan, Plan
 from mmnnx.mpmd.schedule.dispatch_order import Moves, order_loop, sums
 
 

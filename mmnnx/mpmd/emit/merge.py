@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Var
-from mmnnx.mpmd.ir.program import Call, Instruction, Program, Transfer
-from mmnnx.mpmd.partition.fragments import Fragment
+from mmnnx.mpmd.ir.fragments import Fragment
+from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer
+from mmnnx.mpmd.ir.program import Program
 
 
 def merge(program: Program) -> tuple[Program, list[int]]:

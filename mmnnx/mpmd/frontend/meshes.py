@@ -3,80 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding
 
+from mmnnx.mpmd.ir.shardings import mesh_of, transferred
 from mmnnx.sharding.mesh import MultiMesh, auto_mesh
 from mmnnx.sharding.task import Task, placed_tasks, scope_name
-
-
-def mesh_of(sharding: NamedSharding) -> Mesh:
-    """The mesh of devices that a sharding of arrays is over.
-
-    Raises:
-      ValueError: for a sharding over an AbstractMesh.
-    """
-    if isinstance(sharding.mesh, Mesh):
-        return sharding.mesh
-    raise ValueError(f"{sharding} is over an AbstractMesh, which has no devices: give mm.jit one over a Mesh")
-
-
-def same_shape(a: Mesh, b: Mesh) -> bool:
-    """Whether each shard on one mesh has a place of its own on the other."""
-    return a.devices.shape == b.devices.shape
-
-
-def transferred(sharding: NamedSharding, mesh: Mesh) -> NamedSharding:
-    """The sharding of a copy on another mesh of the same shape: the same spec, axis by axis."""
-    renamed = dict(zip(sharding.mesh.axis_names, mesh.axis_names))
-
-    def rename(entry: Any) -> Any:
-        return tuple(renamed[a] for a in entry) if isinstance(entry, tuple) else renamed.get(entry)
-
-    return NamedSharding(mesh, PartitionSpec(*map(rename, sharding.spec)))
-
-
-def spec_of(sharding: Sharding, mesh: Mesh, shape: tuple[int, ...]) -> PartitionSpec:
-    """The spec of a sharding over a mesh: JAX does not always say how XLA sharded a result in names of axes.
-
-    Raises:
-      ValueError: if no spec says it: an axis would have to be divided between two dimensions.
-    """
-    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
-        return sharding.spec
-    indices = sharding.devices_indices_map(shape)
-    starts = np.array([[i.start or 0 for i in indices[d]] for d in mesh.devices.flat])
-    starts = starts.reshape(*mesh.devices.shape, len(shape))
-    steps: list[list[tuple[int, Any]]] = [
-        [] for _ in shape
-    ]  # per dimension: how far one step along an axis is
-    for number, axis in enumerate(mesh.axis_names):
-        second = [int(n == number) for n in range(len(mesh.axis_names))]
-        if mesh.shape[axis] > 1:
-            for dimension, step in enumerate(starts[tuple(second)] - starts[(0,) * len(second)]):
-                steps[dimension] += [(int(step), axis)] if step else []
-    spec = PartitionSpec(*(tuple(axis for _, axis in sorted(s, reverse=True)) or None for s in steps))
-    if not NamedSharding(mesh, spec).is_equivalent_to(sharding, len(shape)):
-        raise ValueError(
-            f"XLA shards a result of shape {shape} as {sharding}, which no PartitionSpec over a mesh of "
-            f"{dict(mesh.shape)} says: give it one with mm.with_sharding_constraint"
-        )
-    return spec
-
-
-def without(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
-    """A spec without some mesh axes."""
-
-    def keep(entry: Any) -> Any:
-        if isinstance(entry, tuple):
-            return tuple(axis for axis in entry if axis not in axes) or None
-        return None if entry in axes else entry
-
-    return PartitionSpec(*map(keep, spec))
 
 
 class Meshes:

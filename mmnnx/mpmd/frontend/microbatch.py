@@ -6,11 +6,9 @@ scan; inside, `mmnnx.mpmd.ir.equations` recognises the scope and the loop is sch
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import operator
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,56 +19,11 @@ from flax import nnx
 from jax.extend import core as jex
 
 from mmnnx import _compat
+from mmnnx.mpmd.ir.loop_spec import LoopSpec, loop_scope
 from mmnnx.mpmd.schedule import Action, get_schedule, schedule_names
 from mmnnx.sharding import with_sharding_constraint
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import check_remat
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopSpec:
-    """What a loop keeps of the call of `mm.microbatch` that made it.
-
-    Attributes:
-      schedule: name of the schedule, None for the shortest or a custom one.
-      options: those of `interleave` and `unrolling` that were given, by name.
-      rows: a custom schedule: one row for each mesh, of Actions or of (microbatch, name of a task).
-      num_stages, remat, memory_limit: as given.
-      length: number of microbatches, filled in when traced.
-    """
-
-    schedule: str | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-    rows: tuple[tuple[Any, ...], ...] = ()
-    num_stages: int | None = None
-    remat: Any = None
-    memory_limit: int | None = None
-    length: int = 0
-
-    @property
-    def names_tasks(self) -> bool:
-        """Whether the custom schedule is one of names."""
-        return any(not isinstance(entry, Action) for row in self.rows for entry in row)
-
-
-_specs: list[LoopSpec] = []
-
-
-def _scope_name(spec: LoopSpec) -> str:
-    if spec not in _specs:
-        _specs.append(spec)
-    return f"microbatch[{_specs.index(spec)}]"
-
-
-def loop_spec(scope: str) -> LoopSpec | None:
-    """The spec of the loop whose own scope ends the given name stack, None for any other equation."""
-    found = re.search(r"(?:^|/)microbatch\[(\d+)\]$", scope)
-    return _specs[int(found[1])] if found else None
-
-
-def is_transformed(scope: str) -> bool:
-    """Whether the equation of a loop is of its gradient or another transformation around it, not its own."""
-    return re.search(r"(?:jvp|transpose|vmap)\((?:.*/)?microbatch\[\d+\]\)+$", scope) is not None
 
 
 def _summed_in(dtype: Any) -> Any:
@@ -302,7 +255,7 @@ def microbatch(
         moving = [s for s, c in zip(state_leaves, changed) if c]
         init = [before(o) for o, (before, _, _) in folded]
         try:
-            with jax.named_scope(_scope_name(spec)):
+            with jax.named_scope(loop_scope(spec)):
                 (moving, accumulated), kept = jax.lax.scan(body, (moving, init), pieces, length=count)
         except ValueError as error:
             if "incompatible devices" in str(error):

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmnnx.mpmd.frontend.meshes import Meshes, mesh_of
+from mmnnx.mpmd.frontend.meshes import Meshes
 from mmnnx.mpmd.frontend.observe import Leaf, Record
 from mmnnx.mpmd.frontend.owners import Owners
-from mmnnx.mpmd.runtime.arguments import entering, is_committed
+from mmnnx.mpmd.ir.shardings import entering, is_committed, mesh_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Dims, Known, dims_of, follow, of_spec
-from mmnnx.mpmd.ir.equations import Equation, Kind, Loop, Node, Var, inline, is_var
+from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
+from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement
+from mmnnx.mpmd.ir.rewrite import inline
 
 
 def gather_once(

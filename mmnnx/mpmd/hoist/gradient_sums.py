@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable, Sequence
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from mmnnx.mpmd.ir.equations import Atom, Equation, Loop, Node, Var, inline, is_var
-
-_ADDS = ("add", "add_any")
+from mmnnx.mpmd.ir.dataflow import sum_terms
+from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
+from mmnnx.mpmd.ir.rewrite import inline
 
 
 def split_sums(nodes: Sequence[Node], group_of: Callable[[Loop, Var], Hashable]) -> list[Node]:
@@ -34,18 +34,6 @@ def split_sums(nodes: Sequence[Node], group_of: Callable[[Loop, Var], Hashable])
     return out
 
 
-def running_sums(loop: Loop) -> set[Var]:
-    """The carries of a loop that microbatches do nothing with but add to, as they enter."""
-    maker = {v: e for e in loop.body for v in e.outvars}
-    uses = Counter(a for e in loop.body for a in e.invars if is_var(a))
-    uses.update([*loop.carry_out, *loop.ys])
-    return {
-        enters
-        for enters, leaves in zip(loop.carry_in, loop.carry_out)
-        if leaves in maker and uses[leaves] == 1 and _terms(maker[leaves], enters, maker, uses)[0]
-    }
-
-
 def _split_loop(loop: Loop, group_of: Callable[[Loop, Var], Hashable]) -> list[Node]:
     maker = {v: e for e in loop.body for v in e.outvars}
     uses = Counter(a for e in loop.body for a in e.invars if is_var(a))
@@ -57,7 +45,7 @@ def _split_loop(loop: Loop, group_of: Callable[[Loop, Var], Hashable]) -> list[N
     init, carry_in, carry_out, carries = [], [], [], []
     for start, enters, leaves, total in zip(loop.init, loop.carry_in, loop.carry_out, loop.carries):
         last = maker.get(leaves)
-        terms, adds = _terms(last, enters, maker, uses) if last is not None else ([], [])
+        terms, adds = sum_terms(last, enters, maker, uses) if last is not None else ([], [])
         groups: dict[Hashable, list[Var]] = {}
         for term in terms:
             groups.setdefault(group_of(loop, term), []).append(term)
@@ -100,34 +88,3 @@ def _split_loop(loop: Loop, group_of: Callable[[Loop, Var], Hashable]) -> list[N
         carries=tuple(carries),
     )
     return [*before, new, *after]
-
-
-def _terms(
-    last: Equation, enters: Var, maker: dict[Var, Equation], uses: Counter
-) -> tuple[list[Atom], list[Equation]]:
-    """The terms that `last` adds to the carry, and the additions between them; nothing if it is no sum.
-
-    What widens a sum of floats is passed through: the terms are widened one by one. (Rounded to integers, or
-    kept in fewer bits, they would not add up to the same.)
-    """
-    if last.name != "add" or enters not in last.invars or uses[enters] != 1:
-        return [], []
-    terms, adds, queue = [], [last], [a for a in last.invars if a is not enters]
-    while queue:
-        a = queue.pop(0)
-        e = maker.get(a) if is_var(a) else None
-        if e is not None and (e.name in _ADDS or _widens(e)) and uses[a] == 1:
-            adds.append(e)
-            queue += e.invars
-        else:
-            terms.append(a)
-    return [t for t in terms if is_var(t)] if all(map(is_var, terms)) else [], adds
-
-
-def _widens(e: Equation) -> bool:
-    """Whether an equation is a conversion of floats to a wider float type."""
-    if e.name != "convert_element_type":
-        return False
-    narrow, wide = e.invars[0].aval.dtype, e.outvars[0].aval.dtype
-    floats = jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(wide, jnp.floating)
-    return floats and (narrow == wide or jnp.finfo(narrow).bits < jnp.finfo(wide).bits)

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from mmnnx import _compat
-from mmnnx.mpmd.frontend.meshes import same_shape
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Known, dims_of, entering, follow, of_spec
-from mmnnx.mpmd.ir.equations import Atom, Equation, Loop, Node, Var, inline, is_var
+from mmnnx.mpmd.ir.equations import Atom, Equation, Loop, Node, Var, is_var
 from mmnnx.mpmd.ir.placement import Placement
+from mmnnx.mpmd.ir.rewrite import inline
+from mmnnx.mpmd.ir.shardings import same_shape
 
 Sizes = Mapping[Any, int]  # of the axes of a mesh
 # For each leading dimension of a divided value: the axes that its parts are over, and how many there are.

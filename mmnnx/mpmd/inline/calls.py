@@ -14,26 +14,13 @@ import jax.extend.core as jex
 from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.frontend.microbatch import loop_spec
 from mmnnx.mpmd.inline.conds import open_cond
 from mmnnx.mpmd.inline.scans import open_scan
 from mmnnx.mpmd.inline.writer import InLoop, Writer
-from mmnnx.mpmd.ir.equations import (
-    ACTIVATION,
-    CALLS,
-    Atom,
-    Equation,
-    Flat,
-    Node,
-    Var,
-    at_home,
-    combine,
-    is_var,
-    join,
-    prune,
-    rename,
-    scopes_in,
-)
+from mmnnx.mpmd.ir.equations import CALLS, Atom, Equation, Flat, Node, Var, is_var, join, scopes_in
+from mmnnx.mpmd.ir.loop_spec import loop_spec
+from mmnnx.mpmd.ir.origin import ACTIVATION, at_home, combine
+from mmnnx.mpmd.ir.rewrite import prune, rename
 from mmnnx.sharding.task import scopes
 
 

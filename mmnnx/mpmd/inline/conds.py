@@ -15,7 +15,8 @@ from mmnnx import _compat
 from mmnnx.mpmd.inline.distribution import distribute
 from mmnnx.mpmd.inline.writer import InLoop, Writer
 from mmnnx.mpmd.ir.dataflow import follow_back
-from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var, prune
+from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var
+from mmnnx.mpmd.ir.rewrite import prune
 
 
 def open_cond(

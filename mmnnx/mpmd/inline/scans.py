@@ -16,24 +16,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.frontend.microbatch import LoopSpec, is_transformed, loop_spec
 from mmnnx.mpmd.inline.distribution import distribute
 from mmnnx.mpmd.inline.writer import InLoop, Writer
-from mmnnx.mpmd.ir.equations import (
-    ACTIVATION,
-    FREE,
-    LAYOUT,
-    Atom,
-    Equation,
-    Kind,
-    Loop,
-    Node,
-    Var,
-    inline,
-    is_var,
-    prune,
-    scopes_in,
-)
+from mmnnx.mpmd.ir.equations import LAYOUT, Atom, Equation, Loop, Node, Var, is_var, scopes_in
+from mmnnx.mpmd.ir.loop_spec import LoopSpec, is_transformed, loop_spec
+from mmnnx.mpmd.ir.origin import ACTIVATION, FREE, Kind
+from mmnnx.mpmd.ir.rewrite import inline, prune
 from mmnnx.sharding.task import is_backward
 
 

@@ -13,25 +13,9 @@ from jax.sharding import Mesh
 from mmnnx import _compat
 from mmnnx.mpmd.inline.distribution import Part
 from mmnnx.mpmd.ir.dataflow import follow_back
-from mmnnx.mpmd.ir.equations import (
-    ACTIVATION,
-    CALLS,
-    CONST,
-    FREE,
-    LAYOUT,
-    Atom,
-    Equation,
-    Kind,
-    Node,
-    Origin,
-    Var,
-    combine,
-    inline,
-    is_var,
-    join,
-    nbytes,
-    read,
-)
+from mmnnx.mpmd.ir.equations import CALLS, LAYOUT, Atom, Equation, Node, Var, is_var, join, nbytes
+from mmnnx.mpmd.ir.origin import ACTIVATION, CONST, FREE, Kind, Origin, combine
+from mmnnx.mpmd.ir.rewrite import inline, read
 
 
 class InLoop(enum.Enum):

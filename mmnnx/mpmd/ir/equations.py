@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 import numpy as np
-from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.frontend.microbatch import LoopSpec
+from mmnnx.mpmd.ir.loop_spec import LoopSpec
 
 Var = Any
 Atom = Any
@@ -109,83 +106,6 @@ def nbytes(atom: Atom) -> int:
     return math.prod(atom.aval.shape) * itemsize
 
 
-def inline(fun: Callable, *atoms: Atom, scope: str) -> tuple[list[Equation], list[Var]]:
-    """Traces `fun` over the types of `atoms` and returns its equations on them, and the results."""
-    args = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in atoms]
-    invars, outvars, eqns, consts = _compat.open_jaxpr(jax.make_jaxpr(fun)(*args))
-    env = dict(zip(invars, atoms)) | {v: jex.Literal(c, v.aval) for v, c in consts}
-    flat: list[Equation] = []
-    for eqn in eqns:
-        flat += _inline_eqn(eqn, env, scope)
-    return flat, [read(env, v) for v in outvars]
-
-
-def _inline_eqn(eqn: Any, env: dict[Var, Atom], scope: str) -> list[Equation]:
-    if eqn.primitive.name in ("jit", "pjit"):
-        invars, outvars, eqns, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
-        inner = dict(zip(invars, (read(env, a) for a in eqn.invars)))
-        inner |= {v: jex.Literal(c, v.aval) for v, c in consts}
-        flat = [e for sub in eqns for e in _inline_eqn(sub, inner, scope)]
-        env.update(zip(eqn.outvars, (read(inner, v) for v in outvars)))
-        return flat
-    return [Equation(rename(eqn, env), scope)]
-
-
-def read(env: dict[Var, Atom], atom: Atom) -> Atom:
-    return env.get(atom, atom) if is_var(atom) else atom
-
-
-def rename(eqn: Any, env: dict[Var, Atom]) -> Any:
-    """The equation over the variables of `env`, with fresh results that `env` learns."""
-    fresh = [jex.Var(v.aval) for v in eqn.outvars]
-    out = eqn.replace(invars=[read(env, a) for a in eqn.invars], outvars=fresh)
-    env.update(zip(eqn.outvars, fresh))
-    return out
-
-
-# What a value is made of. It decides who must hold it and what a piece of computation is tied to.
-class Kind(enum.Enum):
-    CONST = "const"  # of literals alone
-    FREE = "free"  # of inputs that live nowhere in particular: batches, counters, keys
-    STATE = "state"  # of placed state of one home
-    ACTIVATION = "activation"  # of anything else
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Origin:
-    """The kind of a value, and its home: that of state, and of an activation the mesh it was placed on."""
-
-    kind: Kind
-    home: Mesh | None = None
-
-    @property
-    def mesh(self) -> Mesh:
-        """The home of what has one: state, and activations that are placed."""
-        assert self.home is not None
-        return self.home
-
-
-CONST, FREE, ACTIVATION = Origin(Kind.CONST), Origin(Kind.FREE), Origin(Kind.ACTIVATION)
-
-
-def at_home(home: Mesh | None) -> Origin:
-    """The origin of state that lives on a mesh, or of an input that lives nowhere in particular."""
-    return FREE if home is None else Origin(Kind.STATE, home)
-
-
-def combine(origins: Iterable[Origin]) -> Origin:
-    """The origin of what is computed from values of the given origins."""
-    out = CONST
-    for origin in origins:
-        if origin == out or origin.kind is Kind.CONST:
-            continue
-        elif out.kind is Kind.CONST:
-            out = origin
-        else:
-            return ACTIVATION
-    return out
-
-
 @dataclasses.dataclass(frozen=True)
 class Flat:
     """A function as one flat list: `nodes` computing `outvars` from `invars` and constants."""
@@ -194,18 +114,6 @@ class Flat:
     constants: tuple[tuple[Var, Any], ...]
     nodes: tuple[Node, ...]
     outvars: tuple[Atom, ...]
-
-
-def prune(nodes: Sequence[Node], outputs: Iterable[Atom]) -> list[Node]:
-    """Drops the nodes that `outputs` do not depend on."""
-    live = {a for a in outputs if is_var(a)}
-    kept: list[Node] = []
-    for node in reversed(nodes):
-        effects = isinstance(node, Equation) and node.eqn.effects
-        if effects or any(v in live for v in node.outvars):
-            kept.append(node)
-            live.update(a for a in node.invars if is_var(a))
-    return kept[::-1]
 
 
 # Equations that compute a jaxpr as it stands.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from contextvars import ContextVar
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.equations import Atom, Node, Origin, Var, is_var
+from mmnnx.mpmd.ir.equations import Atom, Node, Var, is_var
+from mmnnx.mpmd.ir.origin import Origin
 from mmnnx.sharding.task import Task
 
 
@@ -51,10 +51,3 @@ class Placement:
 
     def mesh_of(self, atom: Atom) -> Mesh | None:
         return self.where[atom].home if is_var(atom) else None
-
-
-recomputing: ContextVar[bool] = ContextVar("mmnnx_recomputing", default=True)
-"""False inside `mm.enable_recomputation(False)`."""
-
-fusing: ContextVar[str] = ContextVar("mmnnx_fusing", default="none")
-"""Where neighbouring tasks on one TaskMesh become one: "none", "loops" (microbatch loops alone) or "all"."""

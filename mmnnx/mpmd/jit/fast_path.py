@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.placement import fusing, recomputing
+from mmnnx.mpmd.place.options import fusing, recomputing
 from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import ignoring, registrations

@@ -19,9 +19,10 @@ from mmnnx.mpmd.compile.gc_pause import uncollected
 from mmnnx.mpmd.frontend.observe import Observer, Record
 from mmnnx.mpmd.ir.equations import scopes_in
 from mmnnx.mpmd.ir.program import Program
+from mmnnx.mpmd.ir.shardings import is_committed
 from mmnnx.mpmd.jit.fast_path import surroundings
 from mmnnx.mpmd.pipeline import Split, split
-from mmnnx.mpmd.runtime.arguments import check_shared, is_committed
+from mmnnx.mpmd.runtime.arguments import check_shared
 from mmnnx.mpmd.runtime.collective_order import taking_turns
 from mmnnx.mpmd.runtime.prepare import OUTERMOST, Run
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh

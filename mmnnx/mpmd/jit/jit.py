@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.observe import Observer
-from mmnnx.mpmd.ir.placement import fusing, recomputing
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Profile
 from mmnnx.mpmd.jit.fast_path import Shortcuts, learn, take_apart
 from mmnnx.mpmd.jit.inner_jit import FlatJit, static_arguments
+from mmnnx.mpmd.place.options import fusing, recomputing
 from mmnnx.mpmd.runtime.profile import measuring
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task, ignoring

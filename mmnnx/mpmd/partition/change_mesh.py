@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
-from mmnnx.mpmd.frontend.meshes import transferred
+from mmnnx.mpmd.ir.shardings import transferred
 
 
 def localise(eqn: Any, mesh: Mesh) -> Any:

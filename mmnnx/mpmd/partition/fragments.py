@@ -8,99 +8,22 @@ need it; what costs more to compute than to keep (random bits, products) is done
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Kind, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.fragments import Body, Fragment, Held, LoopPlan, Plan
+from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement
+from mmnnx.mpmd.ir.timetable import PARTS
 from mmnnx.mpmd.partition.change_mesh import localise
 from mmnnx.mpmd.partition.joins import set_joins_apart
 from mmnnx.mpmd.partition.rematerialise import rematerialise
 from mmnnx.mpmd.partition.split_backward import split_backward
-from mmnnx.mpmd.partition.stages import Timetable, split_positions, task_remat, timetable
-from mmnnx.mpmd.schedule.base import PARTS
-
-# A value on a mesh: the unit in which data is needed, made, sent and freed.
-Held = tuple[Var, Mesh]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Fragment:
-    """One SPMD program.
-
-    Attributes:
-      name: the task and the phase, such as "stage0 forward".
-      task: the task.
-      mesh: the TaskMesh that it is compiled for.
-      phase: "forward", "backward", one of its parts "backward-input" and "backward-weight", or "none"
-        (outside autodiff).
-      position: its place in the flow of activations, None outside the flow.
-      jaxpr: what it computes.
-      invars, outvars: the variables that it reads and makes, all on `mesh`.
-    """
-
-    name: str
-    task: str
-    mesh: Mesh
-    phase: str
-    position: int | None
-    jaxpr: Any
-    invars: tuple[Var, ...]
-    outvars: tuple[Var, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LoopPlan:
-    """A microbatch loop whose body is cut into fragments.
-
-    Attributes:
-      loop: what it was cut from.
-      body: the fragments of one microbatch.
-      carried: for each carry, the meshes that hold it between microbatches.
-      kept: for each result that is kept per microbatch, the meshes that hold it.
-      reads: the outer values that the loop reads.
-      timetable: its stages, and what its schedule asks of them.
-    """
-
-    loop: Loop
-    body: Body
-    carried: tuple[tuple[Mesh, ...], ...]
-    kept: tuple[tuple[Mesh, ...], ...]
-    reads: tuple[Held, ...]
-    timetable: Timetable
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Body:
-    """The plan of one microbatch: of fragments alone, for inside a Loop there is no other.
-
-    Attributes:
-      fragments: each after those it needs in the same microbatch.
-      homes, needs: as in Plan.
-    """
-
-    fragments: tuple[Fragment, ...]
-    homes: dict[Var, Mesh]
-    needs: tuple[Held, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
-    """Fragments and loops in an order in which each comes after what it needs.
-
-    Attributes:
-      steps: the fragments and loops.
-      homes: the mesh where each variable is made; variables made on every mesh that needs them are absent.
-      needs: values from outside that the steps read.
-    """
-
-    steps: tuple[Fragment | LoopPlan, ...]
-    homes: dict[Var, Mesh]
-    needs: tuple[Held, ...]
+from mmnnx.mpmd.partition.stages import split_positions, task_remat, timetable
 
 
 def cut(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
-from mmnnx.mpmd.ir.equations import Kind, Loop, Node, Var, is_var
+from mmnnx.mpmd.ir.equations import Loop, Node, Var, is_var
+from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")

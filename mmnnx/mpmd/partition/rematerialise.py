@@ -17,12 +17,11 @@ from typing import Any
 import jax.extend.core as jex
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Kind, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement, Spot
+from mmnnx.mpmd.ir.timetable import Remat
 from mmnnx.mpmd.place.min_cut import sink_side
-
-# None for the cheap alone, True for everything, or a policy of `jax.checkpoint`.
-Remat = Any
 
 _CHEAP = LAYOUT | {
     "abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "cos", "custom_jvp_call",

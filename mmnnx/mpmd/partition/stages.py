@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,11 +9,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.frontend.microbatch import LoopSpec
-from mmnnx.mpmd.hoist.gradient_sums import running_sums
+from mmnnx.mpmd.ir.dataflow import running_sums
 from mmnnx.mpmd.ir.equations import Loop, is_var
+from mmnnx.mpmd.ir.loop_spec import LoopSpec
 from mmnnx.mpmd.ir.placement import Placement
-from mmnnx.mpmd.partition.rematerialise import Remat
+from mmnnx.mpmd.ir.timetable import PARTS, Phase, Remat, Timetable
 from mmnnx.mpmd.partition.split_backward import split_backward
 from mmnnx.mpmd.schedule import (
     Action,
@@ -25,28 +24,6 @@ from mmnnx.mpmd.schedule import (
     schedule_names,
     simulate,
 )
-from mmnnx.mpmd.schedule.base import PARTS, Phase
-
-
-@dataclasses.dataclass(frozen=True)
-class Timetable:
-    """What is decided about a loop before its body is cut.
-
-    Attributes:
-      schedule: the name of its schedule.
-      stages: its stages, as schedules see them.
-      positions: for each stage, its position in the flow.
-      table: what each mesh runs in which order; empty for a custom schedule that names fragments.
-      split: the positions whose backward is cut in two.
-      remat: for each position, what its backward may compute again.
-    """
-
-    schedule: str
-    stages: Stages
-    positions: tuple[int, ...]
-    table: list[list[Action]]
-    split: frozenset[int]
-    remat: Mapping[int, Remat]
 
 
 def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:

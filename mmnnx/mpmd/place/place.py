@@ -31,35 +31,26 @@ from typing import Literal
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.ir.dataflow import follow_back
-from mmnnx.mpmd.ir.equations import (
-    CONST,
-    FREE,
-    LAYOUT,
-    Atom,
-    Equation,
-    Kind,
-    Loop,
-    Node,
-    Origin,
-    Var,
-    at_home,
-    combine,
-    is_var,
-    nbytes,
-)
-from mmnnx.mpmd.ir.placement import Placement, Position, Spot, fusing, recomputing
-from mmnnx.mpmd.partition.stages import fits
+from mmnnx.mpmd.ir.equations import LAYOUT, Atom, Equation, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.origin import CONST, FREE, Kind, Origin, at_home, combine
+from mmnnx.mpmd.ir.placement import Placement, Position, Spot
 from mmnnx.mpmd.place.boundaries import Flow, settle
 from mmnnx.mpmd.place.classify import Class, classify
+from mmnnx.mpmd.place.options import fusing, recomputing
 from mmnnx.sharding.task import Task
 
 TaskOf = Callable[[str], "tuple[Task, Mesh] | None"]
+Fits = Callable[[Loop, Placement], bool]
 
 _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
 
 def place(
-    nodes: Sequence[Node], inputs: dict[Var, Origin], task_of: TaskOf, follows: dict[Var, Var]
+    nodes: Sequence[Node],
+    inputs: dict[Var, Origin],
+    task_of: TaskOf,
+    follows: dict[Var, Var],
+    fits: Fits,
 ) -> Placement:
     """Places the nodes of a function.
 
@@ -68,11 +59,12 @@ def place(
       inputs: the origin of every input and constant.
       task_of: from a name stack to the task scope that it lies in and that task's mesh.
       follows: results whose home is that of a state variable (outputs that follow their parameter).
+      fits: whether a loop can have the schedule that it asks for, if its body is placed so.
     """
-    return _cheaper(functools.partial(_Region, nodes, inputs, task_of, follows))
+    return _cheaper(functools.partial(_Region, nodes, inputs, task_of, follows, fits), fits)
 
 
-def _cheaper(region: Callable[..., _Region], loop: Loop | None = None) -> Placement:
+def _cheaper(region: Callable[..., _Region], fits: Fits, loop: Loop | None = None) -> Placement:
     """The placement of a region; if the flow comes to a mesh or to state again, of several the one that sends
     the fewest bytes, and of these the one of fewest stages.
 
@@ -121,6 +113,7 @@ class _Region:
         inputs: dict[Var, Origin],
         task_of: TaskOf,
         follows: dict[Var, Var],
+        fits: Fits,
         roots: dict[Var, frozenset[Var]] | None = None,
         microbatches: int | None = None,
         slices: Iterable[Var] = (),
@@ -131,7 +124,7 @@ class _Region:
         self.nodes = nodes
         self.order = order  # in which the forward is placed, if not in that of the nodes
         self.of_batch = set(slices)  # what is made of the batch alone, where that has a home
-        self.task_of = task_of
+        self.task_of, self.fits = task_of, fits
         self.in_loop = microbatches is not None
         self.fuses = fusing.get() == "all" or (fusing.get() == "loops" and self.in_loop)
         self.microbatches = microbatches or 1
@@ -565,9 +558,9 @@ class _Region:
         }
         while True:
             known = inputs | {s: self.where[s] for s in follows.values() if s not in inputs}
-            of_loop = (loop.body, known, self.task_of, follows, roots)
+            of_loop = (loop.body, known, self.task_of, follows, self.fits, roots)
             region = functools.partial(_Region, *of_loop, loop.spec.length, loop.slice_vars)
-            body = _cheaper(region, loop)
+            body = _cheaper(region, self.fits, loop)
             moved = {
                 v: Origin(Kind.STATE, body.where[o].home)
                 for v, o in zip(loop.carry_in, loop.carry_out)

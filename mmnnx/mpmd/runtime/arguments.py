@@ -8,28 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
 from mmnnx.mpmd.distributed.processes import elsewhere, is_here
+from mmnnx.mpmd.ir.shardings import is_committed
 from mmnnx.mpmd.runtime.transfers import put, spread
 from mmnnx.sharding.mesh import MultiMesh
-
-
-def entering(aval: Any, mesh: Mesh, given: NamedSharding | None) -> NamedSharding:
-    """The sharding on `mesh` of an input that is not at home there: its own spec, as far as that fits."""
-    spec = given.spec if given is not None else PartitionSpec()
-
-    def keep(entry: Any, size: int) -> Any:
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        axes = tuple(a for a in axes if a in mesh.axis_names)
-        parts = 1
-        for a in axes:
-            parts *= mesh.shape[a]
-        return axes if axes and size % parts == 0 else None
-
-    return NamedSharding(mesh, PartitionSpec(*(keep(e, n) for e, n in zip(spec, aval.shape))))
-
 
 Bind = Callable[[Any], jax.Array]
 
@@ -48,11 +33,6 @@ def settling(x: Any, later: NamedSharding, target: NamedSharding) -> Bind:
         return x if found is None else found(x)
 
     return bind
-
-
-def is_committed(x: Any) -> bool:
-    """Whether an argument is an array that somebody has put where it is."""
-    return isinstance(x, jax.Array) and x.committed
 
 
 def _binder(aval: Any, own: Sharding | None, target: NamedSharding) -> Bind | None:

@@ -9,8 +9,6 @@ another process waits for must not be left without one.
 from __future__ import annotations
 
 import itertools
-import os
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -19,7 +17,9 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from mmnnx.mpmd.distributed.processes import are_apart, holders, is_here
-from mmnnx.mpmd.ir.program import Program, Transfer
+from mmnnx.mpmd.distributed.threads import xla_threads
+from mmnnx.mpmd.ir.instructions import Transfer
+from mmnnx.mpmd.ir.program import Program
 
 Run = TypeVar("Run", bound=Callable[..., Sequence[Any]])
 
@@ -53,37 +53,16 @@ def taking_turns(call: Run, where: Mesh | Sharding) -> Run:
     return cast(Run, run)
 
 
-def have_threads(devices: int | None = None) -> None:
-    """Before JAX starts in one of several processes: more threads than CPU devices, to send arrays with while
-    all of these wait for others. For one device alone it costs more than it brings: see `check_threads`.
-
-    Args:
-      devices: the CPU devices of this process. Default: those that JAX's configuration or XLA_FLAGS ask for.
-    """
-    if devices is None:
-        flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-        asked: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-        devices = max(1, asked, int(flag[1]) if flag else 0)
-    if 1 < devices >= _threads():
-        os.environ["NPROC"] = str(devices + 1)
-
-
 def check_threads(program: Program) -> None:
     """Raises ValueError for a program that would wait for ever, as no thread is left to send with."""
     devices = jax.local_device_count()
-    if devices < _threads() or jax.default_backend() != "cpu":
+    if devices < xla_threads() or jax.default_backend() != "cpu":
         return
     transfers = (i for i in program.instructions if isinstance(i, Transfer))
     sends = any(are_apart(i.source_mesh, i.target_mesh) for i in transfers)
     if sends and any(len(holders(c.mesh)) > 1 and is_here(c.mesh) for c in program.calls):
         raise ValueError(
-            f"XLA has {_threads()} threads in this process, and it has {devices} CPU devices. Where all of "
-            "these wait for another process, as they do on a mesh that spans processes, none is left to send "
+            f"XLA has {xla_threads()} threads in this process, and it has {devices} CPU devices. Where "
+            "all of these wait for another process, as on a mesh that spans processes, none is left to send "
             f"an array with: set the environment variable NPROC={devices + 1} before JAX starts"
         )
-
-
-def _threads() -> int:
-    """How many XLA makes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return int(os.environ.get("NPROC") or cores)

@@ -15,7 +15,8 @@ from mmnnx import _compat
 from mmnnx.mpmd.compile.executables import Compiled
 from mmnnx.mpmd.distributed.processes import are_apart, elsewhere, is_here
 from mmnnx.mpmd.distributed.progress import at, move
-from mmnnx.mpmd.ir.program import Call, Instruction, Program, Transfer
+from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer
+from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.runtime.collective_order import check_threads, taking_turns
 from mmnnx.mpmd.runtime.profile import Step, measure
 from mmnnx.mpmd.runtime.transfers import sender

@@ -21,8 +21,9 @@ from mmnnx.mpmd.distributed.processes import agree
 from mmnnx.mpmd.emit.merge import merge
 from mmnnx.mpmd.frontend.observe import Record
 from mmnnx.mpmd.ir.equations import Flat, Var, is_var
+from mmnnx.mpmd.ir.fragments import Held
 from mmnnx.mpmd.ir.program import Program
-from mmnnx.mpmd.partition.fragments import Held
+from mmnnx.mpmd.ir.shardings import entering
 from mmnnx.mpmd.runtime.arguments import (
     Bind,
     Delivery,
@@ -30,7 +31,6 @@ from mmnnx.mpmd.runtime.arguments import (
     check_shared,
     copied,
     deliver,
-    entering,
     own_copy,
     settling,
     weakly_typed,

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmnnx.mpmd.ir.program import Call, Program
+from mmnnx.mpmd.ir.instructions import Call
+from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Costs, Profile
 
 # (function, slots it reads, slots it fills, slots that are dropped then), for each instruction.

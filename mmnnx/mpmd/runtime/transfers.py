@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from mmnnx import _compat
 from mmnnx.mpmd.distributed import transport
 from mmnnx.mpmd.distributed.processes import elsewhere, holders, is_here
-from mmnnx.mpmd.frontend.meshes import mesh_of, same_shape, transferred
+from mmnnx.mpmd.ir.shardings import mesh_of, same_shape, transferred
 from mmnnx.mpmd.runtime.collective_order import taking_turns
 
 Way = tuple[NamedSharding, NamedSharding, Any]  # (sharding, that of the copy on another mesh, type)

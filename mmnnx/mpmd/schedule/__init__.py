@@ -1,14 +1,7 @@
 """Pipeline schedules: in which order a mesh runs the forwards and backwards of its stages. One file each."""
 
-from mmnnx.mpmd.schedule.base import (
-    Action,
-    Schedule,
-    Stages,
-    Table,
-    get_schedule,
-    register_schedule,
-    schedule_names,
-)
+from mmnnx.mpmd.ir.timetable import Action, Stages, Table
+from mmnnx.mpmd.schedule.base import Schedule, get_schedule, register_schedule, schedule_names
 
 # isort: off
 # Schedules are listed in the order in which they are imported: a reader meets the simple ones first.

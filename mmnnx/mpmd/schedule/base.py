@@ -2,118 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any
 
-Phase = Literal["forward", "backward", "backward-input", "backward-weight"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
-PARTS: tuple[Phase, ...] = ("backward-input", "backward-weight")
-
-
-class Action(NamedTuple):
-    """One step of a mesh: a phase of one stage, for one microbatch.
-
-    A "backward" is whole; or it is cut into "backward-input" (what other meshes wait for) and, any time after
-    it, "backward-weight".
-    """
-
-    stage: int
-    phase: Phase
-    microbatch: int
-
-
-# Rows of actions. The actions of a row run in its order, and are all of one mesh; a mesh may have several
-# rows, which take turns as soon as what each waits for is there.
-Table = Sequence[Sequence[Action]]
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The stages of a microbatch loop, as schedules see them.
-
-    Attributes:
-      meshes: for each stage, in the order in which activations reach them, the number of its TaskMesh.
-      reads: for each stage, the stages before it whose activations it reads.
-      carried: what a microbatch reads of the one before it, by stage and phase ("forward" or "backward"): who
-        makes it, and who reads it.
-
-    Example:
-      >>> Stages.chain((0, 1, 0, 1)).after  # two stages on each of two meshes
-      (3, 2, 1, 0)
-    """
-
-    meshes: tuple[int, ...]
-    reads: tuple[tuple[int, ...], ...]
-    carried: tuple[tuple[tuple[int, Phase], tuple[int, Phase]], ...] = ()
-
-    @classmethod
-    def chain(cls, meshes: Sequence[int]) -> Stages:
-        """Stages of which each reads the one before it, on the given meshes."""
-        return cls(tuple(meshes), tuple((s - 1,) if s else () for s in range(len(meshes))))
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.meshes)
-
-    @property
-    def num_meshes(self) -> int:
-        return len(set(self.meshes))
-
-    @functools.cached_property
-    def after(self) -> tuple[int, ...]:
-        """For each stage, how many stages lie on the longest way from it to the end; 0 for a last stage."""
-        far = [0] * self.num_stages
-        for stage in reversed(range(self.num_stages)):
-            for before in self.reads[stage]:
-                far[before] = max(far[before], far[stage] + 1)
-        return tuple(far)
-
-    def rounds(self, name: str, interleave: int | None = None) -> int:
-        """How often a chain goes round the meshes: stage i is on mesh i % num_meshes.
-
-        Raises:
-          ValueError: if it does not, or not `interleave` times.
-        """
-        self._check_chain(name)
-        times, rest = divmod(self.num_stages, self.num_meshes)
-        if rest or any(mesh != s % self.num_meshes for s, mesh in enumerate(self.meshes)):
-            raise ValueError(
-                f"schedule {name!r} needs stages that go round the meshes in turn, such as 0, 1, 0, 1 for "
-                f"four stages on two; here they are on meshes {', '.join(map(str, self.meshes))}"
-            )
-        if interleave not in (None, times):
-            raise ValueError(f"interleave={interleave}, but each mesh has {times} of the stages")
-        return times
-
-    def vee(self, name: str, interleave: int | None = None) -> int:
-        """The number of meshes of a chain that goes down them and back up: two stages on each.
-
-        Raises:
-          ValueError: if the stages lie otherwise.
-        """
-        self._check_chain(name)
-        down = tuple(range(self.num_meshes))
-        if self.meshes != (*down, *reversed(down)):
-            raise ValueError(
-                f"schedule {name!r} needs two stages on each mesh, in a V, such as 0, 1, 1, 0 on two meshes; "
-                f"here they are on meshes {', '.join(map(str, self.meshes))}. (Two stages in a row on one "
-                "mesh are told apart by their tasks: give each a mm.task.)"
-            )
-        if interleave not in (None, 2):
-            raise ValueError(f"interleave={interleave}, but schedule {name!r} has two stages on each mesh")
-        return self.num_meshes
-
-    def _check_chain(self, name: str) -> None:
-        # Reading also from further back changes nothing: what lies between is waited for anyway.
-        if any(s and s - 1 not in read for s, read in enumerate(self.reads)):
-            raise ValueError(
-                f"schedule {name!r} is for a chain of stages; here they read "
-                + "; ".join(f"{s}: {', '.join(map(str, r)) or 'no other'}" for s, r in enumerate(self.reads))
-            )
-
+from mmnnx.mpmd.ir.timetable import Action, Stages, Table
 
 # (stages, number of microbatches) -> table. Options of `mm.microbatch` that a schedule understands
 # (interleave, unrolling) are keyword arguments of its function.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mmnnx.mpmd.schedule.base import Action
+from mmnnx.mpmd.ir.timetable import Action
 
 
 def defer_weights(row: Sequence[Action], lag: int) -> list[Action]:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.hoist.gradient_sums import running_sums
+from mmnnx.mpmd.ir.dataflow import running_sums
 from mmnnx.mpmd.ir.equations import Var
+from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS
-from mmnnx.mpmd.partition.fragments import Fragment, LoopPlan
+from mmnnx.mpmd.ir.timetable import PARTS
 from mmnnx.mpmd.schedule import Action
-from mmnnx.mpmd.schedule.base import PARTS
 from mmnnx.mpmd.schedule.list_scheduling import Jobs, Stuck, play
 
 Instance = tuple[int, int]  # (index of a fragment in the body, microbatch)

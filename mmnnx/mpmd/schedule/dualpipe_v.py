@@ -6,7 +6,8 @@ The cut, after which no weights are kept twice, is Sea AI Lab's ("DualPipe could
 
 from __future__ import annotations
 
-from mmnnx.mpmd.schedule.base import Action, Stages, register_schedule
+from mmnnx.mpmd.ir.timetable import Action, Stages
+from mmnnx.mpmd.schedule.base import register_schedule
 from mmnnx.mpmd.schedule.vee import spell
 
 

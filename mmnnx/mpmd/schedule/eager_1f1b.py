@@ -1,6 +1,7 @@
 """Eager 1F1B (Zhuang et al. 2022, arXiv:2211.05322): 1F1B that hides transfers."""
 
-from mmnnx.mpmd.schedule.base import Action, Stages, register_schedule
+from mmnnx.mpmd.ir.timetable import Action, Stages
+from mmnnx.mpmd.schedule.base import register_schedule
 from mmnnx.mpmd.schedule.one_f_one_b import one_each
 
 

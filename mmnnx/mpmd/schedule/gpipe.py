@@ -1,6 +1,7 @@
 """GPipe (Huang et al. 2019, arXiv:1811.06965): all forwards, then all backwards."""
 
-from mmnnx.mpmd.schedule.base import Action, Stages, register_schedule
+from mmnnx.mpmd.ir.timetable import Action, Stages
+from mmnnx.mpmd.schedule.base import register_schedule
 
 
 @register_schedule("gpipe")

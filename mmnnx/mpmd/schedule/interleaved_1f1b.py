@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from mmnnx.mpmd.schedule.base import Action, Stages, register_schedule
+from mmnnx.mpmd.ir.timetable import Action, Stages
+from mmnnx.mpmd.schedule.base import register_schedule
 
 
 @register_schedule("interleaved-1f1b")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mmnnx.mpmd.schedule.base import Action, Stages, register_schedule
+from mmnnx.mpmd.ir.timetable import Action, Stages
+from mmnnx.mpmd.schedule.base import register_schedule
 
 
 @register_schedule("looped-bfs")

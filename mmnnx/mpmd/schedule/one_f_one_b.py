@@ -1,6 +1,7 @@
 """1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503): one forward, one backward."""
 
-from mmnnx.mpmd.schedule.base import Action, Stages, register_schedule
+from mmnnx.mpmd.ir.timetable import Action, Stages
+from mmnnx.mpmd.schedule.base import register_schedule
 
 
 @register_schedule("1f1b")

@@ -1,6 +1,7 @@
 """One microbatch after the other: for loops in which each begins with what the one before it ended with."""
 
-from mmnnx.mpmd.schedule.base import Action, Stages, register_schedule
+from mmnnx.mpmd.ir.timetable import Action, Stages
+from mmnnx.mpmd.schedule.base import register_schedule
 
 
 @register_schedule("sequential")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Event, Timeline
-from mmnnx.mpmd.schedule.base import PARTS, PHASES, Action, Phase, Stages, Table
+from mmnnx.mpmd.ir.timetable import PARTS, PHASES, Action, Phase, Stages, Table
 from mmnnx.mpmd.schedule.list_scheduling import Jobs, Stuck, play
 
 

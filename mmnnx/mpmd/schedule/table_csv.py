@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from mmnnx.mpmd.schedule.base import Action, Phase, Table
+from mmnnx.mpmd.ir.timetable import Action, Phase, Table
 
 LETTERS: Mapping[Phase, str] = {
     "forward": "F",

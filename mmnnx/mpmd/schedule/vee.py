@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 
-from mmnnx.mpmd.schedule.base import Action, Phase
+from mmnnx.mpmd.ir.timetable import Action, Phase
 
 LETTERS: dict[str, Phase] = {"f": "forward", "b": "backward", "i": "backward-input"}
 

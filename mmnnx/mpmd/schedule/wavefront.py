@@ -4,7 +4,8 @@ Actions are numbered so that each has a higher number than all that it waits for
 diagonal of the plane of stages and microbatches, could all run at once.
 """
 
-from mmnnx.mpmd.schedule.base import Action, Phase, Stages, register_schedule
+from mmnnx.mpmd.ir.timetable import Action, Phase, Stages
+from mmnnx.mpmd.schedule.base import register_schedule
 
 PHASES: tuple[Phase, ...] = ("backward", "forward")  # on one diagonal, what frees residuals goes first
 

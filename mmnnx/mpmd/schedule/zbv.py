@@ -6,7 +6,8 @@ of its second.
 
 from __future__ import annotations
 
-from mmnnx.mpmd.schedule.base import Action, Stages, register_schedule
+from mmnnx.mpmd.ir.timetable import Action, Stages
+from mmnnx.mpmd.schedule.base import register_schedule
 from mmnnx.mpmd.schedule.vee import spell
 
 

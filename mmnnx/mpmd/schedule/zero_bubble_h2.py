@@ -1,6 +1,7 @@
 """ZB-H2 (Qi et al. 2023, arXiv:2401.10241): no bubble between steps, for twice the memory of 1F1B."""
 
-from mmnnx.mpmd.schedule.base import Action, Stages, register_schedule
+from mmnnx.mpmd.ir.timetable import Action, Stages
+from mmnnx.mpmd.schedule.base import register_schedule
 from mmnnx.mpmd.schedule.defer import defer_weights
 from mmnnx.mpmd.schedule.one_f_one_b import one_each
 

@@ -1,0 +1,89 @@
+"""What a function is partitioned into: fragments, loops of fragments, and the plan of all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import Mesh
+
+from mmnnx.mpmd.ir.equations import Loop, Var
+from mmnnx.mpmd.ir.timetable import Timetable
+
+# A value on a mesh: the unit in which data is needed, made, sent and freed.
+Held = tuple[Var, Mesh]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fragment:
+    """One SPMD program.
+
+    Attributes:
+      name: the task and the phase, such as "stage0 forward".
+      task: the task.
+      mesh: the TaskMesh that it is compiled for.
+      phase: "forward", "backward", one of its parts "backward-input" and "backward-weight", or "none"
+        (outside autodiff).
+      position: its place in the flow of activations, None outside the flow.
+      jaxpr: what it computes.
+      invars, outvars: the variables that it reads and makes, all on `mesh`.
+    """
+
+    name: str
+    task: str
+    mesh: Mesh
+    phase: str
+    position: int | None
+    jaxpr: Any
+    invars: tuple[Var, ...]
+    outvars: tuple[Var, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoopPlan:
+    """A microbatch loop whose body is cut into fragments.
+
+    Attributes:
+      loop: what it was cut from.
+      body: the fragments of one microbatch.
+      carried: for each carry, the meshes that hold it between microbatches.
+      kept: for each result that is kept per microbatch, the meshes that hold it.
+      reads: the outer values that the loop reads.
+      timetable: its stages, and what its schedule asks of them.
+    """
+
+    loop: Loop
+    body: Body
+    carried: tuple[tuple[Mesh, ...], ...]
+    kept: tuple[tuple[Mesh, ...], ...]
+    reads: tuple[Held, ...]
+    timetable: Timetable
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """The plan of one microbatch: of fragments alone, for inside a Loop there is no other.
+
+    Attributes:
+      fragments: each after those it needs in the same microbatch.
+      homes, needs: as in Plan.
+    """
+
+    fragments: tuple[Fragment, ...]
+    homes: dict[Var, Mesh]
+    needs: tuple[Held, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """Fragments and loops in an order in which each comes after what it needs.
+
+    Attributes:
+      steps: the fragments and loops.
+      homes: the mesh where each variable is made; variables made on every mesh that needs them are absent.
+      needs: values from outside that the steps read.
+    """
+
+    steps: tuple[Fragment | LoopPlan, ...]
+    homes: dict[Var, Mesh]
+    needs: tuple[Held, ...]

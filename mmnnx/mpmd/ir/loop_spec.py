@@ -1,0 +1,55 @@
+"""What a microbatch loop keeps of the call of `mm.microbatch` that made it, and the scope that carries it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from mmnnx.mpmd.ir.timetable import Action
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopSpec:
+    """What a loop keeps of the call of `mm.microbatch` that made it.
+
+    Attributes:
+      schedule: name of the schedule, None for the shortest or a custom one.
+      options: those of `interleave` and `unrolling` that were given, by name.
+      rows: a custom schedule: one row for each mesh, of Actions or of (microbatch, name of a task).
+      num_stages, remat, memory_limit: as given.
+      length: number of microbatches, filled in when traced.
+    """
+
+    schedule: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    rows: tuple[tuple[Any, ...], ...] = ()
+    num_stages: int | None = None
+    remat: Any = None
+    memory_limit: int | None = None
+    length: int = 0
+
+    @property
+    def names_tasks(self) -> bool:
+        """Whether the custom schedule is one of names."""
+        return any(not isinstance(entry, Action) for row in self.rows for entry in row)
+
+
+_specs: list[LoopSpec] = []
+
+
+def loop_scope(spec: LoopSpec) -> str:
+    if spec not in _specs:
+        _specs.append(spec)
+    return f"microbatch[{_specs.index(spec)}]"
+
+
+def loop_spec(scope: str) -> LoopSpec | None:
+    """The spec of the loop whose own scope ends the given name stack, None for any other equation."""
+    found = re.search(r"(?:^|/)microbatch\[(\d+)\]$", scope)
+    return _specs[int(found[1])] if found else None
+
+
+def is_transformed(scope: str) -> bool:
+    """Whether the equation of a loop is of its gradient or another transformation around it, not its own."""
+    return re.search(r"(?:jvp|transpose|vmap)\((?:.*/)?microbatch\[\d+\]\)+$", scope) is not None

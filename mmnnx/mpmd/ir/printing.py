@@ -1,0 +1,74 @@
+"""How a program prints: the one place that puts instructions, slots and meshes into words."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jax.sharding import Mesh
+
+from mmnnx.mpmd.ir.instructions import Call, Instruction
+
+if TYPE_CHECKING:
+    from mmnnx.mpmd.ir.program import Program
+
+
+def describe(program: Program, i: Instruction) -> str:
+    """One instruction in words."""
+    batch = "" if i.microbatch is None else f" [microbatch {i.microbatch}]"
+    if isinstance(i, Call):
+        return f"{i.name}{batch} on {mesh_text(program, i.mesh)}"
+    return f"send {_type(program, i.inputs[0])}{batch} {i.source} -> {i.target}, {i.nbytes:,} bytes"
+
+
+def program_text(program: Program) -> str:
+    """A program as it prints: its meshes, a line for each instruction, its arguments, and notes."""
+    lines = [
+        f"Program: {len(program.fragments)} fragments, {len(program.calls)} calls, "
+        f"{len(program.transfers)} transfers ({sum(t.nbytes for t in program.transfers):,} bytes)"
+    ]
+    used = {mesh for _, mesh in program.values}
+    for mesh, name in program.names.items():
+        if mesh not in used:
+            continue
+        lines.append(f"  {name}: devices {[d.id for d in mesh.devices.flat]}, {dict(mesh.shape)}")
+    for number, i in enumerate(program.instructions):
+        line = f"{number:5d}  {describe(program, i)}"
+        if isinstance(i, Call):
+            line += f": reads {_slots(i.inputs)}; writes {_slots(i.outputs)}"
+        else:
+            line += f": %{i.inputs[0]} -> %{i.outputs[0]}"
+        lines.append(line + (f"; frees {_slots(i.frees)}" if i.frees else ""))
+    for mesh, name in program.names.items():
+        given = [f"%{s} {path}" for s, path in program.arguments.items() if program.values[s][1] == mesh]
+        lines += _wrapped(f"  {name} is given ", given)
+    return "\n".join([*lines, *(f"  note: {note}" for note in program.notes)])
+
+
+def _slots(slots: Sequence[int]) -> str:
+    return ", ".join(f"%{s}" for s in slots) or "nothing"
+
+
+def _type(program: Program, slot: int) -> str:
+    aval = program.values[slot][0].aval
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def value_text(program: Program, slot: int) -> str:
+    what = ", ".join(
+        [_type(program, slot), *([program.arguments[slot]] if slot in program.arguments else [])]
+    )
+    return f"%{slot} ({what}) of {mesh_text(program, program.values[slot][1])}"
+
+
+def mesh_text(program: Program, mesh: Mesh) -> str:
+    return f"{program.names.get(mesh, 'mesh')} (devices {[d.id for d in mesh.devices.flat]})"
+
+
+def _wrapped(intro: str, items: Sequence[str]) -> list[str]:
+    """Lines of at most 110 characters, none of which ends within an item."""
+    whole = ", ".join(item.replace(" ", "\xa0") for item in items)
+    lines = textwrap.wrap(whole, 110 - len(intro), break_long_words=False, break_on_hyphens=False)
+    starts = [intro, *(" " * len(intro) for _ in lines[1:])]
+    return [start + line.replace("\xa0", " ") for start, line in zip(starts, lines)]

@@ -1,0 +1,58 @@
+"""Equations written: traced from Python, renamed, and dropped where nobody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from mmnnx import _compat
+from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var
+
+
+def inline(fun: Callable, *atoms: Atom, scope: str) -> tuple[list[Equation], list[Var]]:
+    """Traces `fun` over the types of `atoms` and returns its equations on them, and the results."""
+    args = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in atoms]
+    invars, outvars, eqns, consts = _compat.open_jaxpr(jax.make_jaxpr(fun)(*args))
+    env = dict(zip(invars, atoms)) | {v: jex.Literal(c, v.aval) for v, c in consts}
+    flat: list[Equation] = []
+    for eqn in eqns:
+        flat += _inline_eqn(eqn, env, scope)
+    return flat, [read(env, v) for v in outvars]
+
+
+def _inline_eqn(eqn: Any, env: dict[Var, Atom], scope: str) -> list[Equation]:
+    if eqn.primitive.name in ("jit", "pjit"):
+        invars, outvars, eqns, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
+        inner = dict(zip(invars, (read(env, a) for a in eqn.invars)))
+        inner |= {v: jex.Literal(c, v.aval) for v, c in consts}
+        flat = [e for sub in eqns for e in _inline_eqn(sub, inner, scope)]
+        env.update(zip(eqn.outvars, (read(inner, v) for v in outvars)))
+        return flat
+    return [Equation(rename(eqn, env), scope)]
+
+
+def read(env: dict[Var, Atom], atom: Atom) -> Atom:
+    return env.get(atom, atom) if is_var(atom) else atom
+
+
+def rename(eqn: Any, env: dict[Var, Atom]) -> Any:
+    """The equation over the variables of `env`, with fresh results that `env` learns."""
+    fresh = [jex.Var(v.aval) for v in eqn.outvars]
+    out = eqn.replace(invars=[read(env, a) for a in eqn.invars], outvars=fresh)
+    env.update(zip(eqn.outvars, fresh))
+    return out
+
+
+def prune(nodes: Sequence[Node], outputs: Iterable[Atom]) -> list[Node]:
+    """Drops the nodes that `outputs` do not depend on."""
+    live = {a for a in outputs if is_var(a)}
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        effects = isinstance(node, Equation) and node.eqn.effects
+        if effects or any(v in live for v in node.outvars):
+            kept.append(node)
+            live.update(a for a in node.invars if is_var(a))
+    return kept[::-1]

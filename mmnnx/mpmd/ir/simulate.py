@@ -1,0 +1,74 @@
+"""A program is played through without running it: when each mesh does what, and what it holds."""
+
+from __future__ import annotations
+
+import numbers
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mmnnx.mpmd.ir.equations import nbytes
+from mmnnx.mpmd.ir.instructions import Call, Instruction
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Costs, Event, Timeline, peaks
+
+if TYPE_CHECKING:
+    from mmnnx.mpmd.ir.program import Program
+
+
+def simulate(program: Program, costs: Costs | Mapping[str, float] | None = None) -> Timeline:
+    """What `Program.simulate` returns, for these costs."""
+    if not isinstance(costs, Costs):
+        nothing = {"outside": 0.0, "none": 0.0} if program.loops else {}
+        costs = Costs(UNIT_COSTS | nothing | dict(costs or {}))
+    for name, cost in costs.calls.items():
+        if not (isinstance(cost, numbers.Real) and cost >= 0):
+            raise ValueError(f"simulate: the cost of {name!r} is a time of 0 or more, not {cost!r}")
+    known = {*UNIT_COSTS, "outside", *program.labels.values(), *(f.name for f in program.labels)}
+    if unknown := [name for name in costs.calls if name not in known]:
+        raise ValueError(
+            f"simulate: there is no {', '.join(map(repr, unknown))}; there are "
+            + ", ".join(map(repr, program.labels.values()))
+        )
+    ready: dict[int, float] = dict.fromkeys(program.inputs, 0.0)
+    idle: defaultdict[Any, float] = defaultdict(float)  # of meshes, and of the ways between them
+    events, transfers = [], []
+    # Falls come before rises at one time, except in a call that takes none: what it holds, it holds.
+    moves: list[tuple[Any, int, str]] = [
+        ((0.0, 0, -1, 0), nbytes(v), program.names[mesh]) for v, mesh in program.inputs.values()
+    ]
+    # Moves of residuals alone: to begin with, none.
+    kept: list[tuple[Any, int, str]] = [(moment, 0, name) for moment, _, name in moves]
+    host = 0.0  # when the next instruction is dispatched
+    for n, i in enumerate(program.instructions):
+        host += costs.dispatch
+        begin = max((ready[s] for s in i.inputs), default=0.0)
+        if isinstance(i, Call):
+            mesh = program.names[i.mesh]
+            start = max(begin, idle[i.mesh], host)
+            outside = i.microbatch is None
+            took = costs.of_call(program.labels[i.fragment], i.name, i.phase, outside)
+            end = idle[i.mesh] = start + took
+            events.append(Event(mesh, start, end, i.phase, i.microbatch, i.name, i.stage))
+        else:
+            way = f"{i.source} -> {i.target}"
+            start = max(begin, idle[way], host)
+            end = idle[way] = start + costs.of_transfer(i.nbytes)
+            transfers.append(Event(way, start, end, "transfer", i.microbatch, "transfer"))
+        ready.update(dict.fromkeys(i.outputs, end))
+        overwritten = _overwritten(program, i)
+        changes = [((start, 1, n, 0), 1, s) for s in i.outputs]
+        changes += [((end, int(end == start), n, 1), -1, s) for s in i.frees]
+        for time, sign, s in changes:
+            v, home = program.values[s]
+            move = time, sign * nbytes(v), program.names[home]
+            if s not in overwritten:
+                moves.append(move)
+            if s in program.residuals:
+                kept.append(move)
+    return Timeline(tuple(events), tuple(transfers), peaks(moves), peaks(kept))
+
+
+def _overwritten(program: Program, i: Instruction) -> set[int]:
+    """Slots that an instruction drops and whose memory a result takes over, and those of the results."""
+    pairs = program.overwrites[i.fragment] if isinstance(i, Call) else ()
+    return {s for n, k in pairs for s in (i.inputs[n], i.outputs[k])}

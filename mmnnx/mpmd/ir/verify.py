@@ -1,0 +1,101 @@
+"""The checks that a program passes before anything of it runs."""
+
+from __future__ import annotations
+
+import graphlib
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from jax.sharding import Mesh
+
+from mmnnx.mpmd.ir.instructions import Call
+from mmnnx.mpmd.ir.printing import describe, mesh_text, value_text
+
+if TYPE_CHECKING:
+    from mmnnx.mpmd.ir.program import Program
+
+
+class VerificationError(ValueError):
+    """A program that would read what is not there, or keep what nobody needs."""
+
+
+def verify(program: Program) -> None:
+    """Checks that the program can run, does all there is to do, and leaves nothing behind.
+
+    Every fragment of a loop runs once for each microbatch. Every value is made before it is read, on the
+    mesh where it is read; it is dropped once, after its last use; and every value that is not a result is
+    dropped. The order is one for all meshes, so processes that follow it cannot wait for each other.
+
+    Raises:
+      VerificationError: names the instruction, the microbatch and the mesh; where meshes wait for each
+        other in a circle, every instruction of the circle.
+    """
+    _check_loops(program)
+    live = dict(program.inputs)
+    results = {s for slots in program.outputs for s in slots}
+    for number, i in enumerate(program.instructions):
+        where = f"instruction {number}, {describe(program, i)}"
+        mesh_in = i.mesh if isinstance(i, Call) else i.source_mesh
+        mesh_out = i.mesh if isinstance(i, Call) else i.target_mesh
+        for s in i.inputs:
+            if s not in live:
+                raise VerificationError(
+                    f"{where}: reads {value_text(program, s)} before it is made or after it is freed"
+                    + _circle(program)
+                )
+            if live[s][1] != mesh_in:
+                raise VerificationError(
+                    f"{where}: reads {value_text(program, s)}, which is on {mesh_text(program, live[s][1])}, "
+                    f"on {mesh_text(program, mesh_in)}"
+                )
+        for s in i.outputs:
+            if s in live:
+                raise VerificationError(f"{where}: makes {value_text(program, s)} a second time")
+            if program.values[s][1] != mesh_out:
+                raise VerificationError(
+                    f"{where}: makes {value_text(program, s)} on {mesh_text(program, mesh_out)}"
+                )
+            live[s] = program.values[s]
+        for s in i.frees:
+            if s in results:
+                raise VerificationError(f"{where}: frees {value_text(program, s)}, which is a result")
+            if program.values[s][1] not in (mesh_in, mesh_out):
+                raise VerificationError(f"{where}: frees {value_text(program, s)}, which is on another mesh")
+            if live.pop(s, None) is None:
+                raise VerificationError(f"{where}: frees {value_text(program, s)}, which is not there")
+    for s in results - live.keys():
+        raise VerificationError(f"the result {value_text(program, s)} is never made")
+    for s in live.keys() - results:
+        raise VerificationError(f"{value_text(program, s)} is never freed")
+
+
+def _check_loops(program: Program) -> None:
+    counts = Counter((c.fragment, c.microbatch) for c in program.calls)
+    for loop in program.loops:
+        for f, *elsewhere in loop.fragments:
+            for m in range(loop.length):
+                times = sum(counts[g, m] for g in (f, *elsewhere))
+                if times != 1:
+                    wrong = "is missing" if times == 0 else f"is there {times} times"
+                    raise VerificationError(
+                        f"{f.name} of microbatch {m} on {mesh_text(program, f.mesh)} {wrong} "
+                        f"(schedule {loop.schedule!r}, {loop.length} microbatches)"
+                    )
+
+
+def _circle(program: Program) -> str:
+    """The instructions that wait for each other if each mesh keeps its own order, in words."""
+    makes = {s: number for number, i in enumerate(program.instructions) for s in i.outputs}
+    before: dict[int, list[int]] = {}
+    last: dict[Mesh, int] = {}
+    for number, i in enumerate(program.instructions):
+        before[number] = [makes[s] for s in i.inputs if s in makes]
+        for mesh in (i.mesh,) if isinstance(i, Call) else (i.source_mesh, i.target_mesh):
+            before[number] += [last[mesh]] if mesh in last else []
+            last[mesh] = number
+    try:
+        graphlib.TopologicalSorter(before).prepare()
+    except graphlib.CycleError as error:
+        steps = [f"{n}, {describe(program, program.instructions[n])}" for n in error.args[1]]
+        return ". Instructions wait for each other: " + " <- ".join(steps)
+    return ""
