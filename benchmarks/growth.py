@@ -55,7 +55,7 @@ def problem(model: str, layers: int, stages: int, microbatches: int) -> Problem:
 def timed_passes(seconds: dict[str, float]) -> Iterator[None]:
     """Adds up the CPU seconds that this thread spends in each pass."""
     owners: dict[str, tuple[Any, str]] = {
-        "open": (pipeline, "open_calls"),
+        "open": (pipeline, "inline_calls"),
         "place": (pipeline, "place"),
         "cut": (pipeline, "cut"),
     }

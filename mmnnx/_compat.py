@@ -230,7 +230,7 @@ def key_value_store() -> Any:
     return distributed.global_state.client
 
 
-def is_optimizer_slot(variable: Any) -> bool:
+def is_optimizer_state(variable: Any) -> bool:
     """Whether a Variable is a slot of an `nnx.Optimizer` (mu, nu, ...)."""
     return isinstance(variable, nnx.optimizer.OptState)
 

@@ -376,9 +376,9 @@ def test_is_optimizer_slot():
     is_variable = lambda x: isinstance(x, nnx.Variable)
     slots = [v for _, v in nnx.iter_graph(optimizer.opt_state) if is_variable(v)]
     assert len(slots) == 5  # adam's count, and mu and nu of kernel and bias
-    assert all(_compat.is_optimizer_slot(v) for v in slots)
-    assert not any(_compat.is_optimizer_slot(v) for v in (model.kernel, model.bias, nnx.BatchStat(1)))
-    assert not _compat.is_optimizer_slot(jnp.ones(2))
+    assert all(_compat.is_optimizer_state(v) for v in slots)
+    assert not any(_compat.is_optimizer_state(v) for v in (model.kernel, model.bias, nnx.BatchStat(1)))
+    assert not _compat.is_optimizer_state(jnp.ones(2))
 
 
 def test_module_is_pytree():

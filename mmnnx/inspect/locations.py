@@ -96,8 +96,8 @@ class Homes:
     ) -> Match | None:
         """The rule of `mm.jit`: slots follow their parameters, scalars need no rule."""
         shape = tuple(arrays[0].shape) if arrays else ()
-        if _compat.is_optimizer_slot(value):
-            match = sharding.lookup_slot(paths, value, self._parameters)
+        if _compat.is_optimizer_state(value):
+            match = sharding.lookup_optimizer_state(paths, value, self._parameters)
             if match is not None and match.own:
                 self._matched.add(match.index)
                 return match

@@ -15,15 +15,15 @@ from mmnnx import _compat
 from mmnnx.mpmd.compile.input_shardings import constrains, derive_shardings
 from mmnnx.mpmd.distributed.processes import holders
 from mmnnx.mpmd.emit.emit import build
+from mmnnx.mpmd.frontend.in_out_shardings import InOutShardings, find_in_out_shardings
 from mmnnx.mpmd.frontend.meshes import Meshes
 from mmnnx.mpmd.frontend.observe import Leaf, Record
-from mmnnx.mpmd.frontend.shardings import Ends, find_ends
 from mmnnx.mpmd.hoist.gathers import gather_once
 from mmnnx.mpmd.hoist.gradient_sums import split_sums
 from mmnnx.mpmd.hoist.reductions import reduce_once
-from mmnnx.mpmd.inline.calls import open_calls
+from mmnnx.mpmd.inline.calls import inline_calls
 from mmnnx.mpmd.ir.equations import Equation, Flat, Loop, Node, Var, is_var, scopes_in
-from mmnnx.mpmd.ir.fragments import Fragment, Held, LoopPlan, Plan
+from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, PlacedVar, Plan
 from mmnnx.mpmd.ir.origin import FREE, at_home
 from mmnnx.mpmd.ir.placement import Placement, Position
 from mmnnx.mpmd.ir.program import Program
@@ -32,7 +32,7 @@ from mmnnx.mpmd.partition.change_mesh import localise
 from mmnnx.mpmd.partition.fragments import cut
 from mmnnx.mpmd.partition.stages import fits
 from mmnnx.mpmd.place.place import TaskOf, place
-from mmnnx.mpmd.runtime.prepare import Run, Tied, preparer
+from mmnnx.mpmd.runtime.prepare import BoundProgram, Run, preparer
 from mmnnx.mpmd.schedule.dispatch_order import Moves
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task, find_task, place_task, placed_tasks
@@ -92,7 +92,7 @@ def split(
         task_of(scope)
     for task, mesh in dict.fromkeys(_placing(record)):
         place_task(task, mesh)
-    ends = find_ends(record, leaves, traced.jaxpr.out_avals, meshes)
+    ends = find_in_out_shardings(record, leaves, traced.jaxpr.out_avals, meshes)
     placed = bool(meshes.names())
     if not placed and multimesh is not None and constrains(traced.jaxpr):
         meshes.canonical(multimesh.mesh)
@@ -121,7 +121,7 @@ def split(
         return Split(program, None, derive)
     asked = _asked(pieces, ends, multimesh)
     settled = _settled(pieces, ends, asked, record, leaves, traced.jaxpr, multimesh, divided)
-    tied = Tied(
+    tied = BoundProgram(
         program=program,
         flat=pieces.flat,
         fixed=pieces.fixed,
@@ -138,7 +138,7 @@ def split(
 
 def _runs_as_it_is(
     flat: Flat,
-    ends: Ends,
+    ends: InOutShardings,
     record: Record,
     leaves: Sequence[Any],
     jaxpr: Any,
@@ -170,7 +170,7 @@ def _runs_as_it_is(
     )
 
 
-def _asked(pieces: _Pieces, ends: Ends, multimesh: MultiMesh | None) -> list[NamedSharding | None]:
+def _asked(pieces: _Pieces, ends: InOutShardings, multimesh: MultiMesh | None) -> list[NamedSharding | None]:
     """The sharding that each result must have; for a scalar constant, that of where steps keep a counter."""
     flat = pieces.flat
     whole = NamedSharding(multimesh.mesh, PartitionSpec()) if multimesh is not None else None
@@ -185,7 +185,7 @@ def _asked(pieces: _Pieces, ends: Ends, multimesh: MultiMesh | None) -> list[Nam
 
 def _settled(
     pieces: _Pieces,
-    ends: Ends,
+    ends: InOutShardings,
     asked: Sequence[NamedSharding | None],
     record: Record,
     leaves: Sequence[Any],
@@ -255,7 +255,9 @@ def _with_tasks(placement: Placement, multimesh: MultiMesh | None) -> Placement:
       ValueError: if several tasks with other options have state on the same mesh.
     """
     forget = "mm.clear_tasks()" if multimesh is None else "make the MultiMesh anew: it remembers its tasks"
-    trained = {placement.spots[n].position for n, phase in placement.phases.items() if phase == "backward"}
+    trained = {
+        placement.locations[n].position for n, phase in placement.phases.items() if phase == "backward"
+    }
 
     def task_on(mesh: Mesh) -> Task | None:
         tasks = placed_tasks(mesh, multimesh)
@@ -283,12 +285,12 @@ class _Pieces:
 
     flat: Flat
     plan: Plan
-    results: list[list[Held]]
-    fixed: dict[Held, NamedSharding]
+    results: list[list[PlacedVar]]
+    fixed: dict[PlacedVar, NamedSharding]
     reduced: dict[Var, str] = dataclasses.field(default_factory=dict)
 
 
-def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, meshes: Meshes) -> Iterator[_Pieces]:
+def _divide(jaxpr: Any, ends: InOutShardings, task_of: TaskOf, meshes: Meshes) -> Iterator[_Pieces]:
     """A function that touches several meshes: opened, placed and cut. Loops that ask for no schedule are cut
     for the shortest one first, then for the next."""
 
@@ -296,7 +298,7 @@ def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, meshes: Meshes) -> Iterator
         found = task_of(scope)
         return found[1] if found is not None else None
 
-    flat = open_calls(jaxpr, ends.homes, task_mesh, meshes.labels(), ends.follows)
+    flat = inline_calls(jaxpr, ends.homes, task_mesh, meshes.labels(), ends.follows)
     for loop in (node for node in flat.nodes if isinstance(node, Loop)):
         for mesh_for in meshes.moving.values():
             for m in range(loop.spec.length):
@@ -330,7 +332,9 @@ def _divide(jaxpr: Any, ends: Ends, task_of: TaskOf, meshes: Meshes) -> Iterator
         yield _Pieces(flat, plan, results, _carried(plan, placement, given, meshes.moving), reduced)
 
 
-def _program(pieces: _Pieces, ends: Ends, record: Record, donates: Sequence[bool], meshes: Meshes) -> Program:
+def _program(
+    pieces: _Pieces, ends: InOutShardings, record: Record, donates: Sequence[bool], meshes: Meshes
+) -> Program:
     """The program of a function that was cut up."""
     flat = pieces.flat
     for held, sharding in zip(pieces.results, ends.asked):
@@ -357,9 +361,9 @@ def _program(pieces: _Pieces, ends: Ends, record: Record, donates: Sequence[bool
 def _parameter(record: Record, number: int) -> Leaf | None:
     """An argument; the parameter that it belongs to, if it is a slot of an optimizer."""
     leaf = record.inputs[number]
-    if leaf is None or not leaf.slot:
+    if leaf is None or not leaf.is_optimizer_state:
         return leaf
-    owners = (x for x in record.inputs if x is not None and not x.slot and x.within)
+    owners = (x for x in record.inputs if x is not None and not x.is_optimizer_state and x.within)
     return next((x for x in owners if leaf.path[-len(x.within) :] == x.within), leaf)
 
 
@@ -391,10 +395,10 @@ def _fitting(choices: Iterable[tuple[_Pieces, Program]]) -> tuple[_Pieces, Progr
 def _results(
     flat: Flat,
     placement: Placement,
-    ends: Ends,
+    ends: InOutShardings,
     divided: Sequence[Mesh],
     multimesh: MultiMesh | None,
-) -> list[list[Held]]:
+) -> list[list[PlacedVar]]:
     """The values that hold each result; none for one that is an input as it came, or a constant."""
     covered = {d for m in divided for d in m.devices.flat}
     devices = set(multimesh.mesh.devices.flat) if multimesh is not None else set()
@@ -402,7 +406,7 @@ def _results(
     # Counters that nobody placed are computed on every mesh, so that none is ever sent.
     everywhere = divided if whole else divided[:1]
     inputs = {*flat.invars, *(v for v, _ in flat.constants)}
-    results: list[list[Held]] = []
+    results: list[list[PlacedVar]] = []
     for v, sharding, beside, scalar in zip(flat.outvars, ends.asked, ends.beside, ends.everywhere):
         if not is_var(v) or (v in inputs and sharding is None) or v.aval.dtype == jax.dtypes.float0:
             results.append([])
@@ -417,7 +421,7 @@ def _results(
 
 def _undivided(jaxpr: Any, mesh: Mesh, names: dict[Mesh, str]) -> _Pieces:
     """A function that touches one mesh: one fragment."""
-    flat = open_calls(jaxpr, [None] * len(jaxpr.in_avals), lambda scope: None, names, loops=False)
+    flat = inline_calls(jaxpr, [None] * len(jaxpr.in_avals), lambda scope: None, names, loops=False)
     equations = [n for n in flat.nodes if isinstance(n, Equation)]  # which are all
     made = {v for e in equations for v in e.outvars}
     outvars = list(dict.fromkeys(v for v in flat.outvars if is_var(v) and v in made))
@@ -433,9 +437,9 @@ def _undivided(jaxpr: Any, mesh: Mesh, names: dict[Mesh, str]) -> _Pieces:
 
 def _carried(
     plan: Plan, placement: Placement, given: dict[Var, NamedSharding | None], moving: Moves
-) -> dict[Held, NamedSharding]:
+) -> dict[PlacedVar, NamedSharding]:
     """Decides the shardings of what loops carry and slice: they must be the same for every microbatch."""
-    fixed: dict[Held, NamedSharding] = {}
+    fixed: dict[PlacedVar, NamedSharding] = {}
     for step in plan.steps:
         if not isinstance(step, LoopPlan):
             continue
@@ -466,7 +470,7 @@ def _carried(
     return fixed
 
 
-def _ending(held: Held, sharding: NamedSharding, plan: Plan) -> dict[Held, NamedSharding]:
+def _ending(held: PlacedVar, sharding: NamedSharding, plan: Plan) -> dict[PlacedVar, NamedSharding]:
     """The sharding of a result, and where it is made elsewhere, the one it is sent with."""
     v, mesh = held
     home = plan.homes.get(v, mesh)

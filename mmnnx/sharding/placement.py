@@ -197,7 +197,7 @@ class TaskSharding(nnx.StateSharding):
             raise PlacementError(self._nothing_matches(path, variable))
         return self._match(index, path, variable)
 
-    def lookup_slot(
+    def lookup_optimizer_state(
         self, paths: Sequence[Path], slot: nnx.Variable, parameters: Collection[Path] = ()
     ) -> Match | None:
         """Where a slot of an optimizer lives: by a rule of its own, else by that of its parameter.

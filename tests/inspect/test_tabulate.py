@@ -390,7 +390,7 @@ def test_depth_folds_deeper_modules():
 
 
 def test_shared_modules_and_variables_count_once():
-    class Tied(nnx.Module):
+    class BoundProgram(nnx.Module):
         def __init__(self, rngs):
             self.a = nnx.Linear(3, 3, rngs=rngs)
             self.b = self.a
@@ -400,7 +400,7 @@ def test_shared_modules_and_variables_count_once():
         def __call__(self, x):
             return self.c(self.b(self.a(x)))
 
-    for model in (Tied(nnx.Rngs(0)), abstract(lambda: Tied(nnx.Rngs(0)))):
+    for model in (BoundProgram(nnx.Rngs(0)), abstract(lambda: BoundProgram(nnx.Rngs(0)))):
         table = tabulate(model, jnp.ones((1, 3)))
         assert sum(p.size for p in table.pieces) == 9 + 3 + 3
         by_path = {line[0]: line for line in cells(table)[2:-1]}
@@ -411,15 +411,15 @@ def test_shared_modules_and_variables_count_once():
 
 
 def test_a_rule_for_any_path_places_shared_state():
-    class Tied(nnx.Module):
+    class BoundProgram(nnx.Module):
         def __init__(self, rngs):
             self.embed = nnx.Embed(4, 4, rngs=rngs)
             self.out = self.embed
 
     sharding = mm.TaskSharding({mm.path("out"): mm.Task("last", mesh_slice={"stage": 1})})
     with make_mesh(stage=2):
-        table = tabulate(abstract(lambda: Tied(nnx.Rngs(0))), sharding=sharding)
-        real = mm.jit(lambda: Tied(nnx.Rngs(0)), out_shardings=sharding)()
+        table = tabulate(abstract(lambda: BoundProgram(nnx.Rngs(0))), sharding=sharding)
+        real = mm.jit(lambda: BoundProgram(nnx.Rngs(0)), out_shardings=sharding)()
         assert str(tabulate(real)) == str(table)
     assert table.by_device == {1: 64}
 

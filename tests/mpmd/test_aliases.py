@@ -18,7 +18,7 @@ from tests.mpmd.parity import assert_same, homes, pipeline, values
 NAMES = "abc"
 
 
-class Held(nnx.Module):
+class PlacedVar(nnx.Module):
     """Three Variables of one shape."""
 
     def __init__(self, start):
@@ -27,7 +27,7 @@ class Held(nnx.Module):
 
 
 def two():
-    return Held(1), Held(2)
+    return PlacedVar(1), PlacedVar(2)
 
 
 def swapped(m, n, x):
@@ -134,7 +134,7 @@ def exchanged_modules(m):
 def test_variables_that_others_hold_too(step):
     """What a call writes is in those that the modules held then."""
 
-    class Both(Held):
+    class Both(PlacedVar):
         def __init__(self):
             super().__init__(1)
             self.first, self.second = two()
@@ -185,7 +185,7 @@ TABLE = jnp.arange(4.0)
 )
 def test_one_table_is_born_on_every_mesh(table):
     def make():
-        held, value = Held(1), table()
+        held, value = PlacedVar(1), table()
         for name in NAMES:
             getattr(held, name)[...] = value
         return held
@@ -255,7 +255,7 @@ def test_a_variable_takes_its_home_along():
 
 def test_numpy_values_are_placed_too():
     def make():
-        held = Held(1)
+        held = PlacedVar(1)
         held.a.set_value(np.arange(4, dtype=np.float32))
         return held
 

@@ -62,7 +62,7 @@ def seconds(program: mm.Program) -> set[int]:
 
 
 def test_nothing_is_kept_between_them():
-    """What the backward alone reads of the forward is no result of the one program, and in no slot."""
+    """What the backward alone reads of the forward is no result of the one program, and in no buffer."""
     program = program_of("1f1b")
     last = [s for s in program.residuals if program.names[program.values[s][1]] == "stage2"]
     made = {s for c in program.calls for s in c.outputs}

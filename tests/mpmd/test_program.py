@@ -133,17 +133,19 @@ def residuals(program, mesh):
         if call.phase == "forward":
             forward.update(dict.fromkeys(call.outputs, (stage_of(call.mesh, mesh), call.microbatch)))
         elif call.phase.startswith("backward"):
-            own = {slot for slot in call.inputs if forward.get(slot, (None, None))[1] == call.microbatch}
+            own = {
+                buffer for buffer in call.inputs if forward.get(buffer, (None, None))[1] == call.microbatch
+            }
             kept |= own
     held = collections.Counter()
     most = collections.Counter()
     for instruction in program.instructions:
-        for slot in set(instruction.outputs) & kept:
-            held[forward[slot]] += 1
+        for buffer in set(instruction.outputs) & kept:
+            held[forward[buffer]] += 1
         for stage in range(STAGES):
             most[stage] = max(most[stage], sum(1 for (s, _), n in held.items() if s == stage and n))
-        for slot in set(instruction.frees) & kept:
-            held[forward[slot]] -= 1
+        for buffer in set(instruction.frees) & kept:
+            held[forward[buffer]] -= 1
     assert not any(held.values()), "residuals that are never freed"
     return [most[stage] for stage in range(STAGES)]
 
@@ -261,8 +263,8 @@ def test_a_printed_program_says_which_slot_is_given_what(program):
     """Every array of the arguments, by its path, and the mesh where it is read."""
     text = str(program[1])
     given = text[text.index("  stage0 is given %") :]
-    for slot, name in program[1].arguments.items():
-        assert f"%{slot} {name}" in " ".join(given.split())
+    for buffer, name in program[1].arguments.items():
+        assert f"%{buffer} {name}" in " ".join(given.split())
     assert max(map(len, given.splitlines())) <= 110
     names = set(program[1].arguments.values())
     assert {"0.blocks.1.norm1.scale", "a constant", "1.step"} < names and len(names) > 20, names

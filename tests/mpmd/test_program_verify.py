@@ -289,9 +289,9 @@ def test_a_result_that_is_never_made(program):
 
 
 def test_an_input_that_nobody_gives(program):
-    slot = next(iter(program.inputs))
-    fewer = {s: held for s, held in program.inputs.items() if s != slot}
-    refused(dataclasses.replace(program, inputs=fewer), f"reads %{slot} ", "before it is made")
+    buffer = next(iter(program.inputs))
+    fewer = {s: held for s, held in program.inputs.items() if s != buffer}
+    refused(dataclasses.replace(program, inputs=fewer), f"reads %{buffer} ", "before it is made")
 
 
 @given(st.data())
@@ -309,7 +309,7 @@ def test_shuffled_programs_are_valid_or_refused(data):
     for i in shuffled.instructions:
         fine = fine and set(i.inputs) <= there
         there = (there | set(i.outputs)) - set(i.frees)
-    fine = fine and there == {s for slots in program.outputs for s in slots}
+    fine = fine and there == {s for buffers in program.outputs for s in buffers}
     if fine:
         shuffled.verify()
         assert len(shuffled.simulate().events) == len(program.calls)
@@ -320,15 +320,15 @@ def test_shuffled_programs_are_valid_or_refused(data):
 
 @given(st.data())
 def test_mutilated_programs_are_refused(data):
-    """One slot of one instruction, read, made or freed, exchanged for another: always refused."""
+    """One buffer of one instruction, read, made or freed, exchanged for another: always refused."""
     program = valid()
     n = data.draw(st.integers(0, len(program.instructions) - 1))
     i = program.instructions[n]
     field = data.draw(st.sampled_from([f for f in ("inputs", "outputs", "frees") if getattr(i, f)]))
-    slots = list(getattr(i, field))
-    k = data.draw(st.integers(0, len(slots) - 1))
-    slots[k] = data.draw(st.integers(0, len(program.values) - 1).filter(lambda s: s not in slots))
-    broken = changed(program, n, dataclasses.replace(i, **{field: tuple(slots)}))
+    buffers = list(getattr(i, field))
+    k = data.draw(st.integers(0, len(buffers) - 1))
+    buffers[k] = data.draw(st.integers(0, len(program.values) - 1).filter(lambda s: s not in buffers))
+    broken = changed(program, n, dataclasses.replace(i, **{field: tuple(buffers)}))
     if field == "inputs":  # it may read another value that is there; a value without a reader is still freed
         try:
             broken.verify()
@@ -347,16 +347,16 @@ def meaning(program: mm.Program, terms: dict) -> list[list[int]]:
     `terms` has the numbers; programs that share it can be compared.
     """
     term = lambda *key: terms.setdefault(key, len(terms))
-    slots = {s: term("input", v, mesh) for s, (v, mesh) in program.inputs.items()}
+    buffers = {s: term("input", v, mesh) for s, (v, mesh) in program.inputs.items()}
     for i in program.instructions:
-        read = [slots[s] for s in i.inputs]
+        read = [buffers[s] for s in i.inputs]
         if isinstance(i, Call):
-            slots.update({s: term(i.fragment, n, *read) for n, s in enumerate(i.outputs)})
+            buffers.update({s: term(i.fragment, n, *read) for n, s in enumerate(i.outputs)})
         else:
-            slots[i.outputs[0]] = read[0]
+            buffers[i.outputs[0]] = read[0]
         for s in i.frees:
-            del slots[s]
-    return [[slots[s] for s in held] for held in program.outputs]
+            del buffers[s]
+    return [[buffers[s] for s in held] for held in program.outputs]
 
 
 PROGRAMS = [("1f1b", 2), ("gpipe", 3), ("zero-bubble-h1", 3)]

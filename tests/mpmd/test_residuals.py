@@ -250,7 +250,7 @@ def test_it_keeps_less(body):
 def test_forwards_make_nothing_in_vain(body):
     """What a forward makes is read by someone, or is a result."""
     made = program(body)
-    read = {s for i in made.instructions for s in i.inputs} | {s for slots in made.outputs for s in slots}
+    read = {s for i in made.instructions for s in i.inputs} | {s for buffers in made.outputs for s in buffers}
     in_vain = [s for i in made.instructions if isinstance(i, Call) for s in i.outputs if s not in read]
     assert not in_vain
 

@@ -587,7 +587,7 @@ def test_a_timeline_of_nothing():
 
 
 def test_residuals_in_flight():
-    """Held from the start of a forward to the end of the last part of its backward, stage by stage."""
+    """PlacedVar from the start of a forward to the end of the last part of its backward, stage by stage."""
     events = [
         event("a", 0, 1, "forward", 0, 0),
         event("a", 1, 2, "forward", 0, 1),

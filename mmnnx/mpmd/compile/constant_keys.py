@@ -40,10 +40,10 @@ def make_keys(program: Program) -> tuple[Program, list[Any]]:
         if isinstance(i, Call) and times[i.fragment] == 1 and (wanted := _wanted(i.fragment)):
             keys += _evaluated(i.fragment.jaxpr.eqns, wanted, made)
             f = _given(i.fragment, wanted)
-            slots = tuple(range(len(values), len(values) + len(wanted)))
+            buffers = tuple(range(len(values), len(values) + len(wanted)))
             values += [(v, f.mesh) for v in f.invars[-len(wanted) :]]
-            inputs |= {s: values[s] for s in slots}
-            i = dataclasses.replace(i, fragment=f, inputs=(*i.inputs, *slots), frees=(*i.frees, *slots))
+            inputs |= {s: values[s] for s in buffers}
+            i = dataclasses.replace(i, fragment=f, inputs=(*i.inputs, *buffers), frees=(*i.frees, *buffers))
         instructions.append(i)
     given = dataclasses.replace(
         program, instructions=tuple(instructions), inputs=inputs, values=tuple(values), loops=()

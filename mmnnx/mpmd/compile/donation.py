@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jax.sharding import NamedSharding
 
 from mmnnx.mpmd.distributed.processes import are_apart
-from mmnnx.mpmd.ir.fragments import Fragment, Held
+from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.ir.program import Program
 
@@ -15,7 +15,7 @@ Pairs = list[tuple[int, int]]  # (number of an input, number of the result that 
 
 
 def donations(
-    program: Program, fixed: Mapping[Held, NamedSharding], donated: set[int]
+    program: Program, fixed: Mapping[PlacedVar, NamedSharding], donated: set[int]
 ) -> dict[Fragment, Pairs]:
     """For each fragment, the inputs whose buffers results take over: of `Program.overwrites` those that may.
 
@@ -25,7 +25,7 @@ def donations(
     Args:
       program: the fragments with their calls.
       fixed: shardings that are decided.
-      donated: input slots of the program whose arrays may be overwritten.
+      donated: input buffers of the program whose arrays may be overwritten.
     """
     # Another process fetches an array when it comes to it: nothing may be written over it. What it sent was
     # received into memory that is no device's own, on some clients, and it may be asked about.

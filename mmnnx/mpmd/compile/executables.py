@@ -21,7 +21,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.compile.donation import Pairs, donations
 from mmnnx.mpmd.compile.lower import Lowered, likeness, lower
 from mmnnx.mpmd.distributed.processes import hear_specs, is_here, tell_specs
-from mmnnx.mpmd.ir.fragments import Fragment, Held
+from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import same_shape, spec_of, transferred
@@ -65,7 +65,7 @@ class Code:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
-    """A program with an executable for each fragment of this process, and a sharding for each slot in use."""
+    """An executable for each fragment of this process, and a sharding for each buffer in use."""
 
     program: Program
     executables: dict[Fragment, Executable]
@@ -73,7 +73,7 @@ class Compiled:
 
 
 def compile_program(
-    program: Program, fixed: dict[Held, NamedSharding], donated: set[int], program_number: int = 0
+    program: Program, fixed: dict[PlacedVar, NamedSharding], donated: set[int], program_number: int = 0
 ) -> Compiled:
     """Compiles every fragment of a program that this process has devices for.
 
@@ -83,7 +83,7 @@ def compile_program(
     Args:
       program: what to compile.
       fixed: shardings that are decided: of inputs, results and carries.
-      donated: input slots whose arrays may be overwritten.
+      donated: input buffers whose arrays may be overwritten.
       program_number: by which several processes know the program (`Peers.agree`).
     """
     fixed = fixed | _replicated(program, fixed)
@@ -133,7 +133,7 @@ class _Once:
         self,
         f: Fragment,
         shardings: Sequence[NamedSharding],
-        fixed: Mapping[Held, NamedSharding],
+        fixed: Mapping[PlacedVar, NamedSharding],
         pairs: Pairs,
     ) -> None:
         own = functools.partial(lower, f, shardings, fixed, pairs)
@@ -164,14 +164,14 @@ def _finished(result: Any) -> Future[Any]:
 
 
 class _Known:
-    """The shardings of slots that are known so far.
+    """The shardings of buffers that are known so far.
 
     Attributes:
-      of: by slot.
+      of: by buffer.
       ready: the first calls of fragments whose inputs are known; who compiles them takes them off.
     """
 
-    def __init__(self, program: Program, fixed: Mapping[Held, NamedSharding]):
+    def __init__(self, program: Program, fixed: Mapping[PlacedVar, NamedSharding]):
         self.of: dict[int, NamedSharding] = {}
         self.calls: dict[Fragment, list[Call]] = {}
         self.readers: dict[int, list[Instruction]] = {}
@@ -187,12 +187,12 @@ class _Known:
             if held in fixed:
                 self.learn(s, fixed[held])
 
-    def learn(self, slot: int, sharding: NamedSharding) -> None:
+    def learn(self, buffer: int, sharding: NamedSharding) -> None:
         """Takes note of a sharding, and of those of copies on other meshes."""
-        if slot in self.of:
+        if buffer in self.of:
             return
-        self.of[slot] = sharding
-        for i in self.readers.get(slot, ()):
+        self.of[buffer] = sharding
+        for i in self.readers.get(buffer, ()):
             if isinstance(i, Transfer):
                 same = same_shape(i.source_mesh, i.target_mesh)
                 there = NamedSharding(i.target_mesh, PartitionSpec())
@@ -208,9 +208,9 @@ class _Known:
                 self.learn(s, NamedSharding(f.mesh, spec))
 
 
-def _replicated(program: Program, fixed: Mapping[Held, NamedSharding]) -> dict[Held, NamedSharding]:
+def _replicated(program: Program, fixed: Mapping[PlacedVar, NamedSharding]) -> dict[PlacedVar, NamedSharding]:
     """Values that go to a mesh of another shape, and all values of one-device meshes: one copy a device."""
-    found: dict[Held, NamedSharding] = {}
+    found: dict[PlacedVar, NamedSharding] = {}
     for held in program.values:
         if held[1].size == 1:
             found[held] = NamedSharding(held[1], PartitionSpec())

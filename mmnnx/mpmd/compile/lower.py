@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmnnx.mpmd.compile.donation import Pairs
 from mmnnx.mpmd.compile.equality import computation
 from mmnnx.mpmd.distributed.processes import are_apart
-from mmnnx.mpmd.ir.fragments import Fragment, Held
+from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Lowered:
 
 
 def lower(
-    f: Fragment, shardings: Sequence[NamedSharding], fixed: Mapping[Held, NamedSharding], pairs: Pairs
+    f: Fragment, shardings: Sequence[NamedSharding], fixed: Mapping[PlacedVar, NamedSharding], pairs: Pairs
 ) -> Lowered:
     """Lowers a fragment.
 
@@ -80,7 +80,7 @@ def lower(
 
 
 def likeness(
-    f: Fragment, shardings: Sequence[NamedSharding], fixed: Mapping[Held, NamedSharding], pairs: Pairs
+    f: Fragment, shardings: Sequence[NamedSharding], fixed: Mapping[PlacedVar, NamedSharding], pairs: Pairs
 ) -> Any:
     """A key that is equal only for what `lower` makes the same of, and faster; None if there is none.
 

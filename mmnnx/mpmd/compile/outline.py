@@ -21,7 +21,7 @@ from mmnnx.mpmd.compile.constant_keys import is_draw, is_of_keys
 from mmnnx.mpmd.compile.equality import operation
 from mmnnx.mpmd.compile.lower import can_be_moved
 from mmnnx.mpmd.ir.equations import Var, is_var
-from mmnnx.mpmd.ir.fragments import Fragment, Held
+from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 from mmnnx.mpmd.ir.instructions import Call, Instruction
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import same_shape
@@ -240,18 +240,18 @@ def _part(f: Fragment, eqns: Sequence[Any], takes: tuple[Var, ...], makes: tuple
     return dataclasses.replace(f, jaxpr=jaxpr, invars=takes, outvars=makes)
 
 
-def _calls(call: Call, parts: Sequence[Fragment], values: list[Held]) -> list[Call]:
-    """The calls of the parts of a fragment. What goes from one to another has slots that are added."""
+def _calls(call: Call, parts: Sequence[Fragment], values: list[PlacedVar]) -> list[Call]:
+    """The calls of the parts of a fragment. What goes from one to another has buffers that are added."""
     f = call.fragment
-    slots = dict(zip((*f.invars, *f.outvars), (*call.inputs, *call.outputs)))
+    buffers = dict(zip((*f.invars, *f.outvars), (*call.inputs, *call.outputs)))
     dropped = {*call.frees}
-    for v in (v for p in parts for v in p.outvars if v not in slots):
-        slots[v] = len(values)
+    for v in (v for p in parts for v in p.outvars if v not in buffers):
+        buffers[v] = len(values)
         dropped.add(len(values))
         values.append((v, f.mesh))
     calls: list[Call] = []
     for p in reversed(parts):
-        inputs, outputs = (tuple(slots[v] for v in held) for held in (p.invars, p.outvars))
+        inputs, outputs = (tuple(buffers[v] for v in held) for held in (p.invars, p.outvars))
         frees = tuple(sorted(dropped & {*inputs, *outputs}))
         dropped.difference_update(frees)
         calls.append(dataclasses.replace(call, fragment=p, inputs=inputs, outputs=outputs, frees=frees))

@@ -1,4 +1,4 @@
-"""From a plan to a program: instructions in the order of dispatch, over numbered slots."""
+"""From a plan to a program: instructions in the order of dispatch, over numbered buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Var, nbytes
-from mmnnx.mpmd.ir.fragments import Fragment, Held, LoopPlan, Plan
+from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, PlacedVar, Plan
 from mmnnx.mpmd.ir.instructions import Call, Instruction, LoopRuns, Transfer
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.partition.change_mesh import localise
@@ -22,7 +22,7 @@ from mmnnx.mpmd.schedule.dispatch_order import Moves, order_loop, sums
 def build(
     plan: Plan,
     inputs: dict[Var, Mesh | None],
-    results: Sequence[Sequence[Held]],
+    results: Sequence[Sequence[PlacedVar]],
     names: dict[Mesh, str],
     moving: Moves,
     successors: dict[Var, Var],
@@ -39,12 +39,12 @@ def build(
     """
     builder = _Builder(plan, inputs, names, moving)
     builder.emit()
-    outputs = tuple(tuple(builder.slot(v, m) for v, m in held) for held in results)
+    outputs = tuple(tuple(builder.buffer(v, m) for v, m in held) for held in results)
     loops = [step for step in plan.steps if isinstance(step, LoopPlan)]
     for step in loops:
         successors = successors | dict(zip(step.loop.carry_in, step.loop.carry_out))
     return Program(
-        tuple(_free(builder.instructions, {s for slots in outputs for s in slots})),
+        tuple(_free(builder.instructions, {s for buffers in outputs for s in buffers})),
         {s: builder.values[s] for s in builder.inputs},
         outputs,
         tuple(builder.values),
@@ -58,7 +58,7 @@ def build(
 
 
 def _free(instructions: Sequence[Instruction], results: set[int]) -> list[Instruction]:
-    """Has every slot dropped at its last use; what nobody reads, where it is made."""
+    """Has every buffer dropped at its last use; what nobody reads, where it is made."""
     dead: dict[int, set[int]] = {}
     seen = set(results)
     for number in reversed(range(len(instructions))):
@@ -86,16 +86,16 @@ class _Builder:
         fragments = [f for f in plan.steps if isinstance(f, Fragment) and f.mesh in moving]
         self.movers = {v: f for f in fragments for v in f.outvars}
         self.instructions: list[Instruction] = []
-        self.values: list[Held] = []
+        self.values: list[PlacedVar] = []
         self.inputs: list[int] = []
-        self.slots: dict[tuple[Var, Mesh, int | None], int] = {}
+        self.buffers: dict[tuple[Var, Mesh, int | None], int] = {}
         self.clones: dict[tuple[Fragment, Mesh], Fragment] = {}
         self.readers = _readers(plan.steps, plan.homes)
 
     def emit(self) -> None:
         for step in self.plan.steps:
             if isinstance(step, Fragment):
-                inputs = tuple(self.slot(v, self._real(step.mesh)) for v in step.invars)
+                inputs = tuple(self.buffer(v, self._real(step.mesh)) for v in step.invars)
                 self._call(step, None, inputs, self.readers)
             else:
                 self._loop(step)
@@ -118,26 +118,26 @@ class _Builder:
 
     def _new(self, var: Var, mesh: Mesh, m: int | None) -> int:
         self.values.append((var, mesh))
-        self.slots[var, mesh, m] = len(self.values) - 1
+        self.buffers[var, mesh, m] = len(self.values) - 1
         return len(self.values) - 1
 
-    def slot(self, var: Var, mesh: Mesh) -> int:
-        """The slot of a value outside loops; sends or asks for it where it is not there yet."""
+    def buffer(self, var: Var, mesh: Mesh) -> int:
+        """The buffer of a value outside loops; sends or asks for it where it is not there yet."""
         mesh = self._real(mesh)
-        if (var, mesh, None) in self.slots:
-            return self.slots[var, mesh, None]
+        if (var, mesh, None) in self.buffers:
+            return self.buffers[var, mesh, None]
         home, maker = self.homes.get(var), self.movers.get(var)
         if maker is not None and (home is None or not maker.invars):
             # A moving task's constants, and what every mesh can make of what it is given, are not sent.
-            self._call(maker, None, tuple(self.slot(v, mesh) for v in maker.invars), {}, mesh)
-            return self.slots[var, mesh, None]
+            self._call(maker, None, tuple(self.buffer(v, mesh) for v in maker.invars), {}, mesh)
+            return self.buffers[var, mesh, None]
         if home is None or home == mesh:
             self.inputs.append(self._new(var, mesh, None))
             return self.inputs[-1]
-        return self._send(var, self.slot(var, home), home, mesh, None)
+        return self._send(var, self.buffer(var, home), home, mesh, None)
 
     def _send(self, var: Var, source: int, home: Mesh, mesh: Mesh, m: int | None) -> int:
-        """Sends a value of microbatch m from the slot that holds it at home; returns the slot it fills."""
+        """Sends a value of microbatch m from the buffer that holds it at home; returns the new buffer."""
         target = self._new(var, mesh, m)
         self.instructions.append(
             Transfer(
@@ -172,7 +172,7 @@ class _Builder:
         for v, s in zip(f.outvars, outputs):
             for reader in readers.get(v, ()):
                 to = self._real(reader, m)
-                if to != mesh and (v, to, m) not in self.slots:
+                if to != mesh and (v, to, m) not in self.buffers:
                     sends.setdefault(to, {})[v] = s
         for to, values in sends.items():
             for v, s in values.items():
@@ -183,7 +183,7 @@ class _Builder:
         rows = {v: (m,) for row in loop.slices for m, v in enumerate(row)}
         for v, mesh in plan.reads:
             for m in rows.get(v, range(loop.spec.length)) if mesh in self.moving else (0,):
-                self.slot(v, self._real(mesh, m))
+                self.buffer(v, self._real(mesh, m))
         placed = {v: meshes[0] for v, meshes in zip(loop.carry_in, plan.carried) if meshes}
         carried = dict(zip(loop.carry_in, plan.carried))
         starts = dict(zip(loop.carry_in, loop.init))
@@ -200,32 +200,32 @@ class _Builder:
                 readers.setdefault(out, []).extend(m for m in meshes if m != body.homes[out])
 
         def find(var: Var, mesh: Mesh, m: int) -> int:
-            """The slot of what microbatch m reads as `var` on `mesh`."""
+            """The buffer of what microbatch m reads as `var` on `mesh`."""
             here = self._real(mesh, m)
             if var in starts:
                 if mesh not in carried[var]:
                     return send_on(var, here, m, placed[var])
                 before = latest.get((leaves[var], here)) if var in any_order else m - 1 if m else None
                 if before is None:
-                    return self.slot(starts[var], here)
+                    return self.buffer(starts[var], here)
                 there = self._real(mesh, before)
-                if (leaves[var], here, before) not in self.slots:  # a moving task's carry that is no sum
-                    self._send(leaves[var], self.slots[leaves[var], there, before], there, here, before)
-                return self.slots[leaves[var], here, before]
+                if (leaves[var], here, before) not in self.buffers:  # a moving task's carry that is no sum
+                    self._send(leaves[var], self.buffers[leaves[var], there, before], there, here, before)
+                return self.buffers[leaves[var], here, before]
             if var in slices:
-                return self.slot(slices[var][m], here)
-            if (var, here, m) in self.slots:
-                return self.slots[var, here, m]
-            return self.slot(var, here)
+                return self.buffer(slices[var][m], here)
+            if (var, here, m) in self.buffers:
+                return self.buffers[var, here, m]
+            return self.buffer(var, here)
 
         def send_on(var: Var, here: Mesh, m: int, home: Mesh) -> int:
             """A carry read away from its home."""
             source, there = find(var, home, m), self._real(home, m)
             if here == there:
                 return source
-            if (var, here, m) not in self.slots:
+            if (var, here, m) not in self.buffers:
                 self._send(var, source, there, here, m)
-            return self.slots[var, here, m]
+            return self.buffers[var, here, m]
 
         for index, m in order_loop(plan, self.moving):
             f = body.fragments[index]
@@ -247,7 +247,7 @@ class _Builder:
     def _becomes(self, inner: Var, m: int, outer: Var, mesh: Mesh) -> None:
         """What microbatch m made as `inner` is known as `outer` after the loop."""
         here = self._real(mesh, m)
-        self.slots[outer, here, None] = self.slots[inner, here, m]
+        self.buffers[outer, here, None] = self.buffers[inner, here, m]
         if mesh in self.moving:
             self.homes[outer] = here
 
@@ -259,8 +259,8 @@ class _Builder:
         home = self.homes[total]
         parts = []
         for mesh, m in last.items():
-            slot = self.slots[out, mesh, m]
-            parts.append(slot if mesh == home else self._send(out, slot, mesh, home, m))
+            buffer = self.buffers[out, mesh, m]
+            parts.append(buffer if mesh == home else self._send(out, buffer, mesh, home, m))
         types = [jax.ShapeDtypeStruct(total.aval.shape, total.aval.dtype)] * len(parts)
         jaxpr = jax.make_jaxpr(lambda *xs: functools.reduce(jnp.add, xs))(*types)
         name = self.names[home]

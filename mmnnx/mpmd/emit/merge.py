@@ -87,11 +87,11 @@ def _calls(instructions: Sequence[Instruction]) -> dict[int, Call]:
 def _agree(first: Call, second: Call) -> bool:
     """Whether each variable means the same in both calls."""
     f = first.fragment
-    slots = dict(zip((*f.invars, *f.outvars), (*first.inputs, *first.outputs)))
-    within = {v for e in f.jaxpr.eqns for v in e.outvars} - slots.keys()
+    buffers = dict(zip((*f.invars, *f.outvars), (*first.inputs, *first.outputs)))
+    within = {v for e in f.jaxpr.eqns for v in e.outvars} - buffers.keys()
     read = list(zip(second.fragment.invars, second.inputs))
-    return all(slots.get(v, s) == s and v not in within for v, s in read) and not any(
-        s in first.outputs and v not in slots for v, s in read
+    return all(buffers.get(v, s) == s and v not in within for v, s in read) and not any(
+        s in first.outputs and v not in buffers for v, s in read
     )
 
 
@@ -112,13 +112,13 @@ def _merged(instructions: Sequence[Instruction], pairs: Sequence[tuple[int, int]
         if first.fragment not in fragments:
             fragments[first.fragment] = _one(first, second, inner[first.fragment])
         f = fragments[first.fragment]
-        slots = dict(zip(second.fragment.invars, second.inputs))
-        slots |= dict(zip(first.fragment.invars, first.inputs))
-        slots |= dict(zip(first.fragment.outvars, first.outputs))
-        slots |= dict(zip(second.fragment.outvars, second.outputs))
-        gone = {slots[v] for v in inner[first.fragment]}
+        buffers = dict(zip(second.fragment.invars, second.inputs))
+        buffers |= dict(zip(first.fragment.invars, first.inputs))
+        buffers |= dict(zip(first.fragment.outvars, first.outputs))
+        buffers |= dict(zip(second.fragment.outvars, second.outputs))
+        gone = {buffers[v] for v in inner[first.fragment]}
         frees = tuple(sorted({*first.frees, *second.frees} - gone))
-        inputs, outputs = (tuple(slots[v] for v in held) for held in (f.invars, f.outvars))
+        inputs, outputs = (tuple(buffers[v] for v in held) for held in (f.invars, f.outvars))
         merged[i] = Call(f, first.microbatch, inputs, outputs, frees, first.stage)
     return merged
 

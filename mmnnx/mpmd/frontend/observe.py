@@ -51,7 +51,7 @@ class Leaf:
     Attributes:
       path: from the argument (its number or name) or the result to the array.
       within: the same from the graph node that is the argument or result itself.
-      slot: whether it is a slot of an optimizer.
+      is_optimizer_state: whether an optimizer keeps it (mu, nu, ...).
       rule: what in_shardings or out_shardings ask for it.
       updates: for the new value of an argument's state, the number of the input.
       origin: for a slot that was made for an argument's state, the path of that, if the function was asked.
@@ -59,7 +59,7 @@ class Leaf:
 
     path: Path
     within: Path
-    slot: bool = False
+    is_optimizer_state: bool = False
     rule: Rule | None = None
     updates: int | None = None
     origin: Path | None = None
@@ -84,8 +84,12 @@ class Record:
 
     def needs_origins(self) -> bool:
         """Whether paths do not tell whose slots those of an optimizer are that was made."""
-        new = [leaf.path for leaf in self.results if leaf is not None and leaf.slot and leaf.updates is None]
-        known = (leaf.path for leaf in self.inputs if leaf is not None and not leaf.slot)
+        new = [
+            leaf.path
+            for leaf in self.results
+            if leaf is not None and leaf.is_optimizer_state and leaf.updates is None
+        ]
+        known = (leaf.path for leaf in self.inputs if leaf is not None and not leaf.is_optimizer_state)
         return bool(new) and not are_clear(known, new)
 
     def names(self) -> list[str]:
@@ -225,11 +229,11 @@ def _leaves(
     """
     for path, value in nnx.iter_graph(trees):
         path = came.get(id(value), path) if isinstance(value, nnx.Variable) else path
-        slot = _compat.is_optimizer_slot(value)
+        of_optimizer = _compat.is_optimizer_state(value)
         for keys, a in _paths_inside(value):
             alive.append(a)
             where, within = (*path[1:], *keys), (*path[len(trees) :], *keys)
-            yield id(a), Leaf(where, within, slot, rules.get(id(a)), origin=origins.get(id(value)))
+            yield id(a), Leaf(where, within, of_optimizer, rules.get(id(a)), origin=origins.get(id(value)))
 
 
 def _set_apart(trees: tuple[Any, Any, Any], arrived: dict[int, Leaf], plain: set[int]) -> set[int]:
@@ -379,15 +383,15 @@ def _paths(node: Any) -> list[tuple[Any, list[Path]]]:
 def _parameter_paths(tree: Any) -> set[Path]:
     """The paths of all Variables under the nodes of a tree that are no slots of an optimizer."""
     found = (pair for node in jax.tree.leaves(tree, is_leaf=_has_paths) for pair in _paths(node))
-    return {path for value, paths in found if not _compat.is_optimizer_slot(value) for path in paths}
+    return {path for value, paths in found if not _compat.is_optimizer_state(value) for path in paths}
 
 
 def _lookup(
     sharding: TaskSharding, paths: Sequence[Path], value: Any, parameters: Callable[[], set[Path]]
 ) -> list[Match]:
     """Where state goes that several paths may lead to: the rules that match any of them, the first first."""
-    if _compat.is_optimizer_slot(value):
-        match = sharding.lookup_slot(paths, value, parameters())
+    if _compat.is_optimizer_state(value):
+        match = sharding.lookup_optimizer_state(paths, value, parameters())
         return [] if match is None else [match]
     matches, errors = [], []
     for path in paths:

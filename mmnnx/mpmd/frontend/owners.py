@@ -44,13 +44,13 @@ class Owners:
                 for path in (leaf.path, leaf.within):
                     for k in range(len(path)):
                         self.inside.setdefault(path[:k], set()).add(home)
-                for k in range(1, 0 if leaf.slot else len(leaf.within)):
+                for k in range(1, 0 if leaf.is_optimizer_state else len(leaf.within)):
                     self.by_part.setdefault((leaf.within[k:], shapes[n]), []).append(n)
         # Parameters among the results, for the slots of an optimizer that is made together with its model: by
         # the end of their path and shape, and by path alone.
         self.made: dict[Any, list[NamedSharding]] = {}
         for leaf, aval, rule in zip(record.results, types, rules):
-            if leaf is not None and rule is not None and not leaf.slot:
+            if leaf is not None and rule is not None and not leaf.is_optimizer_state:
                 for k in range(len(leaf.within)):
                     self.made.setdefault((leaf.within[k:], aval.shape), []).append(rule)
                     self.made.setdefault(leaf.within[k:], []).append(rule)
@@ -64,7 +64,7 @@ class Owners:
         endings = [(leaf.path[k:], aval.shape) for k in range(len(leaf.path))]
         if leaf.origin is not None:
             follow = self.number.get(leaf.origin)
-        elif (follow := self._first(self.by_end, endings)) is None and leaf.slot:
+        elif (follow := self._first(self.by_end, endings)) is None and leaf.is_optimizer_state:
             if (own := self._made(endings, leaf)) is not None:
                 return None, own
             if aval.shape:  # statistics of rows, a history

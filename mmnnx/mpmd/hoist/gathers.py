@@ -67,12 +67,12 @@ def _gather(loop: Loop, placement: Placement, known: Known) -> list[Node]:
             )
             equations, (gathered[v, home],) = inline(constrain, v, scope="")
             before += equations
-    spots = placement.bodies[loop].spots
+    locations = placement.bodies[loop].locations
 
     def reading(e: Equation) -> Equation:
-        if e not in spots:
+        if e not in locations:
             return e
-        invars = [gathered.get((a, spots[e].mesh), a) if is_var(a) else a for a in e.invars]
+        invars = [gathered.get((a, locations[e].mesh), a) if is_var(a) else a for a in e.invars]
         changed = any(a is not b for a, b in zip(invars, e.invars))
         return Equation(e.eqn.replace(invars=invars), e.scope) if changed else e
 

@@ -71,7 +71,7 @@ def _divide(
     loop: Loop, body: Placement, given: Mapping[Var, NamedSharding | None], zero: Collection[Atom]
 ) -> list[Node]:
     """A loop with what comes before and after it; `zero` are its inputs that are all zeros."""
-    meshes = dict.fromkeys(spot.mesh for spot in body.spots.values())
+    meshes = dict.fromkeys(location.mesh for location in body.locations.values())
     if all(mesh.size == 1 for mesh in meshes):
         return [loop]
     known = _slices(loop, given)
@@ -82,9 +82,9 @@ def _divide(
     names = {mesh: _names(mesh, meshes) for mesh in meshes}
     for n, (enters, leaves) in enumerate(zip(loop.carry_in, loop.carry_out)):
         last = region.maker.get(leaves)
-        if last is None or last not in body.spots or not _adds_to(last, enters, region.uses):
+        if last is None or last not in body.locations or not _adds_to(last, enters, region.uses):
             continue
-        mesh = body.spots[last].mesh
+        mesh = body.locations[last].mesh
         sizes = {axis: mesh.shape[own] for axis, own in names[mesh].items()}
         try:
             sums[n] = last, region.plan(_added(last, enters), sizes)
@@ -115,7 +115,7 @@ def _divide(
         summed, _ = inline(total_of, parts, *starts, scope="")
         after += [*summed[:-1], Equation(summed[-1].eqn.replace(outvars=[total]), "")]
         new[n] = start, running, out, parts
-        own = names[body.spots[last].mesh]
+        own = names[body.locations[last].mesh]
         axes_of[parts] = tuple(tuple(own[axis] for axis in axes if axis in own) for axes, _ in groups)
 
     def replaced(old: Sequence[Any], k: int) -> tuple[Any, ...]:

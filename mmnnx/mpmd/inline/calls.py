@@ -1,6 +1,6 @@
 """From a traced function to one flat list of equations.
 
-`open_calls` takes the jaxpr of a function and inlines what stands between the user's equations and the
+`inline_calls` takes the jaxpr of a function and inlines what stands between the user's equations and the
 places they belong to: nested jits always; remat, custom derivatives, loops and branches where more than one
 TaskMesh is involved.
 """
@@ -24,7 +24,7 @@ from mmnnx.mpmd.ir.rewrite import prune, rename
 from mmnnx.sharding.task import scopes
 
 
-def open_calls(
+def inline_calls(
     jaxpr: Any,
     homes: Sequence[Mesh | None],
     task_mesh: Callable[[str], Mesh | None],

@@ -27,7 +27,7 @@ class InLoop(enum.Enum):
 
 
 class Writer(abc.ABC):
-    """The state of one pass of `open_calls`: what every variable seen so far is made of.
+    """The state of one pass of `inline_calls`: what every variable seen so far is made of.
 
     Attributes:
       origin: of each variable.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def saved_activations(program: Program) -> frozenset[int]:
-    """The slots of what the backward of a stage and microbatch reads of its forward."""
+    """The buffers of what the backward of a stage and microbatch reads of its forward."""
     made_for = {s: i.microbatch for i in program.instructions for s in i.outputs}
     seen: defaultdict[Any, set[int]] = defaultdict(set)  # what forwards make and read
     found: set[int] = set()

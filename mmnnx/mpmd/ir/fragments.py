@@ -11,7 +11,7 @@ from mmnnx.mpmd.ir.equations import Loop, Var
 from mmnnx.mpmd.ir.timetable import Timetable
 
 # A value on a mesh: the unit in which data is needed, made, sent and freed.
-Held = tuple[Var, Mesh]
+PlacedVar = tuple[Var, Mesh]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class LoopPlan:
     body: Body
     carried: tuple[tuple[Mesh, ...], ...]
     kept: tuple[tuple[Mesh, ...], ...]
-    reads: tuple[Held, ...]
+    reads: tuple[PlacedVar, ...]
     timetable: Timetable
 
 
@@ -71,7 +71,7 @@ class Body:
 
     fragments: tuple[Fragment, ...]
     homes: dict[Var, Mesh]
-    needs: tuple[Held, ...]
+    needs: tuple[PlacedVar, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,4 +86,4 @@ class Plan:
 
     steps: tuple[Fragment | LoopPlan, ...]
     homes: dict[Var, Mesh]
-    needs: tuple[Held, ...]
+    needs: tuple[PlacedVar, ...]

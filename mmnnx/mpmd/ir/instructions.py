@@ -12,7 +12,7 @@ from mmnnx.mpmd.ir.fragments import Fragment
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Runs a fragment: reads the slots `inputs`, fills the slots `outputs`, then drops the slots `frees`.
+    """Runs a fragment: reads buffers `inputs`, fills buffers `outputs`, then drops buffers `frees`.
 
     `microbatch` is the one it works on and `stage` the stage of the loop that it is of; None outside loops.
     """

@@ -12,7 +12,7 @@ from mmnnx.sharding.task import Task
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Spot:
+class Location:
     """Where an equation runs: a TaskMesh, and its position in the flow (None outside the flow)."""
 
     mesh: Mesh
@@ -33,8 +33,8 @@ class Placement:
 
     Attributes:
       positions: the flow of activations, in order.
-      spots: where each equation runs; absent for work that depends on no placed state.
-      phases: for each equation in `spots`, "forward", "backward" or "none".
+      locations: where each equation runs; absent for work that depends on no placed state.
+      phases: for each equation in `locations`, "forward", "backward" or "none".
       where: the origin of each variable, with the mesh that holds it unless it is free.
       backward_tasks: the positions whose backward is in a task of another name than the forward.
       follows: for gradients and what becomes of them, the state variable that they will be combined with.
@@ -42,7 +42,7 @@ class Placement:
     """
 
     positions: list[Position] = dataclasses.field(default_factory=list)
-    spots: dict[Node, Spot] = dataclasses.field(default_factory=dict)
+    locations: dict[Node, Location] = dataclasses.field(default_factory=dict)
     phases: dict[Node, str] = dataclasses.field(default_factory=dict)
     where: dict[Var, Origin] = dataclasses.field(default_factory=dict)
     backward_tasks: dict[int, str] = dataclasses.field(default_factory=dict)

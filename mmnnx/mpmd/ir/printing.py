@@ -1,4 +1,4 @@
-"""How a program prints: the one place that puts instructions, slots and meshes into words."""
+"""How a program prints: the one place that puts instructions, buffers and meshes into words."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def program_text(program: Program) -> str:
     return "\n".join([*lines, *(f"  note: {note}" for note in program.notes)])
 
 
-def _slots(slots: Sequence[int]) -> str:
-    return ", ".join(f"%{s}" for s in slots) or "nothing"
+def _slots(buffers: Sequence[int]) -> str:
+    return ", ".join(f"%{s}" for s in buffers) or "nothing"
 
 
-def _type(program: Program, slot: int) -> str:
-    aval = program.values[slot][0].aval
+def _type(program: Program, buffer: int) -> str:
+    aval = program.values[buffer][0].aval
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
-def value_text(program: Program, slot: int) -> str:
+def value_text(program: Program, buffer: int) -> str:
     what = ", ".join(
-        [_type(program, slot), *([program.arguments[slot]] if slot in program.arguments else [])]
+        [_type(program, buffer), *([program.arguments[buffer]] if buffer in program.arguments else [])]
     )
-    return f"%{slot} ({what}) of {mesh_text(program, program.values[slot][1])}"
+    return f"%{buffer} ({what}) of {mesh_text(program, program.values[buffer][1])}"
 
 
 def mesh_text(program: Program, mesh: Mesh) -> str:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from mmnnx.mpmd.ir.buffers import buffer_reuse, saved_activations
 from mmnnx.mpmd.ir.equations import Var
-from mmnnx.mpmd.ir.fragments import Fragment, Held
+from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 from mmnnx.mpmd.ir.instructions import Call, Instruction, LoopRuns, Transfer
 from mmnnx.mpmd.ir.printing import describe, program_text
 from mmnnx.mpmd.ir.simulate import simulate
@@ -27,27 +27,27 @@ from mmnnx.mpmd.ir.verify import verify
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """The instructions of one call, over numbered slots that each hold one array on one mesh.
+    """The instructions of one call, over numbered buffers that each hold one array on one mesh.
 
     Attributes:
       instructions: fragment calls and transfers, in the order in which they are dispatched.
-      inputs: slots filled before the first instruction: slot -> (variable, mesh).
-      outputs: for each result of the function: the slots that hold it (several for a value that is kept on
+      inputs: buffers filled before the first instruction: buffer -> (variable, mesh).
+      outputs: for each result of the function: the buffers that hold it (several for a value that is kept on
         every mesh), none for a result that is an input or a constant.
-      values: for each slot, the variable and the mesh.
+      values: for each buffer, the variable and the mesh.
       names: for each mesh, what messages call it.
       loops: what its microbatch loops must run.
       successors: for values that may be overwritten when they are not needed any more: the value that takes
         their place, such as the next value of a sum or of donated state.
       notes: what could not be done as it should, in words.
-      arguments: for slots of inputs, what they are given, by path: "0.blocks.3.mlp.kernel".
+      arguments: for buffers of inputs, what they are given, by path: "0.blocks.3.mlp.kernel".
       run: runs it for arguments and measures; see `profile`.
     """
 
     instructions: tuple[Instruction, ...]
-    inputs: dict[int, Held]
+    inputs: dict[int, PlacedVar]
     outputs: tuple[tuple[int, ...], ...]
-    values: tuple[Held, ...]
+    values: tuple[PlacedVar, ...]
     names: dict[Mesh, str]
     loops: tuple[LoopRuns, ...] = ()
     successors: dict[Var, Var] = dataclasses.field(default_factory=dict, repr=False)

@@ -32,7 +32,7 @@ def verify(program: Program) -> None:
     """
     _check_loops(program)
     live = dict(program.inputs)
-    results = {s for slots in program.outputs for s in slots}
+    results = {s for buffers in program.outputs for s in buffers}
     for number, i in enumerate(program.instructions):
         where = f"instruction {number}, {describe(program, i)}"
         mesh_in = i.mesh if isinstance(i, Call) else i.source_mesh

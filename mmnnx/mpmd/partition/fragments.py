@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Loop, Node, Var, is_var, nbytes
-from mmnnx.mpmd.ir.fragments import Body, Fragment, Held, LoopPlan, Plan
+from mmnnx.mpmd.ir.fragments import Body, Fragment, LoopPlan, PlacedVar, Plan
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement
 from mmnnx.mpmd.ir.timetable import PARTS
@@ -29,7 +29,7 @@ from mmnnx.mpmd.partition.stages import split_positions, task_remat, timetable
 def cut(
     nodes: Sequence[Node],
     placement: Placement,
-    required: Iterable[Held],
+    required: Iterable[PlacedVar],
     name_of: dict[Mesh, str],
     choice: int = 0,
 ) -> Plan:
@@ -47,7 +47,7 @@ def cut(
     """
     nodes, placement = rematerialise(nodes, placement, task_remat(placement))
     placement = split_backward(nodes, placement, split_positions(placement))
-    return _Cutter(nodes, placement, list(required), name_of, choice).run()
+    return _Partitioner(nodes, placement, list(required), name_of, choice).run()
 
 
 # Worth doing once and keeping, even where the inputs are at hand everywhere.
@@ -62,7 +62,7 @@ _SMALL = 1024  # bytes: below this nothing is costly
 Group = tuple[Mesh, str, "int | None"]
 
 
-class _Cutter:
+class _Partitioner:
     """One pass over the nodes, last to first: an equation joins a fragment that reads its results.
 
     So work is done as late as it can be, and what the loop does not read is not done before it.
@@ -72,7 +72,7 @@ class _Cutter:
         self,
         nodes: Sequence[Node],
         placement: Placement,
-        required: list[Held],
+        required: list[PlacedVar],
         name_of: dict[Mesh, str],
         choice: int,
     ):
@@ -123,7 +123,7 @@ class _Cutter:
                 continue
             large = sum(map(nbytes, node.outvars)) > _SMALL
             derived = any(self.maker.get(a) in kept for a in node.invars if is_var(a)) and not _expands(node)
-            costly = node not in self.placement.spots and large and (node.name in _COSTLY or derived)
+            costly = node not in self.placement.locations and large and (node.name in _COSTLY or derived)
             if costly or node.kept or results & set(node.outvars) or node.eqn.effects:
                 kept.add(node)
         return kept
@@ -132,14 +132,14 @@ class _Cutter:
         """Whether an equation is repeated in every fragment that reads it."""
         if node in self.kept:
             return False
-        if node not in self.placement.spots or _expands(node):
+        if node not in self.placement.locations or _expands(node):
             return True
         return node.name in LAYOUT and self.placement.where[node.outvars[0]].kind is Kind.STATE
 
     def _meshes(self, node: Equation) -> list[Mesh]:
-        spot = self.placement.spots.get(node)
-        if spot is not None:
-            return [spot.mesh]
+        location = self.placement.locations.get(node)
+        if location is not None:
+            return [location.mesh]
         return list(dict.fromkeys(m for v in node.outvars for m in self.needs.get(v, ())))
 
     def _read(self, atom: Any, mesh: Mesh, group: Group, fragment: int | None) -> None:
@@ -186,7 +186,7 @@ class _Cutter:
         while True:
             required = [(v, m) for v, meshes in zip(loop.carry_out, carried) for m in meshes]
             required += [(v, m) for v, meshes in zip(loop.ys, kept) for m in meshes]
-            body = _body(_Cutter(nodes, placement, required, self.name_of, self.choice).run())
+            body = _body(_Partitioner(nodes, placement, required, self.name_of, self.choice).run())
             grown = False
             for v, meshes in zip(loop.carry_in, carried):
                 missing = [m for w, m in body.needs if w is v and m not in meshes]
@@ -197,7 +197,7 @@ class _Cutter:
             if not grown:
                 break
         outer = dict(zip(loop.carry_in, ([a] for a in loop.init))) | dict(zip(loop.slice_vars, loop.slices))
-        reads: dict[Held, None] = {}
+        reads: dict[PlacedVar, None] = {}
         for v, mesh in body.needs:
             if v in loop.carry_in:
                 mesh = placement.where[v].home or mesh
@@ -207,9 +207,9 @@ class _Cutter:
     # -- which fragment -------------------------------------------------------------------------------------
 
     def _add(self, node: Equation, mesh: Mesh) -> None:
-        spot = self.placement.spots.get(node)
-        if spot is not None and spot.position is not None:
-            group: Group = (mesh, self.placement.phases[node], spot.position)
+        location = self.placement.locations.get(node)
+        if location is not None and location.position is not None:
+            group: Group = (mesh, self.placement.phases[node], location.position)
         else:  # what is not part of the flow joins the first that reads it
             reading = (self.needs[v][mesh] for v in node.outvars if mesh in self.needs.get(v, ()))
             group = next(reading, (mesh, "none", None))

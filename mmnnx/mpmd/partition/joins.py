@@ -36,9 +36,9 @@ def set_joins_apart(loop: Loop, placement: Placement) -> Placement:
         needed = 0
         for a in filter(is_var, node.invars):
             needed |= behind.get(a, 0)
-        spot = placement.spots.get(node)
-        if spot is not None and spot.position is not None:
-            group[node] = 2 << 2 * spot.position + (placement.phases[node] != "forward")
+        location = placement.locations.get(node)
+        if location is not None and location.position is not None:
+            group[node] = 2 << 2 * location.position + (placement.phases[node] != "forward")
             waits[node] = needed
             if needed and _is_work(node, placement):
                 base[group[node]] |= needed | group[node]

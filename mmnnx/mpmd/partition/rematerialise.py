@@ -19,7 +19,7 @@ import jax.extend.core as jex
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Loop, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import Kind
-from mmnnx.mpmd.ir.placement import Placement, Spot
+from mmnnx.mpmd.ir.placement import Location, Placement
 from mmnnx.mpmd.ir.timetable import Remat
 from mmnnx.mpmd.place.min_cut import sink_side
 
@@ -46,7 +46,7 @@ def rematerialise(
       The nodes with the repeated equations added, once each, and their placement.
     """
     maker = {v: n for n in nodes for v in n.outvars}
-    repeated: dict[Spot, set[Equation]] = {}
+    repeated: dict[Location, set[Equation]] = {}
     for place, (forward, values) in _residuals(nodes, placement, maker).items():
         may_repeat = _allowed(remat.get(place.position) if place.position is not None else None)
         found = _between(forward, values, maker, placement, may_repeat)
@@ -56,22 +56,25 @@ def rematerialise(
         return list(nodes), placement
     out: list[Node] = []
     placed = dataclasses.replace(
-        placement, spots=dict(placement.spots), phases=dict(placement.phases), where=dict(placement.where)
+        placement,
+        locations=dict(placement.locations),
+        phases=dict(placement.phases),
+        where=dict(placement.where),
     )
     index = {n: i for i, n in enumerate(nodes)}
-    again: dict[tuple[Any, Spot], Var] = {}  # what the backward of a spot reads instead of a value
+    again: dict[tuple[Any, Location], Var] = {}  # what the backward of a location reads instead of a value
 
-    def add(node: Equation, outvars: Sequence[Var], spot: Spot) -> None:
-        invars = [again.get((a, spot), a) if is_var(a) else a for a in node.invars]
+    def add(node: Equation, outvars: Sequence[Var], location: Location) -> None:
+        invars = [again.get((a, location), a) if is_var(a) else a for a in node.invars]
         copy = Equation(node.eqn.replace(invars=invars, outvars=list(outvars)), node.scope)
-        placed.spots[copy], placed.phases[copy] = spot, "backward"
+        placed.locations[copy], placed.phases[copy] = location, "backward"
         placed.where.update((new, placement.where[old]) for new, old in zip(outvars, node.outvars))
         out.append(copy)
 
     for node in nodes:
-        spot = placement.spots.get(node)
-        backward = spot is not None and spot in repeated and placement.phases[node] == "backward"
-        if not isinstance(node, Equation) or spot is None or not backward:
+        location = placement.locations.get(node)
+        backward = location is not None and location in repeated and placement.phases[node] == "backward"
+        if not isinstance(node, Equation) or location is None or not backward:
             out.append(node)
             continue
         missing: set[Equation] = set()
@@ -81,18 +84,18 @@ def rematerialise(
                 before = maker.get(a)
                 if (
                     isinstance(before, Equation)
-                    and before in repeated[spot]
-                    and (a, spot) not in again
+                    and before in repeated[location]
+                    and (a, location) not in again
                     and before not in missing
                 ):
                     missing.add(before)
                     pending.append(before)
         for before in sorted(missing, key=index.__getitem__):
             fresh = [jex.Var(v.aval) for v in before.outvars]
-            add(before, fresh, spot)
-            again.update({(v, spot): f for v, f in zip(before.outvars, fresh)})
-        if any((a, spot) in again for a in node.invars if is_var(a)):
-            add(node, node.outvars, spot)
+            add(before, fresh, location)
+            again.update({(v, location): f for v, f in zip(before.outvars, fresh)})
+        if any((a, location) in again for a in node.invars if is_var(a)):
+            add(node, node.outvars, location)
         else:
             out.append(node)
     return out, placed
@@ -100,25 +103,25 @@ def rematerialise(
 
 def _residuals(
     nodes: Sequence[Node], placement: Placement, maker: Mapping[Var, Node]
-) -> dict[Spot, tuple[set[Equation], list[Var]]]:
-    """For each spot with a backward: the equations of its forward, and which of the values that they read or
-    make it reads."""
-    forward: dict[Spot, set[Equation]] = {}
-    read: dict[Spot, set[Var]] = {}
-    needed: dict[Spot, dict[Var, None]] = {}
+) -> dict[Location, tuple[set[Equation], list[Var]]]:
+    """For each location with a backward: the equations of its forward, and which of their values
+    (read or made) the backward reads."""
+    forward: dict[Location, set[Equation]] = {}
+    read: dict[Location, set[Var]] = {}
+    needed: dict[Location, dict[Var, None]] = {}
     for node in nodes:
-        spot = placement.spots.get(node)
-        if spot is None or spot.position is None:
+        location = placement.locations.get(node)
+        if location is None or location.position is None:
             continue
         if placement.phases[node] == "forward" and isinstance(node, Equation):
-            forward.setdefault(spot, set()).add(node)
+            forward.setdefault(location, set()).add(node)
             activations = (a for a in node.invars if is_var(a) and placement.where[a].kind is Kind.ACTIVATION)
-            read.setdefault(spot, set()).update(activations)
+            read.setdefault(location, set()).update(activations)
         elif placement.phases[node] == "backward":
             for a in node.invars:
-                if is_var(a) and (maker.get(a) in forward.get(spot, ()) or a in read.get(spot, ())):
-                    needed.setdefault(spot, {})[a] = None
-    return {spot: (forward[spot], list(values)) for spot, values in needed.items()}
+                if is_var(a) and (maker.get(a) in forward.get(location, ()) or a in read.get(location, ())):
+                    needed.setdefault(location, {})[a] = None
+    return {location: (forward[location], list(values)) for location, values in needed.items()}
 
 
 def _allowed(remat: Remat) -> Callable[[Node], bool]:

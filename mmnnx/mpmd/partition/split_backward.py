@@ -28,24 +28,24 @@ def split_backward(
       positions: the numbers of those whose backward is divided.
     """
     phases = dict(placement.phases)
-    backward = {n: s for n, s in placement.spots.items() if placement.phases[n] == "backward"}
+    backward = {n: s for n, s in placement.locations.items() if placement.phases[n] == "backward"}
     joins = {
-        n for n, s in placement.spots.items() if placement.phases[n] == "none" and s.position is not None
+        n for n, s in placement.locations.items() if placement.phases[n] == "none" and s.position is not None
     }
     made_at = {v: backward.get(n) for n in nodes for v in n.outvars}
     # For each value: the gradients that are made of it; None stands for what another stage waits for.
     ends: dict[Var, set[Var | None]] = {}
     for node in reversed(nodes):
-        spot = backward.get(node)
+        location = backward.get(node)
         reached: set[Var | None] = set().union(*(ends.get(v, {v}) for v in node.outvars))
-        if spot is not None and spot.position in positions:
+        if location is not None and location.position in positions:
             chained = None in reached or len(reached) > 1
             phases[node] = "backward-input" if chained else "backward-weight"
         for a in filter(is_var, node.invars):
             becomes: set[Var | None] = {None}
-            if spot is None and node not in joins:
+            if location is None and node not in joins:
                 becomes = {a}
-            elif spot is not None and made_at.get(a) == spot:
+            elif location is not None and made_at.get(a) == location:
                 becomes = reached
             ends.setdefault(a, set()).update(becomes)
     return dataclasses.replace(placement, phases=phases)

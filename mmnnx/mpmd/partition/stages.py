@@ -47,7 +47,7 @@ def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:
             f"stages: {', '.join(names)}"
         )
     halved = split_backward(loop.body, placement, positions)
-    there = {(halved.spots[node].position, phase) for node, phase in halved.phases.items()}
+    there = {(halved.locations[node].position, phase) for node, phase in halved.phases.items()}
     backward = {n: {part for part in PARTS if (p, part) in there} for n, p in enumerate(positions)}
     name, table = _table(spec, stages, backward, choice)
     parts = {a.stage for row in table for a in row if a.phase in PARTS}
@@ -94,11 +94,11 @@ def _stages(loop: Loop, placement: Placement) -> tuple[tuple[int, ...], Stages]:
     reads: dict[int, set[int]] = {}
     made: dict[Any, set[int]] = {}  # by which positions
     for node in loop.body:
-        spot = placement.spots.get(node)
+        location = placement.locations.get(node)
         makers = set().union(*(made.get(a, ()) for a in node.invars if is_var(a)))
-        if spot is not None and spot.position is not None and placement.phases[node] == "forward":
-            reads.setdefault(spot.position, set()).update(makers)
-            makers = {spot.position}
+        if location is not None and location.position is not None and placement.phases[node] == "forward":
+            reads.setdefault(location.position, set()).update(makers)
+            makers = {location.position}
         made.update(dict.fromkeys(node.outvars, makers))
     for p in sorted(reads):
         reads[p].discard(p)
@@ -129,10 +129,10 @@ def _carried(
         atoms = [a for a in node.invars if is_var(a)]
         carries = frozenset().union(*(enters.get(a, ()) for a in atoms))
         made_by = frozenset().union(*(makers.get(a, ()) for a in atoms))
-        spot = placement.spots.get(node)
-        if spot is not None and spot.position is not None and spot.position in number:
+        location = placement.locations.get(node)
+        if location is not None and location.position is not None and location.position in number:
             phase: Phase = "backward" if placement.phases[node].startswith("backward") else "forward"
-            action = number[spot.position], phase
+            action = number[location.position], phase
             for v in carries:
                 readers[v].add(action)
             carries, made_by = frozenset(), frozenset([action])

@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from mmnnx.mpmd.ir.dataflow import follow_back
 from mmnnx.mpmd.ir.equations import LAYOUT, Atom, Equation, Loop, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import CONST, FREE, Kind, Origin, at_home, combine
-from mmnnx.mpmd.ir.placement import Placement, Position, Spot
+from mmnnx.mpmd.ir.placement import Location, Placement, Position
 from mmnnx.mpmd.place.boundaries import Flow, settle
 from mmnnx.mpmd.place.classify import Class, classify
 from mmnnx.mpmd.place.options import fusing, recomputing
@@ -55,7 +55,7 @@ def place(
     """Places the nodes of a function.
 
     Args:
-      nodes: from `trace.open_calls`.
+      nodes: from `trace.inline_calls`.
       inputs: the origin of every input and constant.
       task_of: from a name stack to the task scope that it lies in and that task's mesh.
       follows: results whose home is that of a state variable (outputs that follow their parameter).
@@ -94,8 +94,8 @@ def _bytes_sent(nodes: Sequence[Node], placement: Placement, times: int) -> int:
     for n in nodes:
         if isinstance(n, Loop):
             total += _bytes_sent(n.body, placement.bodies[n], n.spec.length)
-        elif n in placement.spots:
-            mesh = placement.spots[n].mesh
+        elif n in placement.locations:
+            mesh = placement.locations[n].mesh
             for a in filter(is_var, n.invars):
                 if placement.where[a].home not in (None, mesh):
                     readers.setdefault(a, set()).add(mesh)
@@ -129,7 +129,7 @@ class _Region:
         self.fuses = fusing.get() == "all" or (fusing.get() == "loops" and self.in_loop)
         self.microbatches = microbatches or 1
         self.out = Placement()
-        self.where, self.spots, self.positions = self.out.where, self.out.spots, self.out.positions
+        self.where, self.locations, self.positions = self.out.where, self.out.locations, self.out.positions
         self.where.update(inputs)
         # For every variable derived from state alone: the inputs it is derived from.
         self.roots = {v: frozenset([v]) for v, o in inputs.items() if o.kind is Kind.STATE} | (roots or {})
@@ -160,11 +160,11 @@ class _Region:
         if self.forward_phase == "none":
             self._bring_home(forward)
         # Where the forward uses state, beside where that state lives: a backward may find a copy there.
-        self.state_uses: dict[Var, set[Spot]] = {}
+        self.state_uses: dict[Var, set[Location]] = {}
         for e in forward:
-            if e in self.spots and self.spots[e].position is not None:
+            if e in self.locations and self.locations[e].position is not None:
                 for root in self._roots(e):
-                    self.state_uses.setdefault(root, set()).add(self.spots[e])
+                    self.state_uses.setdefault(root, set()).add(self.locations[e])
         self.loose = self._loose(forward)
         moved = True
         while moved:
@@ -173,7 +173,7 @@ class _Region:
                     self._place_loop(node)
                 elif self.classes.of[node] is Class.LATE:
                     self._place_late(node)
-                elif self.classes.of[node] is Class.BACKWARD and node not in self.spots:
+                elif self.classes.of[node] is Class.BACKWARD and node not in self.locations:
                     self._place_backward(node)
             # What follows backward equations follows them where they settle; once, they are stable then.
             moved = self._settle(self.classes.all(Class.BACKWARD))
@@ -225,10 +225,10 @@ class _Region:
             if len(homes) == 1 and all(u in home for u in users):
                 (home[e],) = homes
         for e in forward:
-            if e in home and e not in self.tied and e in self.spots and self.spots[e].mesh != home[e]:
+            if e in home and e not in self.tied and e in self.locations and self.locations[e].mesh != home[e]:
                 held = self._at_hand(e)
                 if home[e] == max(held, key=held.__getitem__, default=None):
-                    self._set(e, Spot(home[e]), "none")
+                    self._set(e, Location(home[e]), "none")
 
     # -- one equation -------------------------------------------------------------------------------------
 
@@ -238,11 +238,11 @@ class _Region:
     def _roots(self, e: Node) -> frozenset[Var]:
         return frozenset().union(*(self.roots.get(a, ()) for a in e.invars if is_var(a)))
 
-    def _set(self, e: Equation, spot: Spot, phase: str, kind: Kind = Kind.ACTIVATION) -> None:
-        self.spots[e] = spot
+    def _set(self, e: Equation, location: Location, phase: str, kind: Kind = Kind.ACTIVATION) -> None:
+        self.locations[e] = location
         self.out.phases[e] = "backward" if self.classes.is_backward(e) else phase
         for v in e.outvars:
-            self.where[v] = Origin(kind, spot.mesh)
+            self.where[v] = Origin(kind, location.mesh)
 
     def _stays(self, e: Equation) -> bool:
         """Places what is made of free values alone (nowhere) or of one home's state (there), else False."""
@@ -262,7 +262,7 @@ class _Region:
             if True in of_batch:
                 self.of_batch.update(e.outvars)
             self.roots.update(dict.fromkeys(e.outvars, self._roots(e)))
-            self._set(e, Spot(origin.mesh), "none", Kind.STATE)
+            self._set(e, Location(origin.mesh), "none", Kind.STATE)
         else:
             self.where.update(dict.fromkeys(e.outvars, origin))
         return True
@@ -287,11 +287,13 @@ class _Region:
         names = [*(here.name or "").split("+"), task.name or ""]
         return dataclasses.replace(here, name="+".join(dict.fromkeys(filter(None, names))) or None)
 
-    def _flow(self, e: Node, kinds: Sequence[Class]) -> list[Spot]:
+    def _flow(self, e: Node, kinds: Sequence[Class]) -> list[Location]:
         """Spots of the operands that equations of the given classes made."""
         makers = (self.maker.get(a) for a in e.invars if is_var(a))
         return [
-            self.spots[m] for m in makers if m is not None and self.classes.of[m] in kinds and m in self.spots
+            self.locations[m]
+            for m in makers
+            if m is not None and self.classes.of[m] in kinds and m in self.locations
         ]
 
     def _state_homes(self, e: Equation) -> dict[Mesh, int]:
@@ -349,11 +351,11 @@ class _Region:
         if scoped is not None or homes:
             self.tied.add(e)
             self.used_state |= self._roots(e)
-        self._set(e, Spot(self.positions[position].mesh, position), self.forward_phase)
+        self._set(e, Location(self.positions[position].mesh, position), self.forward_phase)
         if e in self.classes.after_inner:
             self._note_renewed(e)
 
-    def _available(self, atom: Atom) -> set[Spot] | None:
+    def _available(self, atom: Atom) -> set[Location] | None:
         """Where the forward uses a value, None if it nowhere does and every mesh can have it."""
         if not is_var(atom):
             return None
@@ -364,9 +366,11 @@ class _Region:
         origin = self._of(atom)
         if origin.kind is Kind.STATE:
             uses = set().union(*(self.state_uses.get(r, ()) for r in self.roots.get(atom, ())))
-            return uses or {Spot(origin.mesh, self._last_position(origin.mesh))}
+            return uses or {Location(origin.mesh, self._last_position(origin.mesh))}
         holders = [maker, *self.users.get(atom, ())]
-        held = {self.spots[m] for m in holders if m in self.spots and self.classes.of[m] is Class.FORWARD}
+        held = {
+            self.locations[m] for m in holders if m in self.locations and self.classes.of[m] is Class.FORWARD
+        }
         # What is free could be had everywhere, but a gradient over it belongs to the stage that used it.
         return held if origin.kind is Kind.ACTIVATION else held or None
 
@@ -382,7 +386,7 @@ class _Region:
         for e in reversed(forward):
             users = [u for v in e.outvars for u in self.users.get(v, ())]
             ahead = [u for u in users if self.classes.of[u] is Class.FORWARD and u not in loose]
-            placed = e in self.spots and e not in self.tied and self.spots[e].position is not None
+            placed = e in self.locations and e not in self.tied and self.locations[e].position is not None
             if placed and not ahead and any(self.classes.of[u] is Class.BACKWARD for u in users):
                 loose.add(e)
         return loose
@@ -390,31 +394,35 @@ class _Region:
     def _join_backward(self) -> None:
         """Moves loose equations to where the backward that reads them went."""
         for e in reversed([n for n in self.classes.all(Class.FORWARD) if n in self.loose]):
-            users = {self.spots[u] for v in e.outvars for u in self.users.get(v, ()) if u in self.spots}
+            users = {
+                self.locations[u] for v in e.outvars for u in self.users.get(v, ()) if u in self.locations
+            }
             if len(users) == 1:
-                (spot,) = users
-                if spot.position is not None and all(
-                    (s := self._available(a)) is None or spot in s for a in e.invars
+                (location,) = users
+                if location.position is not None and all(
+                    (s := self._available(a)) is None or location in s for a in e.invars
                 ):
-                    self._set(e, spot, self.out.phases[e])
+                    self._set(e, location, self.out.phases[e])
 
     def _place_free(self) -> None:
         """Gives work that depends on no placed state the place where its result is read first."""
         for e in reversed(self.nodes):
-            if not isinstance(e, Equation) or e in self.spots or e.name in LAYOUT or e.eqn.effects:
+            if not isinstance(e, Equation) or e in self.locations or e.name in LAYOUT or e.eqn.effects:
                 continue
             if self.where[e.outvars[0]].kind is not Kind.FREE or not any(v.aval.shape for v in e.outvars):
                 continue  # constants and scalars are no bytes worth sending
-            found: list[Spot] = []
+            found: list[Location] = []
             for u in (u for v in e.outvars for u in self.users.get(v, ())):
                 if isinstance(u, Loop):
                     body = self.out.bodies[u]
                     inner = [
-                        body.spots[n] for n in u.body if n in body.spots and set(n.invars) & set(e.outvars)
+                        body.locations[n]
+                        for n in u.body
+                        if n in body.locations and set(n.invars) & set(e.outvars)
                     ]
-                    found += [Spot(s.mesh) for s in sorted(inner, key=_rank)[:1]]
-                elif u in self.spots:
-                    found.append(self.spots[u])
+                    found += [Location(s.mesh) for s in sorted(inner, key=_rank)[:1]]
+                elif u in self.locations:
+                    found.append(self.locations[u])
             if found:
                 self._set(
                     e, min(found, key=_rank), self.forward_phase if found[0].position is not None else "none"
@@ -423,12 +431,15 @@ class _Region:
     def _place_effects(self) -> None:
         """Callbacks that depend on no placed state happen once: where the flow begins; where there is none,
         with the first work, that of loops too, or where state is."""
-        spots = [*self.spots.values(), *(s for body in self.out.bodies.values() for s in body.spots.values())]
-        homes = (Spot(o.home) for o in self.where.values() if o.home is not None)
-        first = Spot(spots[0].mesh) if spots else next(homes, None)
-        begin = Spot(self.positions[0].mesh, 0) if self.positions else first
+        locations = [
+            *self.locations.values(),
+            *(s for body in self.out.bodies.values() for s in body.locations.values()),
+        ]
+        homes = (Location(o.home) for o in self.where.values() if o.home is not None)
+        first = Location(locations[0].mesh) if locations else next(homes, None)
+        begin = Location(self.positions[0].mesh, 0) if self.positions else first
         for e in self.nodes:
-            if isinstance(e, Equation) and e.eqn.effects and e not in self.spots and begin is not None:
+            if isinstance(e, Equation) and e.eqn.effects and e not in self.locations and begin is not None:
                 self._set(e, begin, self.forward_phase if self.positions else "none")
 
     def _place_backward(self, e: Equation) -> None:
@@ -438,18 +449,18 @@ class _Region:
         came = min((s.position for s in incoming if s.position is not None), default=None)
         makers = {a: self.maker.get(a) for a in e.invars if is_var(a)}
         residuals = {
-            a: spots
+            a: locations
             for a, m in makers.items()
             if (m is None or self.classes.of[m] is Class.FORWARD or self._of(a).kind is Kind.STATE)
-            and (spots := self._available(a))
+            and (locations := self._available(a))
         }
         scoped = self.task_of(e.scope)
         if scoped is not None:
             task, mesh = scoped
-            choices = {s for spots in residuals.values() for s in spots if s.mesh == mesh}
+            choices = {s for locations in residuals.values() for s in locations if s.mesh == mesh}
             if not choices:
                 position = self._last_position(mesh, came)
-                choices = {Spot(mesh, self._position(mesh, task, 0) if position is None else position)}
+                choices = {Location(mesh, self._position(mesh, task, 0) if position is None else position)}
         elif residuals:
             choices = set.intersection(*residuals.values())
             if incoming and len(choices) > 1 and all(self._of(a).kind is Kind.FREE for a in residuals):
@@ -458,50 +469,50 @@ class _Region:
                 return
             if not choices:
                 # No mesh has them all: the one that has most bytes of them.
-                held: dict[Spot, int] = {}
-                for a, spots in residuals.items():
-                    for s in spots:
+                held: dict[Location, int] = {}
+                for a, locations in residuals.items():
+                    for s in locations:
                         held[s] = held.get(s, 0) + nbytes(a)
                 choices = {s for s in held if held[s] == max(held.values())}
         elif (renewed := self._renewed_homes(e)) and None in (s.position for s in incoming):
-            self._set(e, Spot(max(renewed, key=renewed.__getitem__)), "backward")
+            self._set(e, Location(max(renewed, key=renewed.__getitem__)), "backward")
             self._note_renewed(e)
             return
         elif incoming:
             ahead = self._flow(e, (Class.LATE,)) if came is None else []
             # What is recomputed in a backward is no residual: a gradient is made at home even so.
             at_home = [s for s in incoming if s.mesh == self._followed(e)]
-            spot = self._beside(e, ahead) if ahead else min(at_home or incoming, key=_rank)
-            self._set(e, spot, "backward")
+            location = self._beside(e, ahead) if ahead else min(at_home or incoming, key=_rank)
+            self._set(e, location, "backward")
             return
         else:
-            choices = {Spot(self.positions[-1].mesh, len(self.positions) - 1)}
+            choices = {Location(self.positions[-1].mesh, len(self.positions) - 1)}
         reached = [s for s in choices if came is None or _rank(s) <= came]
-        spot = max(reached, key=_rank) if reached else min(choices, key=_rank)
-        sent = scoped is None and came is None and all(s.mesh != spot.mesh for s in incoming)
+        location = max(reached, key=_rank) if reached else min(choices, key=_rank)
+        sent = scoped is None and came is None and all(s.mesh != location.mesh for s in incoming)
         if sent and (there := self._all_there(incoming, residuals)) is not None:
             self._set(e, there, "backward")
             return
         self.tied.add(e)
-        self._set(e, spot, "backward")
-        if scoped is not None and spot.position is not None:
-            here, name = self.positions[spot.position].task, scoped[0].name
+        self._set(e, location, "backward")
+        if scoped is not None and location.position is not None:
+            here, name = self.positions[location.position].task, scoped[0].name
             if name and here is not None and name not in (here.name or "").split("+"):
-                self.out.backward_tasks[spot.position] = name
+                self.out.backward_tasks[location.position] = name
 
-    def _all_there(self, incoming: Sequence[Spot], residuals: Iterable[Var]) -> Spot | None:
+    def _all_there(self, incoming: Sequence[Location], residuals: Iterable[Var]) -> Location | None:
         """For the backward of a second loss, which reads what the first had as well: where a gradient comes
         from, if all else that is read is there."""
-        held = [{self.spots[n].mesh for n in self.users[a] if n in self.spots} for a in residuals]
+        held = [{self.locations[n].mesh for n in self.users[a] if n in self.locations} for a in residuals]
         return next((s for s in incoming if all(s.mesh in meshes for meshes in held)), None)
 
-    def _beside(self, e: Equation, ahead: Sequence[Spot]) -> Spot:
+    def _beside(self, e: Equation, ahead: Sequence[Location]) -> Location:
         """For the backward of a second loss: where all it reads is at hand, else where its forward was."""
         held = []
         for a in filter(is_var, e.invars):
-            if (maker := self.maker.get(a)) in self.spots:
-                users = [u for u in self.users[a] if self.classes.of[u] is Class.LATE and u in self.spots]
-                held.append({self.spots[n].mesh for n in (maker, *users)})
+            if (maker := self.maker.get(a)) in self.locations:
+                users = [u for u in self.users[a] if self.classes.of[u] is Class.LATE and u in self.locations]
+                held.append({self.locations[n].mesh for n in (maker, *users)})
         shared = set.intersection(*held)
         both = [s for s in self._flow(e, (Class.BACKWARD, Class.LATE)) if s.mesh in shared]
         return (both or ahead)[0]
@@ -527,7 +538,7 @@ class _Region:
         if joined:
             self._set(e, min(joined, key=_rank), "backward")
         else:
-            self._set(e, Spot(mesh), "none")
+            self._set(e, Location(mesh), "none")
         self._note_renewed(e)
 
     def _followed(self, e: Equation) -> Mesh | None:
@@ -540,7 +551,7 @@ class _Region:
         for a in e.invars:
             if self._of(a).kind is Kind.ACTIVATION:
                 before = itertools.takewhile(lambda u: u is not e, self.users[a])
-                copies = {self.spots[u].mesh for u in before if u in self.spots}
+                copies = {self.locations[u].mesh for u in before if u in self.locations}
                 for mesh in copies & held.keys() - {self._of(a).mesh}:
                     held[mesh] += nbytes(a)
         return held
@@ -585,7 +596,9 @@ class _Region:
         Returns:
           Whether any equation moved.
         """
-        flow = {e: p for e in equations if e in self.spots and (p := self.spots[e].position) is not None}
+        flow = {
+            e: p for e in equations if e in self.locations and (p := self.locations[e].position) is not None
+        }
         if not flow or len(self.positions) < 2:
             return False
         last = len(self.positions) - 1
@@ -608,12 +621,12 @@ class _Region:
         for e in flow:
             if e not in self.tied:
                 position = coordinate(new[e])
-                self._set(e, Spot(self.positions[position].mesh, position), self.out.phases[e])
+                self._set(e, Location(self.positions[position].mesh, position), self.out.phases[e])
         return new != at
 
 
-def _rank(spot: Spot) -> int:
-    return -1 if spot.position is None else spot.position
+def _rank(location: Location) -> int:
+    return -1 if location.position is None else location.position
 
 
 def _activation(home: Mesh | None) -> Origin:

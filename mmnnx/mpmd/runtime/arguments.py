@@ -72,7 +72,7 @@ def deliver(
     held: Sequence[Any],
     multimesh: MultiMesh | None,
 ) -> Delivery:
-    """How a result of the function comes about, from the arguments and the slots that hold it.
+    """How a result of the function comes about, from the arguments and the buffers that hold it.
 
     Args:
       var: the result in the jaxpr.

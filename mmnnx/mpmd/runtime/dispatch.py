@@ -25,7 +25,7 @@ from mmnnx.mpmd.runtime.transfers import sender
 def runner(
     compiled: Compiled, name: str, numbers: Sequence[int], number: int
 ) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
-    """The function that runs a compiled program: from the arrays of its input slots to those of each result.
+    """The function that runs a compiled program: from arrays of inputs to those of results.
 
     It empties the list that it is given.
 
@@ -45,15 +45,15 @@ def runner(
     check_threads(program)
     groups = _together(program.instructions)
     own = [n for n, group in enumerate(groups) if _concerns(program, group)]
-    place = {s: n for n, s in enumerate(program.inputs)}  # of slots, in a list that all arrays are kept in
+    place = {s: n for n, s in enumerate(program.inputs)}  # of buffers, in a list that all arrays are kept in
     lasting = {*program.inputs, *itertools.chain.from_iterable(program.outputs)}
     steps = [_quick(_step(compiled, groups[n], lasting), place) for n in own]
     given, size = len(program.inputs), len(place)
     there = (s for held in program.outputs for s in held if not _is_local(program, s))
     away = {s: _absent(compiled, s) for s in there}
 
-    def results(slots: list[Any]) -> list[list[jax.Array]]:
-        return [[away[s] if s in away else slots[place[s]] for s in held] for held in program.outputs]
+    def results(buffers: list[Any]) -> list[list[jax.Array]]:
+        return [[away[s] if s in away else buffers[place[s]] for s in held] for held in program.outputs]
 
     calls = itertools.count(1)
 
@@ -74,20 +74,20 @@ def runner(
         call = next(calls)
         move(functools.partial(words, call))
         at[2] = number, call
-        slots = arrays + [None] * (size - given)
+        buffers = arrays + [None] * (size - given)
         arrays.clear()  # from here on the program alone decides how long they are kept
         named = annotated() if _compat.is_traced() else steps
         try:
             for at[0], (execute, read, start, end, frees) in zip(own, named):  # where it is, others may ask
-                slots[start:end] = execute(*read(slots))
+                buffers[start:end] = execute(*read(buffers))
                 for s in frees:
-                    slots[s] = None
+                    buffers[s] = None
         except Exception as error:
             if (what := _compat.found_by_debug_nans(error)) is not None:
                 raise FloatingPointError(f"invalid value ({what}) made by {words(call, at[0])}") from None
             raise
         at[0] = len(groups)
-        return results(slots)
+        return results(buffers)
 
     return run
 
@@ -97,7 +97,7 @@ _Quick = tuple[Callable[..., Sequence[Any]], Callable[[list[Any]], Sequence[Any]
 
 
 def _quick(step: Step, place: dict[int, int]) -> _Quick:
-    """A step over places instead of slots: its results lie side by side. Gives each of them a place."""
+    """A step over places instead of buffers: its results lie side by side. Gives each of them a place."""
     execute, inputs, outputs, frees = step
     read, start = _picker([place[s] for s in inputs]), len(place)
     place.update((s, start + n) for n, s in enumerate(outputs))
@@ -108,7 +108,7 @@ def _picker(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
     """`operator.itemgetter` that returns a sequence for any number of places."""
     if len(places) > 1:
         return operator.itemgetter(*places)
-    return (lambda slots: (slots[places[0]],)) if places else (lambda slots: ())
+    return (lambda buffers: (buffers[places[0]],)) if places else (lambda buffers: ())
 
 
 def measurer(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
@@ -117,8 +117,8 @@ def measurer(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Ar
     steps = [_step(compiled, [n], frozenset()) for n in range(len(program.instructions))]
 
     def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
-        slots = measure(program, steps, arrays)
-        return [[slots[s] for s in held] for held in program.outputs]
+        buffers = measure(program, steps, arrays)
+        return [[buffers[s] for s in held] for held in program.outputs]
 
     return run
 
@@ -177,14 +177,14 @@ def _handing(send: Callable[..., Any]) -> Callable[..., Sequence[Any]]:
     return hand
 
 
-def _is_local(program: Program, slot: int) -> bool:
-    return is_here(program.values[slot][1])
+def _is_local(program: Program, buffer: int) -> bool:
+    return is_here(program.values[buffer][1])
 
 
-def _absent(compiled: Compiled, slot: int) -> jax.Array:
+def _absent(compiled: Compiled, buffer: int) -> jax.Array:
     """An array that stands for one in other processes."""
-    aval = compiled.program.values[slot][0].aval
-    return elsewhere(aval.shape, aval.dtype, compiled.shardings[slot])
+    aval = compiled.program.values[buffer][0].aval
+    return elsewhere(aval.shape, aval.dtype, compiled.shardings[buffer])
 
 
 def _annotated(name: str, execute: Callable[..., Any]) -> Callable[..., Any]:

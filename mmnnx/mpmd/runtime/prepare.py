@@ -21,7 +21,7 @@ from mmnnx.mpmd.distributed.processes import agree
 from mmnnx.mpmd.emit.merge import merge
 from mmnnx.mpmd.frontend.observe import Record
 from mmnnx.mpmd.ir.equations import Flat, Var, is_var
-from mmnnx.mpmd.ir.fragments import Held
+from mmnnx.mpmd.ir.fragments import PlacedVar
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import entering
 from mmnnx.mpmd.runtime.arguments import (
@@ -48,7 +48,7 @@ OUTERMOST = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Tied:
+class BoundProgram:
     """A program, and what ties it to the function that it is of.
 
     Attributes:
@@ -65,11 +65,11 @@ class Tied:
 
     program: Program
     flat: Flat
-    fixed: dict[Held, NamedSharding]
+    fixed: dict[PlacedVar, NamedSharding]
     given: Sequence[NamedSharding | None]
     settled: Mapping[int, NamedSharding]
     asked: Sequence[NamedSharding | None]
-    held: Sequence[Sequence[Held]]
+    held: Sequence[Sequence[PlacedVar]]
     record: Record
     traced: jax.stages.Traced
     multimesh: MultiMesh | None
@@ -85,7 +85,7 @@ class Tied:
         return {v: n for n, v in enumerate((*self.flat.invars, *(v for v, _ in self.flat.constants)))}
 
 
-def preparer(tied: Tied, leaves: Sequence[Any]) -> Callable[[], Run]:
+def preparer(tied: BoundProgram, leaves: Sequence[Any]) -> Callable[[], Run]:
     """What compiles a program and ties it to the arguments and results of the function.
 
     Args:
@@ -165,7 +165,7 @@ def as_it_runs(program: Program) -> tuple[Program, list[int], list[Any]]:
 
 
 def _bindings(
-    tied: Tied, values: Sequence[Any], count: int
+    tied: BoundProgram, values: Sequence[Any], count: int
 ) -> tuple[list[tuple[int, Bind | None]], list[Callable[[], Any]], set[int]]:
     """How the inputs of the program come about.
 
@@ -176,13 +176,13 @@ def _bindings(
 
     Returns:
       For each input the number of a value and what is done to it; what makes more such values of constants,
-      once, ahead of the first call; and the slots of inputs whose arrays may be overwritten.
+      once, ahead of the first call; and the buffers of inputs whose arrays may be overwritten.
     """
     number, inputs, donates = tied.number, tied.program.inputs, tied.donates
     bindings: list[tuple[int, Bind | None]] = []
     placing: list[Callable[[], Any]] = []
     overwritten: set[int] = set()
-    for slot, (v, mesh) in inputs.items():
+    for buffer, (v, mesh) in inputs.items():
         n = number[v]
         own = tied.given[n] if n < count else None
         here = own if own is not None and own.mesh == mesh else entering(v.aval, mesh, own)
@@ -198,11 +198,11 @@ def _bindings(
         here_too = [m for u, m in inputs.values() if u is v and m != mesh]
         alone = not any(set(mesh.devices.flat) & set(m.devices.flat) for m in here_too)
         if donates[n] and bind is None and alone and v not in tied.flat.outvars:
-            overwritten.add(slot)
+            overwritten.add(buffer)
     return bindings, placing, overwritten
 
 
-def _deliveries(tied: Tied) -> list[Delivery]:
+def _deliveries(tied: BoundProgram) -> list[Delivery]:
     """How each result comes about."""
     number, outvars = tied.number, tied.flat.outvars
     deliveries: list[Delivery] = []

@@ -20,7 +20,7 @@ from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Costs, Profile
 
-# (function, slots it reads, slots it fills, slots that are dropped then), for each instruction.
+# (function, buffers it reads, buffers it fills, buffers that are dropped then), for each instruction.
 Step = tuple[Callable[..., Sequence[jax.Array]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -52,37 +52,37 @@ def measure(program: Program, steps: Sequence[Step], arrays: list[jax.Array]) ->
       arrays: its inputs, in the order of `program.inputs`; emptied.
 
     Returns:
-      The array in each slot after the last run, None where it was dropped.
+      The array in each buffer after the last run, None where it was dropped.
     """
     for _ in range(2):  # the first run is slower
         copies = jax.block_until_ready([jnp.copy(a) for a in arrays])
         began = time.perf_counter()
-        slots = _fill(program, copies)
+        buffers = _fill(program, copies)
         for execute, inputs, outputs, frees in steps:
-            for s, array in zip(outputs, execute(*[slots[s] for s in inputs])):
-                slots[s] = array
+            for s, array in zip(outputs, execute(*[buffers[s] for s in inputs])):
+                buffers[s] = array
             for s in frees:
-                slots[s] = None
-        jax.block_until_ready([a for a in slots if a is not None and not a.is_deleted()])
+                buffers[s] = None
+        jax.block_until_ready([a for a in buffers if a is not None and not a.is_deleted()])
         seconds = time.perf_counter() - began
-    slots = _fill(program, jax.block_until_ready(arrays))
-    live = _Live(program, slots)
+    buffers = _fill(program, jax.block_until_ready(arrays))
+    live = _Live(program, buffers)
     starts: list[float] = []
     calls: defaultdict[str, list[float]] = defaultdict(list)
     transfers: defaultdict[int, list[float]] = defaultdict(list)
     for i, (execute, inputs, outputs, frees) in zip(program.instructions, steps):
         began = time.perf_counter()
-        made = execute(*[slots[s] for s in inputs])
+        made = execute(*[buffers[s] for s in inputs])
         starts.append(time.perf_counter() - began)
         jax.block_until_ready(made)
         took = time.perf_counter() - began
         (calls[program.labels[i.fragment]] if isinstance(i, Call) else transfers[i.nbytes]).append(took)
         for s, array in zip(outputs, made):
-            slots[s] = array
+            buffers[s] = array
         live.after(inputs, outputs)
         for s in frees:
             live.drop(s)
-            slots[s] = None
+            buffers[s] = None
     latency, bandwidth = _line({n: statistics.median(times) for n, times in transfers.items()})
     costs = Costs(
         {label: statistics.median(times) for label, times in calls.items()},
@@ -96,14 +96,14 @@ def measure(program: Program, steps: Sequence[Step], arrays: list[jax.Array]) ->
         names = [name for name in program.names.values() if name in live.peak]
         peak, residuals = ({name: most[name] for name in names} for most in (live.peak, live.residual_peak))
         profiles.append(Profile(seconds, costs, timeline, peak, residuals))
-    return slots
+    return buffers
 
 
 def _fill(program: Program, arrays: list[jax.Array]) -> list[Any]:
-    slots: list[Any] = [None] * len(program.values)
+    buffers: list[Any] = [None] * len(program.values)
     for s in reversed(list(program.inputs)):
-        slots[s] = arrays.pop()
-    return slots
+        buffers[s] = arrays.pop()
+    return buffers
 
 
 def _line(times: Mapping[int, float]) -> tuple[float, float]:
@@ -117,10 +117,10 @@ def _line(times: Mapping[int, float]) -> tuple[float, float]:
 
 
 class _Live:
-    """Bytes of the arrays in slots, by mesh."""
+    """Bytes of the arrays in buffers, by mesh."""
 
-    def __init__(self, program: Program, slots: list[Any]):
-        self.program, self.slots = program, slots
+    def __init__(self, program: Program, buffers: list[Any]):
+        self.program, self.buffers = program, buffers
         self.bytes: dict[int, int] = {}
         self.now: defaultdict[str, int] = defaultdict(int)
         self.peak: defaultdict[str, int] = defaultdict(int)
@@ -131,10 +131,10 @@ class _Live:
     def after(self, inputs: Sequence[int], outputs: Any) -> None:
         """Counts what an instruction made; inputs whose buffers its results took over are gone."""
         for s in inputs:
-            if self.slots[s] is not None and self.slots[s].is_deleted():
+            if self.buffers[s] is not None and self.buffers[s].is_deleted():
                 self.drop(s)
         for s in outputs:
-            array = self.slots[s]
+            array = self.buffers[s]
             shard = array.sharding.shard_shape(array.shape)
             self.bytes[s] = math.prod(shard) * array.dtype.itemsize * array.sharding.num_devices
             self._add(s, self.bytes[s])

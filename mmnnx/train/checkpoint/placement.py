@@ -86,8 +86,8 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
         for name, node in nodes.items()
         for path, variable in nnx.to_flat_state(nnx.state(node))
     ]
-    paths = {path for _, path, variable in variables if not _compat.is_optimizer_slot(variable)}
-    for name, path, variable in sorted(variables, key=lambda v: _compat.is_optimizer_slot(v[-1])):
+    paths = {path for _, path, variable in variables if not _compat.is_optimizer_state(variable)}
+    for name, path, variable in sorted(variables, key=lambda v: _compat.is_optimizer_state(v[-1])):
         value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
         for keys, x in jax.tree_util.tree_leaves_with_path(value):
             shape = type_of(x)[0]
@@ -95,7 +95,7 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
                 if isinstance(x, jax.Array):
                     parameters[path, shape] = x.sharding
                 continue
-            if _compat.is_optimizer_slot(variable):
+            if _compat.is_optimizer_state(variable):
                 own = _of_slot(sharding, path, variable, shape, parameters, paths)
             else:
                 own = parameters[path, shape] = _of_parameter(sharding, path, variable, shape)
@@ -150,7 +150,7 @@ def _of_slot(
 ) -> Sharding:
     """By a rule of its own; else where its parameter is, or would be by the rules, if that is not among the
     nodes; sharded alike if it is of its shape, else (factored moments) replicated."""
-    match = sharding.lookup_slot([path], variable, paths)
+    match = sharding.lookup_optimizer_state([path], variable, paths)
     if match is not None and match.own:
         return match.sharding
     endings = [path[k:] for k in range(len(path))]

@@ -17,7 +17,7 @@ from mmnnx.mpmd.ir.shardings import entering, is_committed, mesh_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Ends:
+class InOutShardings:
     """What is known of the arguments and results of a function, in flat order.
 
     Attributes:
@@ -40,7 +40,9 @@ class Ends:
     everywhere: list[bool]
 
 
-def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshes: Meshes) -> Ends:
+def find_in_out_shardings(
+    record: Record, leaves: Sequence[Any], types: Sequence[Any], meshes: Meshes
+) -> InOutShardings:
     """Works out both ends from what was traced, the arguments of a call, and the types of the results."""
     given = [_given(x, leaf, meshes) for x, leaf in zip(leaves, record.inputs)]
     rules = [_rule(leaf, meshes) for leaf in record.results]
@@ -75,7 +77,7 @@ def find_ends(record: Record, leaves: Sequence[Any], types: Sequence[Any], meshe
         for leaf, aval, sharding in zip(record.results, types, asked)
     ]
     beside = [owners.beside(leaf) if leaf is not None and leaf.within else None for leaf in record.results]
-    return Ends(given, homes, follows, asked, beside, everywhere)
+    return InOutShardings(given, homes, follows, asked, beside, everywhere)
 
 
 def _given(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
