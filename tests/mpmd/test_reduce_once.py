@@ -141,7 +141,7 @@ def test_nothing_is_reduced_or_gathered_in_the_loop(hlo, spec, schedule):
 
 def test_without_it_each_microbatch_reduces(hlo, monkeypatch):
     """What the test above counts is there to be counted."""
-    monkeypatch.setattr("mmnnx.mpmd.pipeline.reduce_once", lambda nodes, placement, given: list(nodes))
+    monkeypatch.setattr("mmnnx.mpmd.hoist.hoist.hoist_reductions", lambda placed, given: placed)
     mesh, tasks = pipeline(2, 4, axes=("data",))
     with mesh:
         model = born(make(Net), placed(tasks, P("data")))

@@ -15,10 +15,9 @@ import jax.extend.core as jex
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Var
 from mmnnx.mpmd.ir.program import Program
-from mmnnx.mpmd.ir.shardings import entering
+from mmnnx.mpmd.ir.shardings import constrains, entering
 
 Derived = dict[tuple[Var, Mesh], NamedSharding]
 
@@ -93,15 +92,3 @@ def _propagated(program: Program, mesh: Mesh, known: Mapping[Var, NamedSharding]
         for s, sharding in shardings.items()
         if isinstance(sharding, NamedSharding)
     }
-
-
-def constrains(jaxpr: Any, beyond: Mesh | None = None) -> bool:
-    """Whether something in a jaxpr says how values are sharded; if `beyond` is given, over other devices."""
-
-    def does(e: Any) -> bool:
-        if e.primitive.name not in ("sharding_constraint", "shard_map"):
-            return any(constrains(inner, beyond) for inner in _compat.subjaxprs(e))
-        over = e.params["mesh"] if "mesh" in e.params else getattr(e.params["sharding"], "mesh", None)
-        return beyond is None or (isinstance(over, Mesh) and over.devices.tolist() != beyond.devices.tolist())
-
-    return any(map(does, _compat.open_jaxpr(jaxpr)[2]))

@@ -15,7 +15,7 @@ from mmnnx.mpmd.ir.equations import Var, nbytes
 from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, PlacedVar, Plan
 from mmnnx.mpmd.ir.instructions import Call, Instruction, LoopRuns, Transfer
 from mmnnx.mpmd.ir.program import Program
-from mmnnx.mpmd.partition.change_mesh import localise
+from mmnnx.mpmd.partition.change_mesh import change_mesh
 from mmnnx.mpmd.schedule.dispatch_order import Moves, order_loop, sums
 
 
@@ -108,7 +108,7 @@ class _Builder:
         if f.mesh == mesh:
             return f
         if (f, mesh) not in self.clones:
-            jaxpr = _compat.map_equations(f.jaxpr, lambda e: localise(e, mesh))
+            jaxpr = _compat.map_equations(f.jaxpr, lambda e: change_mesh(e, mesh))
             self.clones[f, mesh] = dataclasses.replace(f, mesh=mesh, jaxpr=jaxpr)
         return self.clones[f, mesh]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -17,66 +17,81 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Dims, Known, dims_of, follow, of_spec
 from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
-from mmnnx.mpmd.ir.origin import Kind
-from mmnnx.mpmd.ir.placement import Placement
+from mmnnx.mpmd.ir.origin import Kind, at_home
+from mmnnx.mpmd.ir.placement import Location, Placed, Placement
 from mmnnx.mpmd.ir.rewrite import inline
 
 
-def gather_once(
-    nodes: Sequence[Node], placement: Placement, given: Mapping[Var, NamedSharding | None]
-) -> list[Node]:
+def hoist_gathers(placed: Placed, given: Mapping[Var, NamedSharding | None]) -> Placed:
     """Has loops read gathered weights, where these are sharded over axes that the examples are.
 
     A weight of which each device uses its own part, as with experts, stays as it is.
 
     Args:
-      nodes: all nodes, in order, after `reduce_once`.
-      placement: where they are.
-      given: the shardings of the inputs of the function.
+      placed: the function, after `hoist_reductions`.
+      given: the shardings of its inputs.
 
     Returns:
-      The nodes, with loops replaced that read such weights.
+      The function, with loops replaced that read such weights.
     """
     known: Known = {}
     for v, sharding in given.items():
         if sharding is not None:
             known[v] = tuple(axes or () for axes in of_spec(sharding.spec, v.aval.ndim))
-    follow((node.eqn for node in nodes if isinstance(node, Equation)), known)
-    out: list[Node] = []
-    for node in nodes:
-        out += _gather(node, placement, known) if isinstance(node, Loop) and node.parts else [node]
-    return out
+    follow((node.eqn for node in placed.nodes if isinstance(node, Equation)), known)
+    nodes: list[Node] = []
+    for node in placed.nodes:
+        if isinstance(node, Loop) and node.parts:
+            nodes += _hoisted(node, placed.placement, known)
+        else:
+            nodes.append(node)
+    return Placed(nodes, placed.placement)
 
 
-def _gather(loop: Loop, placement: Placement, known: Known) -> list[Node]:
+def _hoisted(loop: Loop, placement: Placement, known: Known) -> list[Node]:
+    """A loop that reads gathered weights, after what gathers them."""
     data = {axis for groups in loop.parts.values() for axes in groups for axis in axes}
     sharded: dict[Var, Dims] = {}
     for v in loop.captured:
         dims = tuple(tuple(a for a in axes if a in data) for axes in dims_of(v, known))
         if any(dims) and placement.where[v].kind is Kind.STATE:
             sharded[v] = dims
-    own = _used_in_parts(loop, sharded)
+    used_in_parts = _used_in_parts(loop, sharded)
     before: list[Node] = []
     gathered: dict[tuple[Var, Mesh], Var] = {}
     for v in sharded:
-        if v not in own:
+        if v not in used_in_parts:
             home = placement.where[v].mesh
             kept = (tuple(a for a in axes if a not in data) or None for axes in dims_of(v, known))
             constrain = functools.partial(
                 jax.lax.with_sharding_constraint, shardings=NamedSharding(home, PartitionSpec(*kept))
             )
-            equations, (gathered[v, home],) = inline(constrain, v, scope="")
+            equations, (whole,) = inline(constrain, v, scope="")
+            for e in equations:
+                placement.locations[e], placement.phases[e] = Location(home), "none"
+                placement.where.update(dict.fromkeys(e.outvars, at_home(home)))
+            gathered[v, home] = whole
             before += equations
-    locations = placement.bodies[loop].locations
+    if not before:
+        return [loop]
+    body = placement.bodies.pop(loop)
+    body.where |= {whole: at_home(home) for (_, home), whole in gathered.items()}
 
     def reading(e: Equation) -> Equation:
-        if e not in locations:
+        """An equation that reads what is gathered on its mesh."""
+        if e not in body.locations:
             return e
-        invars = [gathered.get((a, locations[e].mesh), a) if is_var(a) else a for a in e.invars]
-        changed = any(a is not b for a, b in zip(invars, e.invars))
-        return Equation(e.eqn.replace(invars=invars), e.scope) if changed else e
+        mesh = body.locations[e].mesh
+        invars = [gathered.get((a, mesh), a) if is_var(a) else a for a in e.invars]
+        if all(a is b for a, b in zip(invars, e.invars)):
+            return e
+        new = dataclasses.replace(e, eqn=e.eqn.replace(invars=invars))
+        body.put_like([new], e)
+        return new
 
-    return [*before, dataclasses.replace(loop, body=tuple(map(reading, loop.body)))] if before else [loop]
+    hoisted = dataclasses.replace(loop, body=tuple(map(reading, loop.body)))
+    placement.bodies[hoisted] = body
+    return [*before, hoisted]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,14 +14,30 @@ import jax.extend.core as jex
 from jax.sharding import Mesh
 
 from mmnnx import _compat
+from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.inline.conds import open_cond
 from mmnnx.mpmd.inline.scans import open_scan
 from mmnnx.mpmd.inline.writer import InLoop, Writer
-from mmnnx.mpmd.ir.equations import CALLS, Atom, Equation, Flat, Node, Var, is_var, join, scopes_in
+from mmnnx.mpmd.ir.equations import CALLS, Atom, Equation, Flat, Loop, Node, Var, is_var, join, scopes_in
 from mmnnx.mpmd.ir.loop_spec import loop_spec
 from mmnnx.mpmd.ir.origin import ACTIVATION, at_home, combine
 from mmnnx.mpmd.ir.rewrite import prune, rename
 from mmnnx.sharding.task import scopes
+
+
+def inline(function: Function) -> Flat:
+    """One flat list of equations of a function that touches several meshes.
+
+    Raises:
+      ValueError: as `inline_calls` does.
+    """
+    shardings, names = function.shardings, function.meshes.labels()
+    flat = inline_calls(function.jaxpr, shardings.homes, function.task_mesh, names, shardings.follows)
+    for loop in (node for node in flat.nodes if isinstance(node, Loop)):
+        for mesh_of in function.meshes.moving.values():
+            for microbatch in range(loop.spec.length):
+                mesh_of(microbatch)  # from here on all meshes are known
+    return flat
 
 
 def inline_calls(

@@ -58,7 +58,7 @@ class Loop:
       stacks: for each of `ys`, one outer variable per microbatch.
       sources: for outer variables of `init` and `slices`, the input that they are a layout of, if any.
       parts: for carries that hold parts of a sum, the mesh axes of each of their leading dimensions.
-      undivided: for carries that XLA sums up over a mesh axis in every microbatch, if any, why.
+      not_hoisted: for carries that XLA sums up over a mesh axis in every microbatch, if any, why.
     """
 
     spec: LoopSpec
@@ -73,7 +73,7 @@ class Loop:
     stacks: tuple[tuple[Var, ...], ...]
     sources: dict[Var, Var]
     parts: dict[Var, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    undivided: dict[Var, str] = dataclasses.field(default_factory=dict)
+    not_hoisted: dict[Var, str] = dataclasses.field(default_factory=dict)
 
     @property
     def captured(self) -> list[Var]:

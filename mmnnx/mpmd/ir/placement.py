@@ -1,12 +1,14 @@
-"""Where everything in a list of nodes is: what `mmnnx.mpmd.place.place` finds."""
+"""Where everything in a list of nodes runs: what `place` finds, and `hoist` keeps up to date."""
 
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Iterable, Sequence
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.equations import Atom, Node, Var, is_var
+from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import Origin
 from mmnnx.sharding.task import Task
 
@@ -17,6 +19,15 @@ class Location:
 
     mesh: Mesh
     position: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """Its place in the flow, to compare: what is outside comes first."""
+        return -1 if self.position is None else self.position
+
+
+by_rank = operator.attrgetter("rank")
+"""What locations are compared by."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,4 +61,37 @@ class Placement:
     bodies: dict[Node, Placement] = dataclasses.field(default_factory=dict)
 
     def mesh_of(self, atom: Atom) -> Mesh | None:
+        """The mesh that holds an atom; None for literals, and for what every mesh can have."""
         return self.where[atom].home if is_var(atom) else None
+
+    def copy(self) -> Placement:
+        """A placement that may be changed, with those of its loops."""
+        return Placement(
+            positions=list(self.positions),
+            locations=dict(self.locations),
+            phases=dict(self.phases),
+            where=dict(self.where),
+            backward_tasks=dict(self.backward_tasks),
+            follows=dict(self.follows),
+            bodies={loop: body.copy() for loop, body in self.bodies.items()},
+        )
+
+    def put_like(self, new: Iterable[Equation], old: Node) -> None:
+        """Places new equations where an old one is, in whose stead they are."""
+        for e in new:
+            if old in self.locations:
+                self.locations[e], self.phases[e] = self.locations[old], self.phases[old]
+            self.where.update(dict.fromkeys(e.outvars, self.where[old.outvars[0]]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placed:
+    """A function whose equations have a place.
+
+    Attributes:
+      nodes: its equations and loops, in order.
+      placement: where they are.
+    """
+
+    nodes: Sequence[Node]
+    placement: Placement

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from mmnnx import _compat
+
 
 def mesh_of(sharding: NamedSharding) -> Mesh:
     """The mesh of devices that a sharding of arrays is over.
@@ -93,3 +95,15 @@ def entering(aval: Any, mesh: Mesh, given: NamedSharding | None) -> NamedShardin
 def is_committed(x: Any) -> bool:
     """Whether an argument is an array that somebody has put where it is."""
     return isinstance(x, jax.Array) and x.committed
+
+
+def constrains(jaxpr: Any, beyond: Mesh | None = None) -> bool:
+    """Whether something in a jaxpr says how values are sharded; if `beyond` is given, over other devices."""
+
+    def does(e: Any) -> bool:
+        if e.primitive.name not in ("sharding_constraint", "shard_map"):
+            return any(constrains(inner, beyond) for inner in _compat.subjaxprs(e))
+        over = e.params["mesh"] if "mesh" in e.params else getattr(e.params["sharding"], "mesh", None)
+        return beyond is None or (isinstance(over, Mesh) and over.devices.tolist() != beyond.devices.tolist())
+
+    return any(map(does, _compat.open_jaxpr(jaxpr)[2]))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import graphlib
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
+from mmnnx import _compat
 from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.ir.printing import describe, mesh_text, value_text
 
@@ -99,3 +100,17 @@ def _circle(program: Program) -> str:
         steps = [f"{n}, {describe(program, program.instructions[n])}" for n in error.args[1]]
         return ". Instructions wait for each other: " + " <- ".join(steps)
     return ""
+
+
+def check_callbacks(program: Program) -> None:
+    """Refuses callbacks that are to keep an order on several meshes, which run at the same time."""
+    meshes: dict[Any, dict[Mesh, None]] = {}
+    for fragment in program.fragments:
+        for effect in filter(_compat.is_ordered, fragment.jaxpr.effects):
+            meshes.setdefault(effect, {})[fragment.mesh] = None
+    for several in (found for found in meshes.values() if len(found) > 1):
+        raise ValueError(
+            f"callbacks with ordered=True are on {len(several)} TaskMeshes "
+            f"({', '.join(program.names[mesh] for mesh in several)}), which run at the same time: leave "
+            "ordered=True out, or make them all in one task"
+        )

@@ -10,7 +10,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.ir.shardings import transferred
 
 
-def localise(eqn: Any, mesh: Mesh) -> Any:
+def change_mesh(eqn: Any, mesh: Mesh) -> Any:
     """An equation for one TaskMesh: constraints and shard_maps over another mesh become ones over this one.
 
     A constraint keeps the axes that this mesh has. A shard_map can be moved if this mesh has its axes, in the
@@ -45,7 +45,7 @@ def _moved(value: Any, mesh: Mesh) -> Any:
             return transferred(value, mesh)  # the same devices, by axes of other names
         return NamedSharding(_alike(value.mesh, mesh), _kept_axes(value.spec, mesh))
     if isinstance(value, _compat.JAXPR_TYPES):
-        return _compat.map_equations(value, lambda e: localise(e, mesh))
+        return _compat.map_equations(value, lambda e: change_mesh(e, mesh))
     if isinstance(value, tuple) and any(isinstance(v, _compat.JAXPR_TYPES) for v in value):
         moved = [_moved(v, mesh) for v in value]
         if all(a is b for a, b in zip(moved, value)):

@@ -17,27 +17,22 @@ from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Loop, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.fragments import Body, Fragment, LoopPlan, PlacedVar, Plan
 from mmnnx.mpmd.ir.origin import Kind
-from mmnnx.mpmd.ir.placement import Placement
+from mmnnx.mpmd.ir.placement import Placed, Placement
 from mmnnx.mpmd.ir.timetable import PARTS
-from mmnnx.mpmd.partition.change_mesh import localise
+from mmnnx.mpmd.partition.change_mesh import change_mesh
 from mmnnx.mpmd.partition.joins import set_joins_apart
 from mmnnx.mpmd.partition.rematerialise import rematerialise
 from mmnnx.mpmd.partition.split_backward import split_backward
 from mmnnx.mpmd.partition.stages import split_positions, task_remat, timetable
 
 
-def cut(
-    nodes: Sequence[Node],
-    placement: Placement,
-    required: Iterable[PlacedVar],
-    name_of: dict[Mesh, str],
-    choice: int = 0,
+def plan_fragments(
+    placed: Placed, required: Iterable[PlacedVar], name_of: dict[Mesh, str], choice: int = 0
 ) -> Plan:
-    """Cuts placed nodes into fragments.
+    """Partitions placed nodes into fragments.
 
     Args:
-      nodes: all nodes, in order.
-      placement: where they go.
+      placed: all nodes, in order, and where they go.
       required: results, each with the mesh on which it is wanted.
       name_of: names for meshes whose work is in no named task.
       choice: for loops that ask for no schedule, which of those that would do; 0 is the shortest.
@@ -45,7 +40,7 @@ def cut(
     Raises:
       IndexError: if there is no such choice.
     """
-    nodes, placement = rematerialise(nodes, placement, task_remat(placement))
+    nodes, placement = rematerialise(placed.nodes, placed.placement, task_remat(placed.placement))
     placement = split_backward(nodes, placement, split_positions(placement))
     return _Partitioner(nodes, placement, list(required), name_of, choice).run()
 
@@ -300,7 +295,7 @@ class _Partitioner:
             name = owner if phase == "none" else f"{owner} {phase}"
             if task is not None and task.split_backprop and phase in PARTS:
                 name = task.split_backprop[PARTS.index(phase)]
-            jaxpr = _compat.close_jaxpr(invars, outvars, [localise(e, mesh) for e in eqns])
+            jaxpr = _compat.close_jaxpr(invars, outvars, [change_mesh(e, mesh) for e in eqns])
             steps.append(Fragment(name, owner, mesh, phase, position, jaxpr, tuple(invars), tuple(outvars)))
         return tuple(steps)
 

@@ -11,8 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.equations import Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.equations import Equation, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.placement import Location
+from mmnnx.mpmd.place.classify import Role
 from mmnnx.mpmd.place.min_cut import sink_side
+from mmnnx.mpmd.place.region import Region
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Flow:
     users: Mapping[Var, Sequence[Node]]
 
 
-def settle(flow: Flow) -> dict[Node, int]:
+def settled(flow: Flow) -> dict[Node, int]:
     """The position of each equation, where it was or further downstream.
 
     For each boundary: of all ways to divide the movable equations between its two sides, with no value
@@ -106,3 +109,38 @@ def _beyond(
             edges.append((number[maker], 1, max(1, nbytes(v) // flow.times)))
     beyond = sink_side(count, edges)
     return [e for e in movable if number[e] in beyond]
+
+
+def move_across_boundaries(region: Region, equations: Sequence[Equation]) -> bool:
+    """Moves equations that nothing ties down across the boundaries between positions, downstream.
+
+    Returns:
+      Whether any equation moved.
+    """
+    flow = {
+        e: p for e in equations if e in region.locations and (p := region.locations[e].position) is not None
+    }
+    if not flow or len(region.positions) < 2:
+        return False
+    last = len(region.positions) - 1
+    backward = region.roles.of[equations[0]] is Role.BACKWARD  # as all of them
+
+    def coordinate(position: int) -> int:
+        return last - position if backward else position
+
+    at: dict[Node, int] = {e: coordinate(p) for e, p in flow.items()}
+    wanted: dict[Node, int] = {}
+    for e in flow:
+        for state in (region.out.follows[v] for v in e.outvars if v in region.out.follows):
+            position = region.last_position(region.where[state].mesh, flow[e])
+            if position is not None and coordinate(position) >= at[e]:
+                wanted[e] = coordinate(position)
+    # A gradient is summed where it is made and sent home once, not in every microbatch.
+    times = region.microbatches if backward else 1
+    meshes = [region.positions[coordinate(n)].mesh for n in range(len(region.positions))]
+    new = settled(Flow(at, region.tied, wanted, times, meshes, region.maker, region.users))
+    for e in flow:
+        if e not in region.tied:
+            position = coordinate(new[e])
+            region.put(e, Location(region.positions[position].mesh, position), region.out.phases[e])
+    return new != at

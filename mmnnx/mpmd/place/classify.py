@@ -10,16 +10,16 @@ from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
 from mmnnx.sharding.task import is_backward
 
 
-class Class(enum.Enum):
+class Role(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    LATE = "late"  # what depends on a backward or a loop, such as an optimizer
+    UPDATE = "late"  # what depends on a backward or a loop, such as an optimizer
     LOOP = "loop"
 
 
 @dataclasses.dataclass(frozen=True)
-class Classes:
-    """The classes of the nodes of a function, or of the body of a loop.
+class Roles:
+    """The roles of the nodes of a function, or of the body of a loop.
 
     Attributes:
       of: by node, in order.
@@ -28,12 +28,12 @@ class Classes:
       for_updates: what nobody reads but what is late: no part of the flow.
     """
 
-    of: Mapping[Node, Class]
+    of: Mapping[Node, Role]
     inner: set[Node]
     after_inner: set[Node]
     for_updates: set[Node]
 
-    def all(self, kind: Class) -> list[Equation]:
+    def all(self, kind: Role) -> list[Equation]:
         """The equations of a class."""
         return [n for n, c in self.of.items() if c is kind and isinstance(n, Equation)]
 
@@ -42,27 +42,27 @@ class Classes:
         return is_backward(e.scope) and e not in self.inner
 
 
-def classify(nodes: Sequence[Node], users: Mapping[Var, Sequence[Node]]) -> Classes:
-    """Finds the classes of nodes, whose results are read by these users."""
+def classify(nodes: Sequence[Node], users: Mapping[Var, Sequence[Node]]) -> Roles:
+    """Finds the roles of nodes, whose results are read by these users."""
     inner, after_inner = _inner(nodes)
     after: set[Var] = set()
-    of: dict[Node, Class] = {}
+    of: dict[Node, Role] = {}
     for n in nodes:
         depends = not after.isdisjoint(filter(is_var, n.invars))
         if isinstance(n, Loop):
-            of[n] = Class.LOOP
+            of[n] = Role.LOOP
         elif is_backward(n.scope) and n not in inner and (depends or "rematted_computation" not in n.scope):
-            of[n] = Class.BACKWARD
+            of[n] = Role.BACKWARD
         else:
-            of[n] = Class.LATE if depends else Class.FORWARD
-        if of[n] is not Class.FORWARD:
+            of[n] = Role.UPDATE if depends else Role.FORWARD
+        if of[n] is not Role.FORWARD:
             after.update(n.outvars)
     for_updates: set[Node] = set()
     for n in reversed(nodes):
         readers = [u for v in n.outvars for u in users.get(v, ())]
-        if readers and all(u in for_updates or of[u] is Class.LATE for u in readers):
+        if readers and all(u in for_updates or of[u] is Role.UPDATE for u in readers):
             for_updates.add(n)
-    return Classes(of, inner, after_inner, for_updates)
+    return Roles(of, inner, after_inner, for_updates)
 
 
 def _inner(nodes: Sequence[Node]) -> tuple[set[Node], set[Node]]:

@@ -1,0 +1,121 @@
+"""A traced function on its way into the compiler, and what is known of it before it is opened."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from mmnnx.mpmd.frontend.in_out_shardings import InOutShardings, find_in_out_shardings
+from mmnnx.mpmd.frontend.meshes import Meshes
+from mmnnx.mpmd.frontend.observe import Record
+from mmnnx.mpmd.ir.equations import Flat, Var, scopes_in
+from mmnnx.mpmd.ir.shardings import constrains, mesh_of
+from mmnnx.sharding.mesh import MultiMesh
+from mmnnx.sharding.task import Task, find_task, place_task
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """A traced function with arguments, and what is known of both.
+
+    Attributes:
+      traced, record: what the trace showed.
+      leaves: the flat arguments.
+      multimesh: the one that is current, if there is one.
+      task_of: from a name stack to the task scope that it lies in, if any, and that task's mesh.
+      meshes: the meshes that it touches.
+      task_meshes: those between which it is divided; one at least.
+      shardings: where its arguments live and its results go.
+      is_placed: whether any of that, or a task scope, names a mesh.
+    """
+
+    traced: jax.stages.Traced
+    record: Record
+    leaves: Sequence[Any]
+    multimesh: MultiMesh | None
+    task_of: Callable[[str], tuple[Task, Mesh] | None]
+    meshes: Meshes
+    task_meshes: list[Mesh]
+    shardings: InOutShardings
+    is_placed: bool
+
+    @property
+    def jaxpr(self) -> Any:
+        """What it computes."""
+        return self.traced.jaxpr
+
+    @property
+    def only_mesh(self) -> Mesh | None:
+        """The one mesh that it touches, if it is one."""
+        alone = len(self.task_meshes) == 1 and not self.meshes.moving
+        return self.task_meshes[0] if alone else None
+
+    def task_mesh(self, scope: str) -> Mesh | None:
+        """The mesh of the task scope that a name stack lies in, if any."""
+        found = self.task_of(scope)
+        return found[1] if found is not None else None
+
+    @functools.cached_property
+    def donated(self) -> list[bool]:
+        """Whether each argument is donated."""
+        return [a.donated for a in jax.tree.leaves(self.traced.args_info)]
+
+    def given(self, flat: Flat) -> dict[Var, NamedSharding | None]:
+        """The shardings that the inputs have."""
+        return dict(zip(flat.invars, self.shardings.given))
+
+
+def enter(
+    traced: jax.stages.Traced, record: Record, leaves: Sequence[Any], multimesh: MultiMesh | None
+) -> Function:
+    """Finds out what a traced function touches, for arguments that live where `leaves` do.
+
+    Raises:
+      PlacementError, ValueError: for what `mm.jit` refuses before it looks inside.
+    """
+    if len(traced.jaxpr.in_avals) > len(leaves):  # JAX hands it over as an argument
+        raise ValueError(
+            f"{traced.fun_name} reads a value of another trace, which has ended: such as an array that a "
+            "Module made inside of a jit and keeps as a plain attribute. Make it a Variable, or a number. Or "
+            "one that was kept from inside of a loop or mm.microbatch: return it from there"
+        )
+    meshes = Meshes(multimesh)
+    task_of = functools.cache(functools.partial(_task_of, multimesh, meshes))
+    for scope in scopes_in(traced.jaxpr):
+        task_of(scope)
+    for task, mesh in dict.fromkeys(_placing(record)):
+        place_task(task, mesh)
+    shardings = find_in_out_shardings(record, leaves, traced.jaxpr.out_avals, meshes)
+    is_placed = bool(meshes.names())
+    if not is_placed and multimesh is not None and constrains(traced.jaxpr):
+        meshes.canonical(multimesh.mesh)
+    task_meshes, around = meshes.tasks(), jax.sharding.get_abstract_mesh()
+    if len(task_meshes) > 1 and not around.empty:
+        raise ValueError(
+            f"mm.jit under jax.set_mesh, of a mesh with axes {dict(around.shape)}: that would be the mesh of "
+            f"every task, and they have {len(task_meshes)} of their own. Leave jax.set_mesh, and use the "
+            "MultiMesh in its place (`with mesh:`, or mm.jit(mesh=mesh))"
+        )
+    return Function(traced, record, leaves, multimesh, task_of, meshes, task_meshes, shardings, is_placed)
+
+
+def _task_of(multimesh: MultiMesh | None, meshes: Meshes, scope: str) -> tuple[Task, Mesh] | None:
+    task = find_task(scope, multimesh)
+    try:
+        return None if task is None else (task, meshes.of_task(task))
+    except ValueError as error:
+        raise ValueError(f"{error} (in the scope {scope!r})") from None
+
+
+def _placing(record: Record) -> Iterator[tuple[Task, Mesh]]:
+    """The tasks of the rules that place arguments and results, with their meshes."""
+    for leaf in (*record.inputs, *record.results):
+        if leaf is not None and leaf.rule is not None:
+            task, sharding, _ = leaf.rule
+            if task is not None and isinstance(sharding, NamedSharding):
+                yield task, mesh_of(sharding)

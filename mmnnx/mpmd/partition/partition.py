@@ -1,0 +1,86 @@
+"""Placed equations become fragments: what the stages after this one need to know of them.
+
+A function that touches one mesh is one fragment. Any other is partitioned by task and phase; where its loops
+ask for no schedule, once for each schedule that would do, the shortest first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from jax.sharding import Mesh, NamedSharding
+
+from mmnnx import _compat
+from mmnnx.mpmd.frontend.function import Function
+from mmnnx.mpmd.inline.calls import inline_calls
+from mmnnx.mpmd.ir.equations import Equation, Flat, Loop, Var, is_var
+from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar, Plan
+from mmnnx.mpmd.ir.placement import Placed
+from mmnnx.mpmd.partition.change_mesh import change_mesh
+from mmnnx.mpmd.partition.fixed_shardings import fixed_shardings
+from mmnnx.mpmd.partition.fragments import plan_fragments
+from mmnnx.mpmd.partition.results import held_results
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Partition:
+    """A function as fragments.
+
+    Attributes:
+      flat: its equations, as they were before they were placed.
+      plan: its fragments and loops.
+      results: for each result, the values that hold it; none for an argument or a constant.
+      fixed: the shardings that are decided.
+      not_hoisted: the inputs whose gradients are reduced in every microbatch, with the reason.
+    """
+
+    flat: Flat
+    plan: Plan
+    results: list[list[PlacedVar]]
+    fixed: dict[PlacedVar, NamedSharding]
+    not_hoisted: dict[Var, str] = dataclasses.field(default_factory=dict)
+
+
+def partitions(function: Function, flat: Flat, placed: Placed) -> Iterator[Partition]:
+    """The ways to partition a function, one for each choice of schedules.
+
+    Raises:
+      ValueError: if a loop cannot have the schedule, or the number of stages, that it asks for.
+    """
+    placement, names = placed.placement, function.meshes.names()
+    results = held_results(function, flat, placement)
+    required = [value for values in results for value in values]
+    loops = [node for node in placed.nodes if isinstance(node, Loop)]
+    reasons = {
+        placement.follows[v]: why
+        for loop in loops
+        for v, why in loop.not_hoisted.items()
+        if v in placement.follows
+    }
+    for choice in itertools.count():
+        try:
+            plan = plan_fragments(placed, required, names, choice)
+        except IndexError:
+            return
+        fixed = fixed_shardings(function, flat, plan, placement, results)
+        yield Partition(flat, plan, results, fixed, reasons)
+
+
+def one_fragment(function: Function, mesh: Mesh) -> Partition:
+    """A function that touches one mesh."""
+    names = function.meshes.names()
+    count = len(function.jaxpr.in_avals)
+    flat = inline_calls(function.jaxpr, [None] * count, lambda scope: None, names, loops=False)
+    equations = [n for n in flat.nodes if isinstance(n, Equation)]  # which are all
+    made = {v for e in equations for v in e.outvars}
+    outvars = tuple(dict.fromkeys(v for v in flat.outvars if is_var(v) and v in made))
+    read = {a for e in equations for a in e.invars if is_var(a)}
+    invars = tuple(v for v in (*flat.invars, *(c for c, _ in flat.constants)) if v in read)
+    jaxpr = _compat.close_jaxpr(invars, outvars, [change_mesh(e.eqn, mesh) for e in equations])
+    fragment = Fragment(names[mesh], names[mesh], mesh, "none", None, jaxpr, invars, outvars)
+    steps = (fragment,) if equations else ()
+    plan = Plan(steps, dict.fromkeys(outvars, mesh), tuple((v, mesh) for v in invars))
+    results = [[(v, mesh)] if is_var(v) and v in made else [] for v in flat.outvars]
+    return Partition(flat, plan, results, fixed_shardings(function, flat, plan, None, results))

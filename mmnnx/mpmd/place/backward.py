@@ -1,0 +1,146 @@
+"""Backward equations: where the activations of the forward are that they read, else with their operands."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.origin import Kind
+from mmnnx.mpmd.ir.placement import Location, by_rank
+from mmnnx.mpmd.place.classify import Role
+from mmnnx.mpmd.place.region import Region
+
+
+def place_backward(region: Region, e: Equation) -> None:
+    """Places one equation, downstream of those that it reads."""
+    if region.stays(e):
+        return
+    incoming = region.made_by(e, (Role.BACKWARD, Role.UPDATE, Role.LOOP))
+    came = min((s.position for s in incoming if s.position is not None), default=None)
+    residuals = _residuals(region, e)
+    scoped = region.task_of(e.scope)
+    if scoped is not None:
+        task, mesh = scoped
+        choices = {s for locations in residuals.values() for s in locations if s.mesh == mesh}
+        if not choices:
+            position = region.last_position(mesh, came)
+            choices = {Location(mesh, region.position(mesh, task, 0) if position is None else position)}
+    elif residuals:
+        choices = set.intersection(*residuals.values())
+        if incoming and len(choices) > 1 and all(region.origin_of(a).kind is Kind.FREE for a in residuals):
+            # A scalar that several stages use, say, is at hand wherever this comes to be.
+            region.put(e, min(incoming, key=by_rank), "backward")
+            return
+        choices = choices or _with_most_bytes(residuals)
+    elif (renewed := region.renewed_homes(e)) and None in (s.position for s in incoming):
+        region.put(e, Location(max(renewed, key=renewed.__getitem__)), "backward")
+        region.note_renewed(e)
+        return
+    elif incoming:
+        ahead = region.made_by(e, (Role.UPDATE,)) if came is None else []
+        # What is recomputed in a backward is no residual: a gradient is made at home even so.
+        at_home = [s for s in incoming if s.mesh == region.followed_home(e)]
+        location = _beside(region, e, ahead) if ahead else min(at_home or incoming, key=by_rank)
+        region.put(e, location, "backward")
+        return
+    else:
+        choices = {Location(region.positions[-1].mesh, len(region.positions) - 1)}
+    reached = [s for s in choices if came is None or s.rank <= came]
+    location = max(reached, key=by_rank) if reached else min(choices, key=by_rank)
+    sent = scoped is None and came is None and all(s.mesh != location.mesh for s in incoming)
+    if sent and (there := _all_there(region, incoming, residuals)) is not None:
+        region.put(e, there, "backward")
+        return
+    region.tied.add(e)
+    region.put(e, location, "backward")
+    if scoped is not None and location.position is not None:
+        here, name = region.positions[location.position].task, scoped[0].name
+        if name and here is not None and name not in (here.name or "").split("+"):
+            region.out.backward_tasks[location.position] = name
+
+
+def _residuals(region: Region, e: Equation) -> dict[Var, set[Location]]:
+    """What an equation reads of the forward and of state, with where the forward uses it."""
+    found: dict[Var, set[Location]] = {}
+    for a in filter(is_var, e.invars):
+        maker = region.maker.get(a)
+        ahead = maker is None or region.roles.of[maker] is Role.FORWARD
+        if (ahead or region.origin_of(a).kind is Kind.STATE) and (uses := _available(region, a)):
+            found[a] = uses
+    return found
+
+
+def _with_most_bytes(residuals: Mapping[Var, set[Location]]) -> set[Location]:
+    """Where most bytes of these values are, if no location has them all."""
+    held: Counter[Location] = Counter()
+    for a, locations in residuals.items():
+        held.update(dict.fromkeys(locations, nbytes(a)))
+    return {location for location in held if held[location] == max(held.values())}
+
+
+def _available(region: Region, atom: Atom) -> set[Location] | None:
+    """Where the forward uses a value, None if it nowhere does and every mesh can have it."""
+    if not is_var(atom):
+        return None
+    maker = region.maker.get(atom)
+    if maker in region.loose:  # wherever what it is made of is
+        operands = [s for a in maker.invars if (s := _available(region, a)) is not None]
+        return set.intersection(*operands) if operands else None
+    origin = region.origin_of(atom)
+    if origin.kind is Kind.STATE:
+        uses = set().union(*(region.state_uses.get(r, ()) for r in region.roots.get(atom, ())))
+        return uses or {Location(origin.mesh, region.last_position(origin.mesh))}
+    holders = [maker, *region.users.get(atom, ())]
+    held = {
+        region.locations[m] for m in holders if m in region.locations and region.roles.of[m] is Role.FORWARD
+    }
+    # What is free could be had everywhere, but a gradient over it belongs to the stage that used it.
+    return held if origin.kind is Kind.ACTIVATION else held or None
+
+
+def _all_there(region: Region, incoming: Sequence[Location], residuals: Iterable[Var]) -> Location | None:
+    """For the backward of a second loss, which reads what the first had as well: where a gradient comes
+    from, if all else that is read is there."""
+    held = [{region.locations[n].mesh for n in region.users[a] if n in region.locations} for a in residuals]
+    return next((s for s in incoming if all(s.mesh in meshes for meshes in held)), None)
+
+
+def _beside(region: Region, e: Equation, ahead: Sequence[Location]) -> Location:
+    """For the backward of a second loss: where all it reads is at hand, else where its forward was."""
+    held = []
+    for a in filter(is_var, e.invars):
+        if (maker := region.maker.get(a)) in region.locations:
+            users = [
+                u for u in region.users[a] if region.roles.of[u] is Role.UPDATE and u in region.locations
+            ]
+            held.append({region.locations[n].mesh for n in (maker, *users)})
+    shared = set.intersection(*held)
+    both = [s for s in region.made_by(e, (Role.BACKWARD, Role.UPDATE)) if s.mesh in shared]
+    return (both or ahead)[0]
+
+
+def loose_equations(region: Region) -> set[Node]:
+    """Forward equations that only the backward reads: factors of derivatives, computed ahead by JAX."""
+    loose: set[Node] = set()
+    for e in reversed(region.forward):
+        users = [u for v in e.outvars for u in region.users.get(v, ())]
+        ahead = [u for u in users if region.roles.of[u] is Role.FORWARD and u not in loose]
+        placed = e in region.locations and e not in region.tied and region.locations[e].position is not None
+        if placed and not ahead and any(region.roles.of[u] is Role.BACKWARD for u in users):
+            loose.add(e)
+    return loose
+
+
+def join_backward(region: Region) -> None:
+    """Moves loose equations to where the backward that reads them went."""
+    for e in reversed([n for n in region.roles.all(Role.FORWARD) if n in region.loose]):
+        users = {
+            region.locations[u] for v in e.outvars for u in region.users.get(v, ()) if u in region.locations
+        }
+        if len(users) == 1:
+            (location,) = users
+            if location.position is not None and all(
+                (s := _available(region, a)) is None or location in s for a in e.invars
+            ):
+                region.put(e, location, region.out.phases[e])

@@ -1,0 +1,221 @@
+"""A function, or the body of a loop, while it is placed: what is known so far."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from jax.sharding import Mesh
+
+from mmnnx.mpmd.ir.dataflow import follow_back
+from mmnnx.mpmd.ir.equations import Atom, Equation, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.origin import CONST, FREE, Kind, Origin, combine
+from mmnnx.mpmd.ir.placement import Location, Placement, Position
+from mmnnx.mpmd.place.classify import Role, classify
+from mmnnx.mpmd.place.options import fusing
+from mmnnx.sharding.task import Task
+
+TaskOf = Callable[[str], "tuple[Task, Mesh] | None"]
+Fits = Callable[[Loop, Placement], bool]
+
+_CONTRACTIONS = {"dot_general", "conv_general_dilated"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is to be placed: a function, or the body of a microbatch loop.
+
+    Attributes:
+      nodes: in order.
+      inputs: the origin of every input, constant and outer variable.
+      task_of: from a name stack to the task scope that it lies in and that task's mesh.
+      follows: results whose home is that of a state variable.
+      fits: whether a loop can have the schedule that it asks for, if its body is placed so.
+      roots: for outer variables that are made of state, the state.
+      microbatches: how many; None outside loops.
+      slices: variables that stand for slices of the batch.
+    """
+
+    nodes: Sequence[Node]
+    inputs: dict[Var, Origin]
+    task_of: TaskOf
+    follows: dict[Var, Var]
+    fits: Fits
+    roots: dict[Var, frozenset[Var]] = dataclasses.field(default_factory=dict)
+    microbatches: int | None = None
+    slices: Sequence[Var] = ()
+
+
+class Region:
+    """A problem while it is solved.
+
+    Attributes:
+      returning: whether the flow goes back to state that was used before and lives elsewhere; else the state
+        is sent to the flow.
+      order: in which the forward is placed.
+      out: the placement, as far as it is known.
+      maker, users: of each variable.
+      roles: what each node is in a training step.
+      roots: for every variable that is made of state alone, the state.
+      of_batch: variables that are made of the batch alone, where that has a home.
+      renewed: new values of state, and what they are made of.
+      tied: equations that stay where they are: in a task scope, or reading state.
+      used_state: state that the forward has read.
+      state_uses: where the forward reads state.
+      sent: state that goes to the flow.
+      loose: forward equations that only the backward reads.
+    """
+
+    def __init__(self, problem: Problem, *, returning: bool, order: Sequence[Equation] | None = None):
+        self.problem, self.nodes, self.task_of = problem, problem.nodes, problem.task_of
+        self.returning = returning
+        self.in_loop, self.microbatches = problem.microbatches is not None, problem.microbatches or 1
+        self.fuses = fusing.get() == "all" or (fusing.get() == "loops" and self.in_loop)
+        self.out = Placement()
+        self.where, self.locations, self.positions = self.out.where, self.out.locations, self.out.positions
+        self.where.update(problem.inputs)
+        self.maker: dict[Var, Node] = {v: n for n in self.nodes for v in n.outvars}
+        self.users: dict[Var, list[Node]] = {}
+        for node in self.nodes:
+            for a in dict.fromkeys(filter(is_var, node.invars)):
+                self.users.setdefault(a, []).append(node)
+        self.roles = classify(self.nodes, self.users)
+        self.order = order
+        self.forward = list(order or self.roles.all(Role.FORWARD))
+        autodiff = self.in_loop or Role.BACKWARD in self.roles.of.values()
+        self.forward_phase = "forward" if autodiff else "none"
+        state = {v for v, o in problem.inputs.items() if o.kind is Kind.STATE}
+        self.roots = {v: frozenset([v]) for v in state} | problem.roots
+        self.of_batch = set(problem.slices)
+        self.renewed: set[Var] = set()
+        self.tied: set[Node] = set()
+        self.used_state: set[Var] = set()
+        self.state_uses: dict[Var, set[Location]] = {}
+        self.sent: set[Var] = set()
+        self.loose: set[Node] = set()
+        self.out.follows.update(problem.follows)
+        is_state = lambda a: a if is_var(a) and a in state else None
+        follow_back(self.roles.all(Role.UPDATE), self.out.follows, is_state)
+
+    def origin_of(self, atom: Atom) -> Origin:
+        """What an atom is made of."""
+        return self.where[atom] if is_var(atom) else CONST
+
+    def roots_of(self, e: Node) -> frozenset[Var]:
+        """The state that an equation's operands of state alone are made of."""
+        return frozenset().union(*(self.roots.get(a, ()) for a in e.invars if is_var(a)))
+
+    def put(self, e: Equation, location: Location, phase: str, kind: Kind = Kind.ACTIVATION) -> None:
+        """Places an equation, and with it its results."""
+        self.locations[e] = location
+        self.out.phases[e] = "backward" if self.roles.is_backward(e) else phase
+        for v in e.outvars:
+            self.where[v] = Origin(kind, location.mesh)
+
+    def position(self, mesh: Mesh, task: Task | None, at_least: int) -> int:
+        """The first position on `mesh` from `at_least` on; a new one at the end if there is none."""
+        for p in range(max(at_least, 0), len(self.positions)):
+            here = self.positions[p]
+            if here.mesh == mesh and (joined := self._joined(here.task, task)) is not False:
+                self.positions[p] = Position(mesh, joined)
+                return p
+        self.positions.append(Position(mesh, task))
+        return len(self.positions) - 1
+
+    def _joined(self, here: Task | None, task: Task | None) -> Task | Literal[False] | None:
+        """The task of a position that another joins, False if it must have one of its own."""
+        if task is None or here in (None, task):
+            return here or task
+        assert here is not None
+        if not self.fuses or (here.split_backprop, here.remat) != (task.split_backprop, task.remat):
+            return False
+        names = [*(here.name or "").split("+"), task.name or ""]
+        return dataclasses.replace(here, name="+".join(dict.fromkeys(filter(None, names))) or None)
+
+    def last_position(self, mesh: Mesh, at_most: int | None = None) -> int | None:
+        """The last position on `mesh` up to `at_most`, else the first one after."""
+        found = [p for p, here in enumerate(self.positions) if here.mesh == mesh]
+        below = [p for p in found if at_most is None or p <= at_most]
+        return below[-1] if below else found[0] if found else None
+
+    def made_by(self, e: Node, kinds: Sequence[Role]) -> list[Location]:
+        """Locations of the operands that equations of the given roles made."""
+        makers = (self.maker.get(a) for a in e.invars if is_var(a))
+        return [
+            self.locations[m]
+            for m in makers
+            if m is not None and self.roles.of[m] in kinds and m in self.locations
+        ]
+
+    def state_homes(self, e: Equation) -> dict[Mesh, int]:
+        """Bytes of state that an equation reads, by home; of the batch only if it reads no other."""
+        state = [a for a in e.invars if self.origin_of(a).kind is Kind.STATE]
+        return self.bytes_by_home([a for a in state if a not in self.of_batch] or state)
+
+    def renewed_homes(self, e: Equation) -> dict[Mesh, int]:
+        """Bytes of new values of state that an equation reads, by home."""
+        return self.bytes_by_home(a for a in e.invars if is_var(a) and a in self.renewed)
+
+    def bytes_by_home(self, atoms: Iterable[Atom]) -> dict[Mesh, int]:
+        """Bytes of values that have a home, by home."""
+        homes: dict[Mesh, int] = {}
+        for a in atoms:
+            mesh = self.origin_of(a).mesh
+            homes[mesh] = homes.get(mesh, 0) + nbytes(a)
+        return homes
+
+    def followed_home(self, e: Equation) -> Mesh | None:
+        """The home of the state that a result of an equation will be combined with."""
+        return next((self.where[self.out.follows[v]].mesh for v in e.outvars if v in self.out.follows), None)
+
+    def at_hand(self, e: Equation) -> dict[Mesh, int]:
+        """Bytes of activations that an equation reads, by the meshes that have them: their own first."""
+        held = self.bytes_by_home(a for a in e.invars if self.origin_of(a).kind is Kind.ACTIVATION)
+        for a in e.invars:
+            if self.origin_of(a).kind is Kind.ACTIVATION:
+                before = itertools.takewhile(lambda u: u is not e, self.users[a])
+                copies = {self.locations[u].mesh for u in before if u in self.locations}
+                for mesh in copies & held.keys() - {self.origin_of(a).mesh}:
+                    held[mesh] += nbytes(a)
+        return held
+
+    def note_renewed(self, e: Equation) -> None:
+        """State and what is combined with it entry by entry are its next value, or on the way there."""
+        if len(e.outvars) != 1 or e.name in _CONTRACTIONS:
+            return
+        out, arrays = e.outvars[0], [a for a in e.invars if a.aval.shape]
+        weights = [a for a in arrays if a in self.renewed or self.origin_of(a).kind is Kind.STATE]
+        if any(
+            a not in self.of_batch and self.origin_of(a).home == self.where[out].home for a in weights
+        ) and all(a.aval.size == out.aval.size for a in arrays):
+            self.renewed.add(out)
+
+    def stays(self, e: Equation) -> bool:
+        """Places what is made of free values alone (nowhere) or of one home's state (there), else False."""
+        if self.task_of(e.scope) is not None:
+            return False
+        origins = [self.origin_of(a) for a in e.invars]
+        origin = combine(origins)
+        if origin.kind is Kind.ACTIVATION and (self.forward_phase == "none" or e in self.roles.for_updates):
+            # State and a free scalar are state still, such as a moment times its decay.
+            origin = combine(o for a, o in zip(e.invars, origins) if o.kind is not Kind.FREE or a.aval.shape)
+        if origin.kind is Kind.ACTIVATION:
+            return False
+        if origin.kind is Kind.STATE:
+            of_batch = {a in self.of_batch for a in e.invars if self.origin_of(a).kind is Kind.STATE}
+            if len(of_batch) == 2:
+                return False  # the batch meets weights: the flow begins
+            if True in of_batch:
+                self.of_batch.update(e.outvars)
+            self.roots.update(dict.fromkeys(e.outvars, self.roots_of(e)))
+            self.put(e, Location(origin.mesh), "none", Kind.STATE)
+        else:
+            self.where.update(dict.fromkeys(e.outvars, origin))
+        return True
+
+
+def activation(home: Mesh | None) -> Origin:
+    """The origin of an activation on a mesh, or of a value that every mesh can have."""
+    return FREE if home is None else Origin(Kind.ACTIVATION, home)

@@ -1,0 +1,42 @@
+"""The options of a task for what follows its state and is in no scope."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from jax.sharding import Mesh
+
+from mmnnx.mpmd.ir.placement import Placement, Position
+from mmnnx.sharding.mesh import MultiMesh
+from mmnnx.sharding.task import Task, placed_tasks
+
+
+def with_task_options(placement: Placement, multimesh: MultiMesh | None) -> Placement:
+    """Gives what follows state of a task, and is in no scope, the options of that task.
+
+    Raises:
+      ValueError: if several tasks with other options have state on the same mesh.
+    """
+    forget = "mm.clear_tasks()" if multimesh is None else "make the MultiMesh anew: it remembers its tasks"
+    trained = {
+        placement.locations[n].position for n, phase in placement.phases.items() if phase == "backward"
+    }
+
+    def task_on(mesh: Mesh) -> Task | None:
+        tasks = placed_tasks(mesh, multimesh)
+        for a, b in itertools.pairwise(tasks):
+            if (a.remat, a.split_backprop) != (b.remat, b.split_backprop):
+                raise ValueError(
+                    f"{a} and {b} both have state on devices {[d.id for d in mesh.devices.flat]}, but not "
+                    "the same remat and split_backprop: say what each computes with mm.task; if one is of a "
+                    "model that is no more, " + forget
+                )
+        return dataclasses.replace(tasks[0], name=None) if len(tasks) > 1 else next(iter(tasks), None)
+
+    positions = [
+        Position(p.mesh, task_on(p.mesh)) if p.task is None and n in trained else p
+        for n, p in enumerate(placement.positions)
+    ]
+    bodies = {loop: with_task_options(body, multimesh) for loop, body in placement.bodies.items()}
+    return dataclasses.replace(placement, positions=positions, bodies=bodies)

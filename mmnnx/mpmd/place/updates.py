@@ -1,0 +1,34 @@
+"""What comes after a backward or a loop, such as an optimizer: at the state that it updates."""
+
+from __future__ import annotations
+
+from mmnnx.mpmd.ir.equations import Equation
+from mmnnx.mpmd.ir.placement import Location, by_rank
+from mmnnx.mpmd.place.classify import Role
+from mmnnx.mpmd.place.region import Region
+
+
+def place_update(region: Region, e: Equation) -> None:
+    """Places one equation."""
+    if region.stays(e):
+        return
+    scoped, weight = region.task_of(e.scope), region.state_homes(e)
+    arriving = region.made_by(e, (Role.FORWARD, Role.BACKWARD, Role.UPDATE))
+    if scoped is None and not weight:
+        weight = region.at_hand(e)
+        # Sums of a gradient are done at the home of its parameter, if a part of it is there, and scalings
+        # after the loop in any case: there may be several of one gradient, as in Adam.
+        home = region.followed_home(e)
+        alone = not region.in_loop and len([a for a in e.invars if a.aval.shape]) == 1
+        if home is not None and (home in weight or alone):
+            weight = {home: 0}
+        else:
+            weight = region.renewed_homes(e) or weight
+    mesh = scoped[1] if scoped is not None else max(weight, key=weight.__getitem__)
+    # In a loop, sums of gradients and the like join the fragment that made what they sum.
+    joined = [s for s in arriving if s.mesh == mesh and s.position is not None] if region.in_loop else []
+    if joined:
+        region.put(e, min(joined, key=by_rank), "backward")
+    else:
+        region.put(e, Location(mesh), "none")
+    region.note_renewed(e)

@@ -1,0 +1,48 @@
+"""Where a function needs no program: JAX alone does what is asked."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh
+
+from mmnnx.mpmd.distributed.processes import holders
+from mmnnx.mpmd.frontend.function import Function
+from mmnnx.mpmd.ir.equations import Equation, Flat, is_var
+from mmnnx.mpmd.ir.shardings import constrains, is_committed
+
+
+def runs_as_it_is(function: Function, flat: Flat, mesh: Mesh) -> bool:
+    """Whether JAX, which runs a function where the arguments that it reads are, does what is asked.
+
+    Args:
+      function: one that touches one mesh.
+      flat: its equations.
+      mesh: that mesh.
+    """
+    record = function.record
+    groups = {frozenset(x.sharding.device_set) for x in function.leaves if is_committed(x)}
+    if len(groups) > 1 or len(holders(mesh)) < jax.process_count():  # every process decides alike
+        return False
+    if any(leaf is not None and leaf.rule for leaf in (*record.inputs, *record.results)):
+        return False
+    if function.is_placed:  # else it runs on the default device
+        if groups != {frozenset(mesh.devices.flat)} or not _reads_one(function, flat):
+            return False
+        if constrains(function.jaxpr, mesh):  # over a mesh that is larger, perhaps
+            return False
+    # Left to itself, XLA may shard new values of state otherwise than the old ones.
+    made = {v for node in flat.nodes for v in node.outvars}
+    return not any(
+        leaf is not None and leaf.updates is not None and s is not None and s.num_devices > 1
+        for leaf, s, v in zip(record.results, function.shardings.asked, flat.outvars)
+        if is_var(v) and v in made
+    )
+
+
+def _reads_one(function: Function, flat: Flat) -> bool:
+    """Whether a result depends on an argument that is committed to its devices."""
+    live = {v for v in flat.outvars if is_var(v)}
+    for node in reversed(flat.nodes):
+        if not live.isdisjoint(node.outvars) or (isinstance(node, Equation) and node.eqn.effects):
+            live.update(filter(is_var, node.invars))
+    return any(is_committed(x) and v in live for x, v in zip(function.leaves, flat.invars))

@@ -1,0 +1,56 @@
+"""Scalars that nobody placed, such as step counters: where a call leaves them, and takes them from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mmnnx.mpmd.frontend.function import Function
+from mmnnx.mpmd.ir.equations import is_var
+from mmnnx.mpmd.ir.shardings import is_committed
+from mmnnx.mpmd.partition.partition import Partition
+
+
+def out_shardings(function: Function, partition: Partition) -> list[NamedSharding | None]:
+    """The sharding that each result must have; for a scalar constant, that of where steps keep a counter."""
+    flat, mesh = partition.flat, function.multimesh
+    everywhere = NamedSharding(mesh.mesh, PartitionSpec()) if mesh is not None else None
+    inputs = set(flat.invars)
+
+    def is_constant(v, values) -> bool:
+        return not values and not (is_var(v) and v in inputs) and not v.aval.shape
+
+    results = zip(flat.outvars, partition.results, function.shardings.asked)
+    return [everywhere if s is None and is_constant(v, values) else s for v, values, s in results]
+
+
+def next_shardings(
+    function: Function, partition: Partition, asked: Sequence[NamedSharding | None]
+) -> dict[int, NamedSharding]:
+    """For scalars that nobody placed, and that are state: where a call leaves them, by argument.
+
+    It is all the same to a program whether they are there or nowhere in particular, as after `nnx.Optimizer`
+    or `nnx.metrics.Average` outside of `mm.jit`, unless what is called all of the MultiMesh is a task's own.
+
+    Args:
+      function: the function.
+      partition: its fragments.
+      asked: the sharding that each result must have.
+    """
+    multimesh, meshes, jaxpr = function.multimesh, function.task_meshes, function.jaxpr
+    if multimesh is not None and any(m.devices.size == multimesh.mesh.devices.size for m in meshes):
+        return {}
+    found: dict[int, NamedSharding] = {}
+    results = zip(function.record.results, partition.results, asked, jaxpr.out_avals)
+    for leaf, values, sharding, aval in results:
+        number = leaf.updates if leaf is not None else None
+        if number is None or aval.shape or aval != jaxpr.in_avals[number]:
+            continue
+        if function.shardings.given[number] is not None or is_committed(function.leaves[number]):
+            continue
+        if len(values) > 1 and multimesh is not None:
+            found[number] = NamedSharding(multimesh.mesh, PartitionSpec())
+        elif sharding is not None or (values and values[0][1] in meshes):
+            found[number] = sharding or NamedSharding(values[0][1], PartitionSpec())
+    return found
