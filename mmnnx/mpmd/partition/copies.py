@@ -1,0 +1,79 @@
+"""Which equations are done once, and which again in every fragment that reads their results.
+
+Work that depends on no placed state is repeated where it is read. What costs more to compute than to keep
+(random bits, products) is done once on each mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.origin import Kind
+from mmnnx.mpmd.ir.placement import Placement
+
+# Worth doing once and keeping, even where the inputs are at hand everywhere.
+_COSTLY = {
+    "random_bits", "threefry2x32", "rng_bit_generator", "dot_general", "conv_general_dilated", "sort", "scan",
+    "while", "cond", "cumsum", "cumprod", "cumlogsumexp", "cummax", "reduce_window_sum", "top_k", "fft",
+    "cholesky", "eigh", "svd", "qr", "lu", "triangular_solve", "custom_jvp_call", "custom_vjp_call",
+    "shard_map", "remat2", "checkpoint",
+}  # fmt: skip
+_SMALL = 1024  # bytes: below this nothing is costly
+
+
+class Copies:
+    """Tells the equations of one list of nodes that are copied.
+
+    Args:
+      nodes: all nodes, in order.
+      placement: where they are.
+      required: the results, which are made once.
+    """
+
+    def __init__(self, nodes: Sequence[Node], placement: Placement, required: Iterable[Var]):
+        self.placement = placement
+        self.maker: Mapping[Var, Node] = {v: n for n in nodes for v in n.outvars}
+        self._index = {n: i for i, n in enumerate(nodes)}
+        self._once = self._done_once(nodes, set(required))
+
+    def is_copied(self, node: Equation) -> bool:
+        """Whether an equation is repeated in every fragment that reads it."""
+        if node in self._once:
+            return False
+        if node not in self.placement.locations or _expands(node):
+            return True
+        return node.name in LAYOUT and self.placement.where[node.outvars[0]].kind is Kind.STATE
+
+    def with_copies(self, own: Sequence[Equation]) -> list[Equation]:
+        """The equations of a fragment, in order, with copies of those that they need."""
+        present = {v for n in own for v in n.outvars}
+        needed, pending = set(own), list(own)
+        while pending:
+            for a in pending.pop().invars:
+                maker = self.maker.get(a) if is_var(a) and a not in present else None
+                if isinstance(maker, Equation) and maker not in needed and self.is_copied(maker):
+                    needed.add(maker)
+                    pending.append(maker)
+        return sorted(needed, key=self._index.__getitem__)
+
+    def _done_once(self, nodes: Sequence[Node], results: set[Var]) -> set[Node]:
+        """Equations that are never copied: results, what loops read, and costly work that has no place."""
+        for node in nodes:
+            if isinstance(node, Loop):
+                results.update(filter(is_var, node.invars))
+        once: set[Node] = set()
+        for node in nodes:
+            if isinstance(node, Loop):
+                continue
+            large = sum(map(nbytes, node.outvars)) > _SMALL
+            derived = any(self.maker.get(a) in once for a in node.invars if is_var(a)) and not _expands(node)
+            costly = node not in self.placement.locations and large and (node.name in _COSTLY or derived)
+            if costly or node.kept or results & set(node.outvars) or node.eqn.effects:
+                once.add(node)
+        return once
+
+
+def _expands(node: Equation) -> bool:
+    """Whether an equation only spreads a smaller value, so that it is cheaper redone than kept."""
+    return node.name == "broadcast_in_dim" and sum(map(nbytes, node.invars)) < sum(map(nbytes, node.outvars))
