@@ -64,7 +64,7 @@ def split(
     if function.only_mesh is None:
         flat = inline(function)
         placed = place(function, flat, fits)
-        hoisted = hoist(placed, function.given(flat))
+        hoisted = hoist(function, flat, placed)
         partition, program = emit(function, partitions(function, flat, hoisted))
     else:
         partition, program = emit(function, [one_fragment(function, function.only_mesh)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 from mmnnx.mpmd.emit.emit import build
@@ -10,6 +11,7 @@ from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.frontend.observe import Leaf, Record
 from mmnnx.mpmd.ir.equations import is_var
 from mmnnx.mpmd.ir.fragments import LoopPlan
+from mmnnx.mpmd.ir.listing import plan_text, timetables_text
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.verify import check_callbacks
 from mmnnx.mpmd.partition.partition import Partition
@@ -25,6 +27,10 @@ def emit(function: Function, partitions: Iterable[Partition]) -> tuple[Partition
     partition, program = _first_that_fits((p, _program(function, p)) for p in partitions)
     program.verify()
     check_callbacks(program)
+    names = function.meshes.names()
+    function.dump.write("partition", functools.partial(plan_text, partition.plan, names))
+    function.dump.write("schedule", lambda _: timetables_text(partition.plan))
+    function.dump.write("emit", lambda _: str(program))
     return partition, program
 
 

@@ -11,8 +11,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from mmnnx.mpmd.frontend.in_out_shardings import InOutShardings, find_in_out_shardings
+from mmnnx.mpmd.frontend.listing import function_text
 from mmnnx.mpmd.frontend.meshes import Meshes
 from mmnnx.mpmd.frontend.observe import Record
+from mmnnx.mpmd.ir.dump import Dump
 from mmnnx.mpmd.ir.equations import Flat, Var, scopes_in
 from mmnnx.mpmd.ir.shardings import constrains, mesh_of
 from mmnnx.sharding.mesh import MultiMesh
@@ -32,6 +34,7 @@ class Function:
       task_meshes: those between which it is divided; one at least.
       shardings: where its arguments live and its results go.
       is_placed: whether any of that, or a task scope, names a mesh.
+      dump: where the stages write what they hand on.
     """
 
     traced: jax.stages.Traced
@@ -43,6 +46,7 @@ class Function:
     task_meshes: list[Mesh]
     shardings: InOutShardings
     is_placed: bool
+    dump: Dump
 
     @property
     def jaxpr(self) -> Any:
@@ -54,6 +58,10 @@ class Function:
         """The one mesh that it touches, if it is one."""
         alone = len(self.task_meshes) == 1 and not self.meshes.moving
         return self.task_meshes[0] if alone else None
+
+    def mesh_name(self, sharding: NamedSharding) -> str:
+        """What messages call the mesh of a sharding."""
+        return self.meshes.names()[mesh_of(sharding)]
 
     def task_mesh(self, scope: str) -> Mesh | None:
         """The mesh of the task scope that a name stack lies in, if any."""
@@ -101,7 +109,12 @@ def enter(
             f"every task, and they have {len(task_meshes)} of their own. Leave jax.set_mesh, and use the "
             "MultiMesh in its place (`with mesh:`, or mm.jit(mesh=mesh))"
         )
-    return Function(traced, record, leaves, multimesh, task_of, meshes, task_meshes, shardings, is_placed)
+    dump = Dump.of(traced.fun_name)
+    function = Function(
+        traced, record, leaves, multimesh, task_of, meshes, task_meshes, shardings, is_placed, dump
+    )
+    dump.write("frontend", functools.partial(function_text, function))
+    return function
 
 
 def _task_of(multimesh: MultiMesh | None, meshes: Meshes, scope: str) -> tuple[Task, Mesh] | None:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 
-from jax.sharding import NamedSharding
-
+from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.hoist.gathers import hoist_gathers
 from mmnnx.mpmd.hoist.reductions import hoist_reductions
-from mmnnx.mpmd.ir.equations import Var
+from mmnnx.mpmd.ir.equations import Flat
+from mmnnx.mpmd.ir.listing import placed_text
 from mmnnx.mpmd.ir.placement import Placed
 
 
-def hoist(placed: Placed, given: Mapping[Var, NamedSharding | None]) -> Placed:
+def hoist(function: Function, flat: Flat, placed: Placed) -> Placed:
     """Takes out of microbatch loops what is done once for all microbatches.
 
     Args:
-      placed: the function.
-      given: the shardings of its inputs.
+      function: the function.
+      flat: its equations, with its inputs.
+      placed: its nodes, and where they are.
 
     Returns:
-      The function with its loops replaced, and where all that is new runs.
+      The nodes with loops replaced, and where all that is new runs.
     """
+    given = function.given(flat)
     own = Placed(placed.nodes, placed.placement.copy())
-    return hoist_gathers(hoist_reductions(own, given), given)
+    hoisted = hoist_gathers(hoist_reductions(own, given), given)
+    function.dump.write("hoist", functools.partial(placed_text, hoisted, function.meshes.names()))
+    return hoisted

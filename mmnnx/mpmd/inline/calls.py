@@ -7,6 +7,7 @@ TaskMesh is involved.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from mmnnx.mpmd.inline.conds import open_cond
 from mmnnx.mpmd.inline.scans import open_scan
 from mmnnx.mpmd.inline.writer import InLoop, Writer
 from mmnnx.mpmd.ir.equations import CALLS, Atom, Equation, Flat, Loop, Node, Var, is_var, join, scopes_in
+from mmnnx.mpmd.ir.listing import flat_text
 from mmnnx.mpmd.ir.loop_spec import loop_spec
 from mmnnx.mpmd.ir.origin import ACTIVATION, at_home, combine
 from mmnnx.mpmd.ir.rewrite import prune, rename
@@ -37,6 +39,7 @@ def inline(function: Function) -> Flat:
         for mesh_of in function.meshes.moving.values():
             for microbatch in range(loop.spec.length):
                 mesh_of(microbatch)  # from here on all meshes are known
+    function.dump.write("inline", functools.partial(flat_text, flat))
     return flat
 
 

@@ -1,1 +1,7 @@
-"""TODO"""
+"""What the stages hand on: data, with its checks, its simulation and its printing, and nothing that decides.
+
+`equations` (one flat list, with microbatch loops) and `origin` (what each value is made of) come first; then
+`placement` (where each equation runs), `fragments` and `timetable` (one program for each task and phase, and
+the order of a loop), at last `program` (instructions over numbered buffers) and `timeline`.
+Always: an object here imports nothing of a stage. Read `equations` first, then `program`.
+"""

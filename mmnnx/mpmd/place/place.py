@@ -23,9 +23,11 @@ off: then it is done where it is needed first, and sent).
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.ir.equations import Flat, Loop, is_var
+from mmnnx.mpmd.ir.listing import placed_text
 from mmnnx.mpmd.ir.origin import FREE, Kind, Origin, at_home
 from mmnnx.mpmd.ir.placement import Placed, Placement
 from mmnnx.mpmd.place.backward import join_backward, loose_equations, place_backward
@@ -62,7 +64,9 @@ def place(function: Function, flat: Flat, fits: Fits) -> Placed:
     nodes, sums = separate_sums(flat.nodes)
     placement = _cheapest(Problem(nodes, inputs, function.task_of, led, fits))
     placed = group_sums(flat.nodes, sums, placement)
-    return Placed(placed.nodes, with_task_options(placed.placement, function.multimesh))
+    placed = Placed(placed.nodes, with_task_options(placed.placement, function.multimesh))
+    function.dump.write("place", functools.partial(placed_text, placed, function.meshes.names()))
+    return placed
 
 
 def _cheapest(problem: Problem, loop: Loop | None = None) -> Placement:
