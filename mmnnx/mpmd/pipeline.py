@@ -18,7 +18,7 @@ from mmnnx.mpmd.inline.calls import inline
 from mmnnx.mpmd.ir.fragments import LoopPlan
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.partition.partition import Partition, one_fragment, partitions
-from mmnnx.mpmd.partition.stages import fits
+from mmnnx.mpmd.partition.timetable import fits
 from mmnnx.mpmd.place.place import place
 from mmnnx.mpmd.runtime.as_is import runs_as_it_is
 from mmnnx.mpmd.runtime.counters import next_shardings, out_shardings

@@ -19,7 +19,7 @@ from mmnnx.mpmd.partition.grouping import Group, Grouping, Needs
 from mmnnx.mpmd.partition.joins import set_joins_apart
 from mmnnx.mpmd.partition.rematerialise import rematerialise
 from mmnnx.mpmd.partition.split_backward import split_backward
-from mmnnx.mpmd.partition.stages import split_positions, task_remat, timetable
+from mmnnx.mpmd.partition.timetable import split_positions, task_remat, timetable
 
 Names = dict[Mesh, str]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax.extend.core as jex
 
@@ -46,14 +45,29 @@ def rematerialise(
       The nodes with the repeated equations added, once each, and their placement.
     """
     maker = {v: n for n in nodes for v in n.outvars}
+    repeated = _selected(nodes, placement, remat, maker)
+    return _with_repeats(nodes, placement, repeated, maker) if repeated else (list(nodes), placement)
+
+
+def _selected(
+    nodes: Sequence[Node], placement: Placement, remat: Mapping[int, Remat], maker: Mapping[Var, Node]
+) -> dict[Location, set[Equation]]:
+    """For locations with a backward, the equations of the forward that it repeats."""
     repeated: dict[Location, set[Equation]] = {}
-    for place, (forward, values) in _residuals(nodes, placement, maker).items():
-        may_repeat = _allowed(remat.get(place.position) if place.position is not None else None)
-        found = _between(forward, values, maker, placement, may_repeat)
-        if found:
-            repeated[place] = found
-    if not repeated:
-        return list(nodes), placement
+    for location, (forward, values) in _residuals(nodes, placement, maker).items():
+        may_repeat = _allowed(remat.get(location.position) if location.position is not None else None)
+        if found := _between(forward, values, maker, placement, may_repeat):
+            repeated[location] = found
+    return repeated
+
+
+def _with_repeats(
+    nodes: Sequence[Node],
+    placement: Placement,
+    repeated: Mapping[Location, set[Equation]],
+    maker: Mapping[Var, Node],
+) -> tuple[list[Node], Placement]:
+    """The nodes, with each repeated equation ahead of the first backward equation that needs it."""
     out: list[Node] = []
     placed = dataclasses.replace(
         placement,
@@ -62,7 +76,7 @@ def rematerialise(
         where=dict(placement.where),
     )
     index = {n: i for i, n in enumerate(nodes)}
-    again: dict[tuple[Any, Location], Var] = {}  # what the backward of a location reads instead of a value
+    again: dict[tuple[Var, Location], Var] = {}  # what the backward of a location reads instead of a value
 
     def add(node: Equation, outvars: Sequence[Var], location: Location) -> None:
         invars = [again.get((a, location), a) if is_var(a) else a for a in node.invars]
@@ -71,26 +85,26 @@ def rematerialise(
         placed.where.update((new, placement.where[old]) for new, old in zip(outvars, node.outvars))
         out.append(copy)
 
-    for node in nodes:
-        location = placement.locations.get(node)
-        backward = location is not None and location in repeated and placement.phases[node] == "backward"
-        if not isinstance(node, Equation) or location is None or not backward:
-            out.append(node)
-            continue
-        missing: set[Equation] = set()
-        pending: list[Node] = [node]
+    def missing(node: Node, location: Location) -> list[Equation]:
+        """What an equation needs of the repeated ones, and is not there yet; in order."""
+        found: set[Equation] = set()
+        pending = [node]
         while pending:
             for a in filter(is_var, pending.pop().invars):
                 before = maker.get(a)
-                if (
-                    isinstance(before, Equation)
-                    and before in repeated[location]
-                    and (a, location) not in again
-                    and before not in missing
-                ):
-                    missing.add(before)
+                known = before in found or (a, location) in again
+                if isinstance(before, Equation) and before in repeated[location] and not known:
+                    found.add(before)
                     pending.append(before)
-        for before in sorted(missing, key=index.__getitem__):
+        return sorted(found, key=index.__getitem__)
+
+    for node in nodes:
+        location = placement.locations.get(node)
+        backward = location in repeated and placement.phases[node] == "backward"
+        if not isinstance(node, Equation) or location is None or not backward:
+            out.append(node)
+            continue
+        for before in missing(node, location):
             fresh = [jex.Var(v.aval) for v in before.outvars]
             add(before, fresh, location)
             again.update({(v, location): f for v, f in zip(before.outvars, fresh)})
