@@ -11,11 +11,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from mmnnx.mpmd.frontend.in_out_shardings import InOutShardings, find_in_out_shardings
-from mmnnx.mpmd.frontend.listing import function_text
 from mmnnx.mpmd.frontend.meshes import Meshes
 from mmnnx.mpmd.frontend.observe import Record
 from mmnnx.mpmd.ir.dump import Dump
 from mmnnx.mpmd.ir.equations import Flat, Var, scopes_in
+from mmnnx.mpmd.ir.listing import Names
 from mmnnx.mpmd.ir.shardings import constrains, mesh_of
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task, find_task, place_task
@@ -113,7 +113,7 @@ def enter(
     function = Function(
         traced, record, leaves, multimesh, task_of, meshes, task_meshes, shardings, is_placed, dump
     )
-    dump.write("frontend", functools.partial(function_text, function))
+    dump.write("frontend", functools.partial(_text, function))
     return function
 
 
@@ -132,3 +132,29 @@ def _placing(record: Record) -> Iterator[tuple[Task, Mesh]]:
             task, sharding, _ = leaf.rule
             if task is not None and isinstance(sharding, NamedSharding):
                 yield task, mesh_of(sharding)
+
+
+def _text(function: Function, _: Names) -> str:
+    """The meshes that a function touches, where its arguments live, and where its results go."""
+    shardings, record = function.shardings, function.record
+    labels = record.names()
+    lines = [
+        f"mesh {name}: devices {[d.id for d in m.devices.flat]}"
+        for m, name in function.meshes.names().items()
+    ]
+    lines.append("arguments:")
+    for label, aval, given in zip(labels, function.jaxpr.in_avals, shardings.given):
+        where = (
+            f"{given.spec} on {function.mesh_name(given)}" if given is not None else "nowhere in particular"
+        )
+        lines.append(f"  {label}: {aval.str_short()}, {where}")
+    lines.append("results:")
+    results = zip(record.results, function.jaxpr.out_avals, shardings.asked, shardings.follows)
+    for n, (leaf, aval, asked, follows) in enumerate(results):
+        name = str(leaf) if leaf is not None else f"result {n}"
+        where = (
+            f"{asked.spec} on {function.mesh_name(asked)}" if asked is not None else "where it is computed"
+        )
+        like = f", follows {labels[follows]}" if follows is not None else ""
+        lines.append(f"  {name}: {aval.str_short()}, {where}{like}")
+    return "\n".join(lines)

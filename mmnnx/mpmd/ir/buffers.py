@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmnnx.mpmd.ir.fragments import Fragment
-from mmnnx.mpmd.ir.instructions import Transfer
+from mmnnx.mpmd.ir.instructions import ProgramData, Transfer
 
-if TYPE_CHECKING:
-    from mmnnx.mpmd.ir.program import Program
+Pairs = tuple[tuple[int, int], ...]  # (number of an input, number of the result that takes over its memory)
 
 
-def saved_activations(program: Program) -> frozenset[int]:
+def saved_activations(program: ProgramData) -> frozenset[int]:
     """The buffers of what the backward of a stage and microbatch reads of its forward."""
     made_for = {s: i.microbatch for i in program.instructions for s in i.outputs}
     seen: defaultdict[Any, set[int]] = defaultdict(set)  # what forwards make and read
@@ -26,7 +25,7 @@ def saved_activations(program: Program) -> frozenset[int]:
     return frozenset(found)
 
 
-def buffer_reuse(program: Program) -> dict[Fragment, tuple[tuple[int, int], ...]]:
+def buffer_reuse(program: ProgramData) -> dict[Fragment, Pairs]:
     """For each fragment, the inputs whose memory results take over: (number of the input, of the result).
 
     An input qualifies if each call of the fragment is its last use. What has a successor gives way to it;

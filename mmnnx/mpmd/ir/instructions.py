@@ -1,13 +1,16 @@
-"""The instructions of a program: calls of fragments, and transfers between meshes."""
+"""The instructions of a program: calls of fragments, and transfers between meshes, over numbered buffers."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import Counter
 from typing import Any
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.fragments import Fragment
+from mmnnx.mpmd.ir.equations import Var
+from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,3 +79,57 @@ class LoopRuns:
     schedule: str
     length: int
     fragments: tuple[tuple[Fragment, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProgramData:
+    """The instructions of one call, over numbered buffers that each hold one array on one mesh.
+
+    Attributes:
+      instructions: fragment calls and transfers, in the order in which they are dispatched.
+      inputs: buffers filled before the first instruction: buffer -> (variable, mesh).
+      outputs: for each result of the function: the buffers that hold it (several for a value that is kept on
+        every mesh), none for a result that is an input or a constant.
+      values: for each buffer, the variable and the mesh.
+      names: for each mesh, what messages call it.
+      loops: what its microbatch loops must run.
+      successors: for values that may be overwritten when they are not needed any more: the value that takes
+        their place, such as the next value of a sum or of donated state.
+      notes: what could not be done as it should, in words.
+      arguments: for buffers of inputs, what they are given, by path: "0.blocks.3.mlp.kernel".
+    """
+
+    instructions: tuple[Instruction, ...]
+    inputs: dict[int, PlacedVar]
+    outputs: tuple[tuple[int, ...], ...]
+    values: tuple[PlacedVar, ...]
+    names: dict[Mesh, str]
+    loops: tuple[LoopRuns, ...] = ()
+    successors: dict[Var, Var] = dataclasses.field(default_factory=dict, repr=False)
+    notes: tuple[str, ...] = ()
+    arguments: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def calls(self) -> list[Call]:
+        """Every fragment call, in order: the same fragment once for each microbatch."""
+        return [i for i in self.instructions if isinstance(i, Call)]
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        """The distinct programs; each is compiled once, however many microbatches there are."""
+        return list(dict.fromkeys(c.fragment for c in self.calls))
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Every array that moves between meshes, in order."""
+        return [i for i in self.instructions if isinstance(i, Transfer)]
+
+    @functools.cached_property
+    def labels(self) -> dict[Fragment, str]:
+        """For each fragment its name, with a number if it is not the first of that name."""
+        seen: Counter[str] = Counter()
+        labels = {}
+        for f in self.fragments:
+            seen[f.name] += 1
+            labels[f] = f.name if seen[f.name] == 1 else f"{f.name} ({seen[f.name]})"
+        return labels

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.instructions import Call, Instruction
-
-if TYPE_CHECKING:
-    from mmnnx.mpmd.ir.program import Program
+from mmnnx.mpmd.ir.instructions import Call, Instruction, ProgramData
 
 
-def describe(program: Program, i: Instruction) -> str:
+def describe(program: ProgramData, i: Instruction) -> str:
     """One instruction in words."""
     batch = "" if i.microbatch is None else f" [microbatch {i.microbatch}]"
     if isinstance(i, Call):
@@ -22,7 +18,7 @@ def describe(program: Program, i: Instruction) -> str:
     return f"send {_type(program, i.inputs[0])}{batch} {i.source} -> {i.target}, {i.nbytes:,} bytes"
 
 
-def program_text(program: Program) -> str:
+def program_text(program: ProgramData) -> str:
     """A program as it prints: its meshes, a line for each instruction, its arguments, and notes."""
     lines = [
         f"Program: {len(program.fragments)} fragments, {len(program.calls)} calls, "
@@ -50,19 +46,19 @@ def _slots(buffers: Sequence[int]) -> str:
     return ", ".join(f"%{s}" for s in buffers) or "nothing"
 
 
-def _type(program: Program, buffer: int) -> str:
+def _type(program: ProgramData, buffer: int) -> str:
     aval = program.values[buffer][0].aval
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
-def value_text(program: Program, buffer: int) -> str:
+def value_text(program: ProgramData, buffer: int) -> str:
     what = ", ".join(
         [_type(program, buffer), *([program.arguments[buffer]] if buffer in program.arguments else [])]
     )
     return f"%{buffer} ({what}) of {mesh_text(program, program.values[buffer][1])}"
 
 
-def mesh_text(program: Program, mesh: Mesh) -> str:
+def mesh_text(program: ProgramData, mesh: Mesh) -> str:
     return f"{program.names.get(mesh, 'mesh')} (devices {[d.id for d in mesh.devices.flat]})"
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.buffers import buffer_reuse, saved_activations
-from mmnnx.mpmd.ir.equations import Var
-from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
-from mmnnx.mpmd.ir.instructions import Call, Instruction, LoopRuns, Transfer
+from mmnnx.mpmd.ir.buffers import Pairs, buffer_reuse, saved_activations
+from mmnnx.mpmd.ir.fragments import Fragment
+from mmnnx.mpmd.ir.instructions import Instruction, ProgramData
 from mmnnx.mpmd.ir.printing import describe, program_text
 from mmnnx.mpmd.ir.simulate import simulate
 from mmnnx.mpmd.ir.timeline import Costs, Profile, Timeline
@@ -26,59 +24,14 @@ from mmnnx.mpmd.ir.verify import verify
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """The instructions of one call, over numbered buffers that each hold one array on one mesh.
+class Program(ProgramData):
+    """The instructions of one call, to be printed, verified, simulated and profiled.
 
     Attributes:
-      instructions: fragment calls and transfers, in the order in which they are dispatched.
-      inputs: buffers filled before the first instruction: buffer -> (variable, mesh).
-      outputs: for each result of the function: the buffers that hold it (several for a value that is kept on
-        every mesh), none for a result that is an input or a constant.
-      values: for each buffer, the variable and the mesh.
-      names: for each mesh, what messages call it.
-      loops: what its microbatch loops must run.
-      successors: for values that may be overwritten when they are not needed any more: the value that takes
-        their place, such as the next value of a sum or of donated state.
-      notes: what could not be done as it should, in words.
-      arguments: for buffers of inputs, what they are given, by path: "0.blocks.3.mlp.kernel".
       run: runs it for arguments and measures; see `profile`.
     """
 
-    instructions: tuple[Instruction, ...]
-    inputs: dict[int, PlacedVar]
-    outputs: tuple[tuple[int, ...], ...]
-    values: tuple[PlacedVar, ...]
-    names: dict[Mesh, str]
-    loops: tuple[LoopRuns, ...] = ()
-    successors: dict[Var, Var] = dataclasses.field(default_factory=dict, repr=False)
-    notes: tuple[str, ...] = ()
-    arguments: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
     run: Callable[..., Profile] | None = dataclasses.field(default=None, repr=False)
-
-    @property
-    def calls(self) -> list[Call]:
-        """Every fragment call, in order: the same fragment once for each microbatch."""
-        return [i for i in self.instructions if isinstance(i, Call)]
-
-    @property
-    def fragments(self) -> list[Fragment]:
-        """The distinct programs; each is compiled once, however many microbatches there are."""
-        return list(dict.fromkeys(c.fragment for c in self.calls))
-
-    @property
-    def transfers(self) -> list[Transfer]:
-        """Every array that moves between meshes, in order."""
-        return [i for i in self.instructions if isinstance(i, Transfer)]
-
-    @functools.cached_property
-    def labels(self) -> dict[Fragment, str]:
-        """For each fragment its name, with a number if it is not the first of that name."""
-        seen: Counter[str] = Counter()
-        labels = {}
-        for f in self.fragments:
-            seen[f.name] += 1
-            labels[f] = f.name if seen[f.name] == 1 else f"{f.name} ({seen[f.name]})"
-        return labels
 
     def table(self) -> list[list[Action]]:
         """What each mesh runs of the stages of the microbatch loop, in order: one row for each mesh.
@@ -118,7 +71,7 @@ class Program:
         return saved_activations(self)
 
     @functools.cached_property
-    def overwrites(self) -> dict[Fragment, tuple[tuple[int, int], ...]]:
+    def overwrites(self) -> dict[Fragment, Pairs]:
         """For each fragment, the inputs whose memory results take over: (input, result)."""
         return buffer_reuse(self)
 

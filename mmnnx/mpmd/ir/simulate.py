@@ -5,17 +5,16 @@ from __future__ import annotations
 import numbers
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mmnnx.mpmd.ir.buffers import Pairs, buffer_reuse, saved_activations
 from mmnnx.mpmd.ir.equations import nbytes
-from mmnnx.mpmd.ir.instructions import Call, Instruction
+from mmnnx.mpmd.ir.fragments import Fragment
+from mmnnx.mpmd.ir.instructions import Call, Instruction, ProgramData
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Costs, Event, Timeline, peaks
 
-if TYPE_CHECKING:
-    from mmnnx.mpmd.ir.program import Program
 
-
-def simulate(program: Program, costs: Costs | Mapping[str, float] | None = None) -> Timeline:
+def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = None) -> Timeline:
     """What `Program.simulate` returns, for these costs."""
     if not isinstance(costs, Costs):
         nothing = {"outside": 0.0, "none": 0.0} if program.loops else {}
@@ -38,6 +37,7 @@ def simulate(program: Program, costs: Costs | Mapping[str, float] | None = None)
     ]
     # Moves of residuals alone: to begin with, none.
     kept: list[tuple[Any, int, str]] = [(moment, 0, name) for moment, _, name in moves]
+    saved, reused = saved_activations(program), buffer_reuse(program)
     host = 0.0  # when the next instruction is dispatched
     for n, i in enumerate(program.instructions):
         host += costs.dispatch
@@ -55,7 +55,7 @@ def simulate(program: Program, costs: Costs | Mapping[str, float] | None = None)
             end = idle[way] = start + costs.of_transfer(i.nbytes)
             transfers.append(Event(way, start, end, "transfer", i.microbatch, "transfer"))
         ready.update(dict.fromkeys(i.outputs, end))
-        overwritten = _overwritten(program, i)
+        overwritten = _overwritten(reused, i)
         changes = [((start, 1, n, 0), 1, s) for s in i.outputs]
         changes += [((end, int(end == start), n, 1), -1, s) for s in i.frees]
         for time, sign, s in changes:
@@ -63,12 +63,12 @@ def simulate(program: Program, costs: Costs | Mapping[str, float] | None = None)
             move = time, sign * nbytes(v), program.names[home]
             if s not in overwritten:
                 moves.append(move)
-            if s in program.residuals:
+            if s in saved:
                 kept.append(move)
     return Timeline(tuple(events), tuple(transfers), peaks(moves), peaks(kept))
 
 
-def _overwritten(program: Program, i: Instruction) -> set[int]:
+def _overwritten(reused: Mapping[Fragment, Pairs], i: Instruction) -> set[int]:
     """Slots that an instruction drops and whose memory a result takes over, and those of the results."""
-    pairs = program.overwrites[i.fragment] if isinstance(i, Call) else ()
+    pairs = reused[i.fragment] if isinstance(i, Call) else ()
     return {s for n, k in pairs for s in (i.inputs[n], i.outputs[k])}

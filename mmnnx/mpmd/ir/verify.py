@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import graphlib
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.instructions import Call
+from mmnnx.mpmd.ir.instructions import Call, ProgramData
 from mmnnx.mpmd.ir.printing import describe, mesh_text, value_text
-
-if TYPE_CHECKING:
-    from mmnnx.mpmd.ir.program import Program
 
 
 class VerificationError(ValueError):
     """A program that would read what is not there, or keep what nobody needs."""
 
 
-def verify(program: Program) -> None:
+def verify(program: ProgramData) -> None:
     """Checks that the program can run, does all there is to do, and leaves nothing behind.
 
     Every fragment of a loop runs once for each microbatch. Every value is made before it is read, on the
@@ -70,7 +67,7 @@ def verify(program: Program) -> None:
         raise VerificationError(f"{value_text(program, s)} is never freed")
 
 
-def _check_loops(program: Program) -> None:
+def _check_loops(program: ProgramData) -> None:
     counts = Counter((c.fragment, c.microbatch) for c in program.calls)
     for loop in program.loops:
         for f, *elsewhere in loop.fragments:
@@ -84,7 +81,7 @@ def _check_loops(program: Program) -> None:
                     )
 
 
-def _circle(program: Program) -> str:
+def _circle(program: ProgramData) -> str:
     """The instructions that wait for each other if each mesh keeps its own order, in words."""
     makes = {s: number for number, i in enumerate(program.instructions) for s in i.outputs}
     before: dict[int, list[int]] = {}
@@ -102,7 +99,7 @@ def _circle(program: Program) -> str:
     return ""
 
 
-def check_callbacks(program: Program) -> None:
+def check_callbacks(program: ProgramData) -> None:
     """Refuses callbacks that are to keep an order on several meshes, which run at the same time."""
     meshes: dict[Any, dict[Mesh, None]] = {}
     for fragment in program.fragments:
