@@ -1,4 +1,4 @@
-"""How do programs grow? Traces, places, cuts and verifies pipelines of more and more layers, stages and
+"""How do programs grow? Traces, places, partitions and verifies pipelines of more and more layers, stages and
 microbatches; compiles and runs nothing.
 
 python benchmarks/growth.py --schedule zero-bubble-h1
@@ -23,14 +23,16 @@ import mmnnx as mm
 from mmnnx import _compat
 from mmnnx.modules.lm import LMConfig
 from mmnnx.mpmd import pipeline
+from mmnnx.mpmd.emit import program
+from mmnnx.mpmd.partition import partition
 
-PASSES = ("open", "place", "cut", "build", "verify")
+PASSES = ("inline", "place", "hoist", "partition", "emit", "verify")
 COLUMNS = ("trace", *PASSES, "rest")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Trace, place, cut and verify pipelines of more and more layers, stages and microbatches."""
+    """Trace, place, partition and verify pipelines of more and more layers, stages and microbatches."""
 
     model: Literal["mlp", "lm"] = "mlp"
     """Blocks of two layers, or the language model of `make train`."""
@@ -53,13 +55,15 @@ def problem(model: str, layers: int, stages: int, microbatches: int) -> Problem:
 
 @contextlib.contextmanager
 def timed_passes(seconds: dict[str, float]) -> Iterator[None]:
-    """Adds up the CPU seconds that this thread spends in each pass."""
+    """Adds up the CPU seconds that this thread spends in each stage."""
     owners: dict[str, tuple[Any, str]] = {
-        "open": (pipeline, "inline_calls"),
+        "inline": (pipeline, "inline"),
         "place": (pipeline, "place"),
-        "cut": (pipeline, "cut"),
+        "hoist": (pipeline, "hoist"),
+        "partition": (partition, "plan_fragments"),
+        "emit": (program, "build"),
+        "verify": (mm.Program, "verify"),
     }
-    owners |= {"build": (pipeline, "build"), "verify": (mm.Program, "verify")}
     originals = {name: getattr(*owner) for name, owner in owners.items()}
 
     def timed(name: str) -> Callable[..., Any]:
@@ -111,15 +115,15 @@ def measure(model: str, layers: int, stages: int, microbatches: int, schedule: s
     seconds = dict.fromkeys(COLUMNS, 0.0) | {"trace": time.thread_time() - start}
     with timed_passes(seconds):
         start = time.thread_time()
-        program = _compat.inner_traced(traced).split().program
+        made = _compat.inner_traced(traced).split().program
     seconds["rest"] = time.thread_time() - start - sum(seconds[name] for name in PASSES)
-    size = len(program.instructions)
-    equations = sum(len(f.jaxpr.eqns) for f in program.fragments)
+    size = len(made.instructions)
+    equations = sum(len(f.jaxpr.eqns) for f in made.fragments)
     total = sum(seconds.values()) - seconds["trace"]
     return (
-        f"{layers:6}{stages:7}{microbatches:13}{program.loops[0].schedule:>24}{equations:10,}{size:13,}"
-        + "".join(f"{seconds[name]:9.2f}" for name in COLUMNS)
-        + f"{1e6 * total / (size + equations):9.0f}{program.simulate().bubble:9.1%}"
+        f"{layers:6}{stages:7}{microbatches:13}{made.loops[0].schedule:>24}{equations:10,}{size:13,}"
+        + "".join(f"{seconds[name]:10.2f}" for name in COLUMNS)
+        + f"{1e6 * total / (size + equations):9.0f}{made.simulate().bubble:9.1%}"
     )
 
 
@@ -131,7 +135,7 @@ def main() -> None:
     print(f"{options.model}; {cores} cores, jax {jax.__version__}; CPU seconds of the thread that traces")
     print(
         f"{'blocks':>6}{'stages':>7}{'microbatches':>13}{'schedule':>24}{'equations':>10}{'instructions':>13}"
-        + "".join(f"{name:>9}" for name in COLUMNS)
+        + "".join(f"{name:>10}" for name in COLUMNS)
         + f"{'us each':>9}{'bubble':>9}"
     )
     for layers, stages, microbatches in options.sizes:
