@@ -162,7 +162,7 @@ def test_a_coordinator_on_loopback_listens_there_alone():
 def test_real_processes_without_one_of_them_end_in_time():
     """Each with the message, none by JAX's abort, and none is left."""
     began = time.monotonic()
-    results = finish(start("meet.py", 3, 1, without=[1]), timeout=100)
+    results = finish(start("rendezvous.py", 3, 1, without=[1]), timeout=100)
     assert time.monotonic() - began < 90
     for status, printed in results:
         assert status == 1
@@ -172,7 +172,7 @@ def test_real_processes_without_one_of_them_end_in_time():
 
 def test_what_real_processes_get_from_the_environment():
     """With all there: they start, from variables alone, and are told when they start twice."""
-    for number, (status, printed) in enumerate(finish(start("meet.py", 2, 1), timeout=60)):
+    for number, (status, printed) in enumerate(finish(start("rendezvous.py", 2, 1), timeout=60)):
         assert status == 0, printed
         assert f"process {number} of 2" in printed
         assert "RuntimeError: mm.initialize was called before: call it once" in printed

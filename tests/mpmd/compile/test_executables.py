@@ -25,7 +25,7 @@ from mmnnx.mpmd.compile.lower import lower
 from mmnnx.mpmd.runtime import arguments
 from tests.mpmd.parity import assert_same, born, pipeline
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 
 
@@ -301,7 +301,7 @@ def start(folder):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONPATH": str(ROOT),
     }
-    script = ROOT / "tests" / "mpmd" / "train_once.py"
+    script = Path(__file__).parent / "train_once.py"
     ran = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
     )

@@ -1,4 +1,4 @@
-"""Timelines and loss curves, looked at through what matplotlib was told to draw."""
+"""Pictures of timelines, looked at through what matplotlib was told to draw."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 
-from mmnnx.inspect import draw_loss, draw_timeline
+from mmnnx.inspect import draw_timeline
 from mmnnx.inspect.phase_styles import LOOKS, ink, shade
 from mmnnx.inspect.schedules import by_name
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Event, Timeline
@@ -192,12 +192,3 @@ def test_nothing_to_draw():
         draw_timeline(Timeline(()))
     with pytest.raises(ValueError, match="nothing to draw"):
         draw_timeline(Timeline((event("a", 0, 0, "none"),)))
-
-
-def test_losses_are_drawn_in_bits():
-    rows = [{"step": 0, "val_bits_per_byte": 8.0}]
-    rows += [{"step": i, "loss": math.log(2) * (8 - i), "tokens_per_second": 1.0} for i in range(1, 4)]
-    rows += [{"step": 3, "val_bits_per_byte": 5.5}]
-    train, valid = draw_loss(rows).axes[0].lines
-    assert train.get_ydata() == pytest.approx([7, 6, 5])
-    assert list(valid.get_xdata()) == [0, 3] and list(valid.get_ydata()) == [8.0, 5.5]

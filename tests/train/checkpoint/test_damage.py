@@ -21,7 +21,7 @@ from flax import nnx
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints, DamagedError
 from tests.train.states import assert_equal, values
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 def build(seed):

@@ -11,7 +11,7 @@ from jax import lax
 import mmnnx as mm
 from mmnnx.mpmd.compile import executables
 from mmnnx.mpmd.compile.equality import computation
-from tests.mpmd import test_scans
+from tests.mpmd.inline import test_scans
 
 X = jnp.ones((3, 3))
 

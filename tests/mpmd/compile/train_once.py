@@ -1,6 +1,6 @@
 """Trains a pipeline of four devices; prints its losses, and hits and misses of the compilation cache.
 
-JAX_NUM_CPU_DEVICES=4 python tests/mpmd/train_once.py
+JAX_NUM_CPU_DEVICES=4 python tests/mpmd/compile/train_once.py
 """
 
 import collections
