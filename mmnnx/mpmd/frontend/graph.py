@@ -1,0 +1,59 @@
+"""Walks over NNX objects and pytrees of them: the Variables and arrays in them, with their state paths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mmnnx import _compat
+
+Path = tuple[Any, ...]
+
+
+def is_node(x: Any) -> bool:
+    """Whether something is an NNX object: a graph node or a Variable."""
+    return nnx.graph.is_graph_node(x) or isinstance(x, nnx.Variable)
+
+
+def has_paths(x: Any) -> bool:
+    """Whether state paths start at something: an NNX object, or the State of one."""
+    return is_node(x) or isinstance(x, nnx.State)
+
+
+def nodes(trees: tuple) -> list[tuple[Path, Any]]:
+    """Every Variable and graph node in (args, kwargs), in order, with its path."""
+    return [(path, value) for path, value in nnx.iter_graph(trees) if is_node(value)]
+
+
+def arrays_with_paths(value: Any) -> list[tuple[Path, jax.Array]]:
+    """The arrays of a Variable, with their paths where it holds a pytree; or the array itself."""
+    if not isinstance(value, nnx.Variable):
+        return [((), value)] if isinstance(value, jax.Array) else []
+    leaves, _ = jax.tree_util.tree_flatten_with_path(value.get_raw_value())
+    return [
+        (tuple(jax.tree_util.keystr((key,), simple=True) for key in keys), a)
+        for keys, a in leaves
+        if isinstance(a, jax.Array)
+    ]
+
+
+def arrays(value: Any) -> list[jax.Array]:
+    """The arrays of a Variable, or the array itself."""
+    return [a for _, a in arrays_with_paths(value)]
+
+
+def all_paths(node: Any) -> list[tuple[Any, list[Path]]]:
+    """Every Variable and array under a node, with all paths that lead to it (several if it is shared)."""
+    found: dict[int, tuple[Any, list[Path]]] = {}
+
+    def visit(value: Any, path: Path, above: tuple[int, ...]) -> None:
+        if isinstance(value, (nnx.Variable, jax.Array)):
+            found.setdefault(id(value), (value, []))[1].append(path)
+        elif id(value) not in above:
+            for key, child in _compat.children(value):
+                visit(child, (*path, key), (*above, id(value)))
+
+    visit(node, (), ())
+    return list(found.values())

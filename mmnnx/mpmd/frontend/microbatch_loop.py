@@ -1,0 +1,171 @@
+"""The loop that `mm.microbatch` runs: a `jax.lax.scan` over slices of one argument.
+
+It carries the state that the function changes and the accumulators of its results, under a name scope that
+carries its description. Outside `mm.jit` it is just that scan; inside, `inline/` recognises the scope.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend import core as jex
+
+from mmnnx import _compat
+from mmnnx.mpmd.frontend.batch_slices import constrain_slice, count_microbatches, slice_batch
+from mmnnx.mpmd.frontend.graph import is_node
+from mmnnx.mpmd.frontend.reductions import Reduction, reductions
+from mmnnx.mpmd.ir.loop_spec import LoopSpec, loop_scope
+
+
+def run_loop(
+    fun: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    argnum: int,
+    dim: int,
+    size: int,
+    arg_shardings: Any,
+    reduce: Any,
+    spec: LoopSpec,
+) -> Any:
+    """Runs `fun` over slices of argument `argnum` and reduces the results; NNX objects are updated.
+
+    Raises:
+      ValueError: as `mm.microbatch` says.
+    """
+    if argnum >= len(args):
+        raise ValueError(f"microbatch: argnum={argnum}, but the call has {len(args)} positional arguments")
+    try:
+        count = count_microbatches(args[argnum], dim, size)
+    except ValueError as error:
+        raise ValueError(f"{error} (argument {argnum} is sliced: argnum={argnum})") from None
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    nodes = tuple(leaf for leaf in leaves if is_node(leaf))
+    graphdef, nnx_state = nnx.split(nodes)
+    state, state_def = jax.tree.flatten(nnx_state)
+    call = _Call(fun, argnum, arg_shardings, leaves, treedef, graphdef, state_def)
+    slices = jax.tree.map(lambda x: slice_batch(x, dim, size, count), args[argnum])
+    body = _trace(call, state, slices)
+    reduced = reductions(reduce, body.results)
+    after, accumulators, stacks = _scan(body, state, slices, count, reduced, spec)
+    if nodes:
+        nnx.update(nodes, jax.tree.unflatten(state_def, after))
+    finished = [r.finish(a, s, count, dim) for r, a, s in zip(reduced, accumulators, stacks)]
+    return jax.tree.unflatten(jax.tree.structure(body.results), finished)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The user's function as a function over arrays: the state of its NNX objects, and a slice.
+
+    Attributes:
+      leaves, treedef: the arguments of the loop, taken apart; NNX objects are leaves.
+      graphdef, state_def: structure of those NNX objects, and of their state.
+    """
+
+    fun: Callable[..., Any]
+    argnum: int
+    arg_shardings: Any
+    leaves: Sequence[Any]
+    treedef: Any
+    graphdef: Any
+    state_def: Any
+
+    def __call__(self, state: Sequence[Any], piece: Any) -> tuple[Any, list[Any]]:
+        """(the results of `fun` for one microbatch, the state after it).
+
+        Raises:
+          ValueError: if `fun` changes the structure of an NNX object.
+        """
+        nodes = nnx.merge(self.graphdef, jax.tree.unflatten(self.state_def, state))
+        node = iter(nodes)
+        leaves = [next(node) if is_node(leaf) else leaf for leaf in self.leaves]
+        args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+        if self.arg_shardings is not None:
+            piece = constrain_slice(piece, self.arg_shardings)
+        results = self.fun(*args[: self.argnum], piece, *args[self.argnum + 1 :], **kwargs)
+        graphdef, after = nnx.split(nodes)
+        if not _compat.same_graph(graphdef, self.graphdef):
+            raise ValueError(
+                f"microbatch: {getattr(self.fun, '__name__', self.fun)!r} adds or removes Variables or "
+                "submodules of its arguments. Every microbatch must leave their structure as it was: "
+                "create them before the loop."
+            )
+        return results, jax.tree.leaves(after)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """A microbatch, traced once.
+
+    Attributes:
+      run: from state and a slice to (flat results, state after it).
+      results: shapes and dtypes of what the function returns.
+      changes: for each array of the state, whether the function changes it.
+    """
+
+    run: Callable[[Sequence[Any], Any], tuple[list[Any], list[Any]]]
+    results: Any
+    changes: list[bool]
+
+
+def _trace(call: _Call, state: Sequence[Any], slices: Any) -> _Body:
+    """Traces a call for the first slice."""
+    first = jax.eval_shape(lambda slices: jax.tree.map(lambda x: x[0], slices), slices)
+    jaxpr, (results, _) = jax.make_jaxpr(call, return_shape=True)(state, first)
+    count = len(jax.tree.leaves(results))
+    invars, outvars, _, _ = _compat.open_jaxpr(jaxpr)
+
+    def run(state: Sequence[Any], piece: Any) -> tuple[list[Any], list[Any]]:
+        if _compat.jit_is_disabled():  # whoever asks for that wants to see values in `fun`
+            made = jax.tree.leaves(call(state, piece))
+        else:
+            made = jex.jaxpr_as_fun(jaxpr)(*jax.tree.leaves((state, piece)))
+        return made[:count], made[count:]
+
+    changes = [after is not before for before, after in zip(invars, outvars[count:])]
+    return _Body(run, results, changes)
+
+
+def _scan(
+    body: _Body,
+    state: Sequence[Any],
+    slices: Any,
+    count: int,
+    reduced: Sequence[Reduction],
+    spec: LoopSpec,
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Runs the loop.
+
+    Returns:
+      The state after it; for each reduction its accumulator, and its stacked results; None where it has none.
+    """
+
+    def whole(carried: Sequence[Any]) -> list[Any]:
+        """All state: what is carried, and what no microbatch changes."""
+        return [s if c is None else c for c, s in zip(carried, state)]
+
+    def step(carry: tuple[list[Any], list[Any]], piece: Any) -> tuple[tuple[list[Any], list[Any]], list[Any]]:
+        carried, accumulators = carry
+        results, after = body.run(whole(carried), piece)
+        folded = [r.step(a, x) for r, a, x in zip(reduced, accumulators, results)]
+        carried = [s if changes else None for s, changes in zip(after, body.changes)]
+        return (carried, [a for a, _ in folded]), [stacked for _, stacked in folded]
+
+    init = [s if changes else None for s, changes in zip(state, body.changes)], [r.init() for r in reduced]
+    try:
+        with jax.named_scope(loop_scope(spec)):
+            (carried, accumulators), stacks = jax.lax.scan(step, init, slices, length=count)
+    except ValueError as error:
+        if "incompatible devices" in str(error):
+            error.add_note(
+                "A loop over state on several meshes is for mm.jit: call it, and all that is around it, "
+                "in a function that mm.jit compiles"
+            )
+        raise
+    return whole(carried), accumulators, stacks
