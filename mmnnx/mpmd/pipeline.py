@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from mmnnx.mpmd.compile.input_shardings import derive_shardings
 from mmnnx.mpmd.emit.program import emit
 from mmnnx.mpmd.frontend.function import Function, enter
-from mmnnx.mpmd.frontend.observe import Record
+from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.hoist.hoist import hoist
 from mmnnx.mpmd.inline.calls import inline
 from mmnnx.mpmd.ir.fragments import LoopPlan

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from mmnnx.mpmd.emit.emit import build
 from mmnnx.mpmd.frontend.function import Function
-from mmnnx.mpmd.frontend.observe import Leaf, Record
+from mmnnx.mpmd.frontend.record import Leaf, Record
 from mmnnx.mpmd.ir.equations import is_var
 from mmnnx.mpmd.ir.fragments import LoopPlan
 from mmnnx.mpmd.ir.listing import plan_text, timetables_text

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from mmnnx.mpmd.frontend.in_out_shardings import InOutShardings, find_in_out_shardings
 from mmnnx.mpmd.frontend.meshes import Meshes
-from mmnnx.mpmd.frontend.observe import Record
+from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.dump import Dump
 from mmnnx.mpmd.ir.equations import Flat, Var, scopes_in
 from mmnnx.mpmd.ir.listing import Names

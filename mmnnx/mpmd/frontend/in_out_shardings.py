@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.frontend.meshes import Meshes
-from mmnnx.mpmd.frontend.observe import Leaf, Record
 from mmnnx.mpmd.frontend.owners import Owners
+from mmnnx.mpmd.frontend.record import Leaf, Record
 from mmnnx.mpmd.ir.shardings import entering, is_committed, mesh_of
 
 

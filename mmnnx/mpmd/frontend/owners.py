@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmnnx.mpmd.frontend.observe import Leaf, Record
+from mmnnx.mpmd.frontend.record import Leaf, Record
 from mmnnx.sharding.placement import parts_of
 
 

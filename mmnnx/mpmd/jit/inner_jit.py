@@ -16,7 +16,8 @@ from flax import nnx
 
 from mmnnx import _compat
 from mmnnx.mpmd.compile.gc_pause import uncollected
-from mmnnx.mpmd.frontend.observe import Observer, Record
+from mmnnx.mpmd.frontend.observe import Observer
+from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.equations import scopes_in
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import is_committed

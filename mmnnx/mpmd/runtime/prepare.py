@@ -19,7 +19,7 @@ from mmnnx.mpmd.compile.gc_pause import uncollected
 from mmnnx.mpmd.compile.outline import share
 from mmnnx.mpmd.distributed.processes import agree
 from mmnnx.mpmd.emit.merge import merge
-from mmnnx.mpmd.frontend.observe import Record
+from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.equations import Flat, Var, is_var
 from mmnnx.mpmd.ir.fragments import PlacedVar
 from mmnnx.mpmd.ir.program import Program
