@@ -79,7 +79,7 @@ def _runnable(function: Function, partition: Partition, program: Program) -> Spl
     firsts = [(loop, row[0]) for loop in loops for row in loop.slices]
     slices = {v: loop.sources[v] for loop, v in firsts if v in loop.sources}
     derive = functools.partial(
-        derive_shardings, program, flat.invars, function.shardings.given, slices, whole
+        derive_shardings, program, flat.invars, function.shardings.in_shardings, slices, whole
     )
     if mesh is not None and runs_as_it_is(function, flat, mesh):
         return Split(program, None, derive)
@@ -89,7 +89,7 @@ def _runnable(function: Function, partition: Partition, program: Program) -> Spl
         program=program,
         flat=flat,
         fixed=partition.fixed,
-        given=function.shardings.given,
+        given=function.shardings.in_shardings,
         settled=settled,
         asked=asked,
         held=partition.results,

@@ -75,7 +75,7 @@ class Function:
 
     def given(self, flat: Flat) -> dict[Var, NamedSharding | None]:
         """The shardings that the inputs have."""
-        return dict(zip(flat.invars, self.shardings.given))
+        return dict(zip(flat.invars, self.shardings.in_shardings))
 
 
 def enter(

@@ -1,4 +1,4 @@
-"""The two ends of a function: where its arguments live, and where its results must."""
+"""Where the arguments of a function live, and where its results must."""
 
 from __future__ import annotations
 
@@ -21,38 +21,51 @@ class InOutShardings:
     """What is known of the arguments and results of a function, in flat order.
 
     Attributes:
-      given: the sharding that each argument has or is given; None for one that lives nowhere in particular.
-      homes: the mesh of each piece of placed state; None for other arguments, and for scalars, which are
+      in_shardings: for each argument, the sharding that it has or is given; None for one that lives nowhere
+        in particular.
+      homes: for each argument, its mesh if it is placed state; None for others, and for scalars, which are
         copied to every mesh that reads them.
-      follows: for each result, the placed argument that it is the new value, the gradient or a slot of.
-      asked: the sharding that each result must have; None for one that stays where it is computed.
-      beside: for each result that is state, the mesh of all other state of its module, or of the module that
-        it is in: where it goes if it depends on nothing, as an empty cache does.
-      everywhere: for each result, whether it is the new value of a scalar that nobody placed, or that lives
-        on the whole MultiMesh already.
+      follows: for each result, the placed argument that it is the new value, the gradient or optimizer state
+        of.
+      out_shardings: for each result, the sharding that it must have; None for one that stays where it is
+        computed.
+      module_meshes: for each result that is state, the mesh of all other state of its module, or of the
+        module that it is in: where it goes if it depends on nothing, as an empty cache does.
+      on_every_mesh: for each result, whether it is the new value of a scalar that nobody placed, or that
+        lives on the whole MultiMesh already.
     """
 
-    given: list[NamedSharding | None]
+    in_shardings: list[NamedSharding | None]
     homes: list[Mesh | None]
     follows: list[int | None]
-    asked: list[NamedSharding | None]
-    beside: list[Mesh | None]
-    everywhere: list[bool]
+    out_shardings: list[NamedSharding | None]
+    module_meshes: list[Mesh | None]
+    on_every_mesh: list[bool]
 
 
 def find_in_out_shardings(
     record: Record, leaves: Sequence[Any], types: Sequence[Any], meshes: Meshes
 ) -> InOutShardings:
-    """Works out both ends from what was traced, the arguments of a call, and the types of the results."""
-    given = [_given(x, leaf, meshes) for x, leaf in zip(leaves, record.inputs)]
+    """Where arguments live and results go.
+
+    Args:
+      record: what the trace showed.
+      leaves: the arguments of a call.
+      types: shapes and dtypes of the results.
+      meshes: learns the meshes of all of them.
+
+    Raises:
+      ValueError: for a rule that is no NamedSharding, or that names another kind of memory.
+    """
+    in_shardings = [_in_sharding(x, leaf, meshes) for x, leaf in zip(leaves, record.inputs)]
     rules = [_rule(leaf, meshes) for leaf in record.results]
     spanning = meshes.spanning()
-    placed = [None if g is None or g.mesh in spanning else g for g in given]
-    homes = [None if g is None or not jnp.ndim(x) else mesh_of(g) for g, x in zip(placed, leaves)]
+    placed = [None if s is None or s.mesh in spanning else s for s in in_shardings]
+    homes = [None if s is None or not jnp.ndim(x) else mesh_of(s) for s, x in zip(placed, leaves)]
     shapes = [jnp.shape(x) for x in leaves]
-    owners = Owners(record, given, homes, shapes, types, rules)
+    owners = Owners(record, in_shardings, homes, shapes, types, rules)
     follows: list[int | None] = []
-    asked: list[NamedSharding | None] = []
+    out_shardings: list[NamedSharding | None] = []
     for leaf, aval, rule in zip(record.results, types, rules):
         follow, sharding = None, rule
         if leaf is not None and leaf.updates is not None:
@@ -63,24 +76,26 @@ def find_in_out_shardings(
                 own = entering(aval, home, own) if home is not None else None
             sharding = rule or own
         elif leaf is not None:
-            follow, of_parameter = owners.of(leaf, aval)
+            follow, of_owner = owners.owner(leaf, aval)
             inherited = leaf.rule is not None and not leaf.rule.own
-            sharding = of_parameter or rule if inherited else rule or of_parameter
+            sharding = of_owner or rule if inherited else rule or of_owner
         follows.append(follow)
-        asked.append(sharding)
-    everywhere = [
+        out_shardings.append(sharding)
+    on_every_mesh = [
         leaf is not None
         and leaf.updates is not None
         and sharding is None
         and not aval.shape
-        and ((own := given[leaf.updates]) is None or own.mesh in spanning)
-        for leaf, aval, sharding in zip(record.results, types, asked)
+        and ((own := in_shardings[leaf.updates]) is None or own.mesh in spanning)
+        for leaf, aval, sharding in zip(record.results, types, out_shardings)
     ]
-    beside = [owners.beside(leaf) if leaf is not None and leaf.within else None for leaf in record.results]
-    return InOutShardings(given, homes, follows, asked, beside, everywhere)
+    module_meshes = [
+        owners.module_mesh(leaf) if leaf is not None and leaf.within else None for leaf in record.results
+    ]
+    return InOutShardings(in_shardings, homes, follows, out_shardings, module_meshes, on_every_mesh)
 
 
-def _given(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
+def _in_sharding(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
     """Where an argument lives: by in_shardings, else by its own sharding; None if nowhere in particular."""
     rule = _rule(leaf, meshes)
     if rule is not None:
@@ -91,6 +106,7 @@ def _given(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
 
 
 def _rule(leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
+    """The sharding that in_shardings or out_shardings ask for, on one of the meshes."""
     if leaf is None or leaf.rule is None:
         return None
     task, sharding, _ = leaf.rule

@@ -15,7 +15,13 @@ from mmnnx.sharding.task import Task, placed_tasks, scope_name
 
 
 class Meshes:
-    """Makes equal groups of devices one Mesh object, and names them for messages and pictures."""
+    """Makes equal groups of devices one Mesh object, and names them for messages and pictures.
+
+    Attributes:
+      multimesh: the MultiMesh that is current.
+      moving: for the mesh of each task with `loop_dependent_mesh_slice` (a moving mesh), from the number of a
+        microbatch to the mesh that it runs on.
+    """
 
     def __init__(self, multimesh: MultiMesh | None):
         self.multimesh = multimesh
@@ -26,7 +32,7 @@ class Meshes:
         self._moving_names: dict[Mesh, str | None] = {}
 
     def canonical(self, mesh: Mesh, name: str | None = None) -> Mesh:
-        """What stands for the devices of `mesh`, with Auto axes; the first name given to it stays."""
+        """The one Mesh with the devices of `mesh`, with Auto axes; the first name given to it stays."""
         key = mesh.devices.shape, tuple(d.id for d in mesh.devices.flat)
         mesh = self._known.setdefault(key, auto_mesh(mesh))
         if name:
@@ -34,29 +40,25 @@ class Meshes:
         return mesh
 
     def of_task(self, task: Task) -> Mesh:
-        """The mesh of a task. One that moves has a mesh of its own that stands for all those it runs on.
-
-        `moving` has, for each mesh of the latter kind, which one it is for each microbatch.
-        """
+        """The mesh of a task; for one with `loop_dependent_mesh_slice` a moving mesh."""
         if task.loop_dependent_mesh_slice is None:
             mesh = self.canonical(task.to_mesh(), task.name)
             self._scoped.add(mesh)
             return mesh
         mesh = self.canonical(task.to_mesh())
-        standing = Mesh(mesh.devices[..., None], (*mesh.axis_names, f"microbatch of {scope_name(task)}"))
-        self.moving[standing] = functools.cache(lambda m: self.canonical(task.to_mesh(m)))
-        self._moving_names[standing] = task.name
-        return standing
+        moving = Mesh(mesh.devices[..., None], (*mesh.axis_names, f"microbatch of {scope_name(task)}"))
+        self.moving[moving] = functools.cache(lambda m: self.canonical(task.to_mesh(m)))
+        self._moving_names[moving] = task.name
+        return moving
 
     def sharding(self, sharding: NamedSharding, name: str | None = None) -> NamedSharding:
         """The same sharding on the canonical mesh, axis by axis."""
         return transferred(sharding, self.canonical(mesh_of(sharding), name))
 
     def spanning(self) -> set[Mesh]:
-        """Meshes that others make up, as they do the MultiMesh's own: what is there is on all of those.
+        """Meshes that consist of others, as the whole MultiMesh does: what is there is on all of those.
 
-        One with devices beside those of others is a place of its own, and so is one where a task has state or
-        a scope.
+        A mesh with devices that no other has is none of them, nor is one where a task has state or a scope.
         """
         groups = [(frozenset(ids), mesh) for (_, ids), mesh in self._known.items()]
         whole = frozenset(d.id for d in self.multimesh.devices.flat) if self.multimesh else None
@@ -69,7 +71,7 @@ class Meshes:
         return found
 
     def tasks(self) -> list[Mesh]:
-        """The meshes between which a program is divided; one at least."""
+        """The meshes that a program is partitioned over; one at least."""
         spanning = self.spanning()
         return [m for m in self._known.values() if m not in spanning] or [
             self.canonical(Mesh(np.array(jax.devices()[:1]), ("device",)))

@@ -1,27 +1,29 @@
-"""Whose slots an optimizer's are, where paths do not tell.
+"""Which parameter a piece of optimizer state belongs to, where paths do not tell.
 
-Slots are made of zeros, so nothing in a traced function leads from them to a parameter, and a path such as
-`opt_state.0.mu.kernel` may end like those of several: of a network and its moving average, of two critics.
-Flax gives a slot the metadata of its parameter. Where it matters, the function is traced once more, with
-arguments that are marked there.
+Optimizer state is made of zeros, so nothing in a traced function leads from it to a parameter. And a path
+such as `opt_state.0.mu.kernel` may end like those of several parameters: of a network and its moving average,
+of two critics. Flax gives optimizer state the metadata of its parameter. Where it matters, the function is
+traced once more, with arguments that are marked there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 from flax import nnx
 
-Path = tuple[Any, ...]
+from mmnnx.mpmd.frontend.graph import Path
 
 _MARK = "mmnnx_origin"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """Where a Variable was when the function was called; equal to any other, as alike Variables must stay."""
+    """Where a Variable was when the function was called.
+
+    Equal to any other: Variables that have equal metadata without marks must have it with them.
+    """
 
     path: Path = dataclasses.field(compare=False)
 
@@ -43,14 +45,14 @@ def unmark(trees: tuple) -> dict[int, Path]:
     return found
 
 
-def are_clear(parameters: Iterable[Path], slots: Iterable[Path]) -> bool:
-    """Whether the longest end that a slot's path has in common with parameters is that of one alone."""
-    ends: dict[Path, set[Path]] = {}
+def are_clear(parameters: Iterable[Path], optimizer_state: Iterable[Path]) -> bool:
+    """Whether the longest suffix that each path of optimizer state shares with parameters is of one alone."""
+    suffixes: dict[Path, set[Path]] = {}
     for path in parameters:
         for k in range(len(path)):
-            ends.setdefault(path[k:], set()).add(path)
-    for slot in slots:
-        known = (ends[slot[k:]] for k in range(len(slot)) if slot[k:] in ends)
+            suffixes.setdefault(path[k:], set()).add(path)
+    for path in optimizer_state:
+        known = (suffixes[path[k:]] for k in range(len(path)) if path[k:] in suffixes)
         if len(next(known, ())) > 1:
             return False
     return True

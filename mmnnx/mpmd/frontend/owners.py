@@ -1,4 +1,4 @@
-"""Whose a result is: the placed state that it is like, is a slot of, or is beside in its module."""
+"""The owner of a result: placed state that it is a new value, a gradient or optimizer state of."""
 
 from __future__ import annotations
 
@@ -12,93 +12,104 @@ from mmnnx.sharding.placement import parts_of
 
 
 class Owners:
-    """What is placed among the arguments and results of a function, by its paths.
+    """What is placed among the arguments and results of a function, to be found by state path.
+
+    A suffix of a path is what is left of it without its first keys, such as `mlp.kernel` of
+    `blocks.3.mlp.kernel`: optimizer state and gradients have a suffix in common with their parameter.
 
     Args:
       record: what the trace showed.
-      given, homes, shapes: of each argument, its sharding, the mesh of placed state, and its shape.
-      types, rules: of each result, its type and the sharding that a rule asks for.
+      in_shardings, homes, shapes: for each argument, its sharding, its mesh if it is placed state, its shape.
+      types, rules: for each result, its type and the sharding that out_shardings ask for.
     """
 
     def __init__(
         self,
         record: Record,
-        given: Sequence[NamedSharding | None],
+        in_shardings: Sequence[NamedSharding | None],
         homes: Sequence[Mesh | None],
         shapes: Sequence[tuple[int, ...]],
         types: Sequence[Any],
         rules: Sequence[NamedSharding | None],
     ):
-        self.given, self.homes, self.shapes = given, homes, shapes
-        self.number: dict[Any, int] = {}  # of placed arguments, by path
-        self.by_end: dict[Any, list[int]] = {}  # by path from the node and shape, and by path alone
-        self.by_part: dict[Any, list[int]] = {}  # parameters by the end of their path, and shape
-        self.inside: dict[Any, set[Mesh]] = {}  # where the state of a module is, by the path of the module
+        self.in_shardings, self.homes, self.shapes = in_shardings, homes, shapes
+        # Numbers of placed arguments: by path; by state path and shape, and by state path alone; and those of
+        # parameters by the suffixes of their state path and shape.
+        self.by_path: dict[Any, int] = {}
+        self.by_state_path: dict[Any, list[int]] = {}
+        self.by_suffix: dict[Any, list[int]] = {}
+        self.module_homes: dict[Any, set[Mesh]] = {}  # by path of the module: the meshes of its state
         for n, leaf in enumerate(record.inputs):
-            if leaf is None or (home := homes[n]) is None:
-                continue
-            self.number[leaf.path] = n
-            if leaf.within:
-                self.by_end.setdefault((leaf.within, shapes[n]), []).append(n)
-                self.by_end.setdefault(leaf.within, []).append(n)
-                for path in (leaf.path, leaf.within):
-                    for k in range(len(path)):
-                        self.inside.setdefault(path[:k], set()).add(home)
-                for k in range(1, 0 if leaf.is_optimizer_state else len(leaf.within)):
-                    self.by_part.setdefault((leaf.within[k:], shapes[n]), []).append(n)
-        # Parameters among the results, for the slots of an optimizer that is made together with its model: by
-        # the end of their path and shape, and by path alone.
+            if leaf is not None and (home := homes[n]) is not None:
+                self._add_argument(n, leaf, home)
+        # Parameters among the results, whose optimizer state may be made along with them: their shardings, by
+        # the suffixes of their path and shape, and by these alone.
         self.made: dict[Any, list[NamedSharding]] = {}
         for leaf, aval, rule in zip(record.results, types, rules):
             if leaf is not None and rule is not None and not leaf.is_optimizer_state:
                 for k in range(len(leaf.within)):
                     self.made.setdefault((leaf.within[k:], aval.shape), []).append(rule)
                     self.made.setdefault(leaf.within[k:], []).append(rule)
-        self.optimizers: dict[Any, list[Any]] = {}  # that have slots of such parameters, as they are met
+        self.optimizers: dict[Any, list[Any]] = {}  # by such a suffix: those that have state for it so far
 
-    def of(self, leaf: Leaf, aval: Any) -> tuple[int | None, NamedSharding | None]:
-        """(the argument that a result is like, or is a slot of; the sharding to have for that).
+    def owner(self, leaf: Leaf, aval: Any) -> tuple[int | None, NamedSharding | None]:
+        """(the argument that a result is like or is optimizer state of, the sharding that it has from there).
 
-        A slot of a parameter that is a result itself has a sharding alone.
+        Optimizer state of a parameter that is a result itself has a sharding alone.
         """
-        endings = [(leaf.path[k:], aval.shape) for k in range(len(leaf.path))]
+        suffixes = [(leaf.path[k:], aval.shape) for k in range(len(leaf.path))]
         if leaf.origin is not None:
-            follow = self.number.get(leaf.origin)
-        elif (follow := self._first(self.by_end, endings)) is None and leaf.is_optimizer_state:
-            if (own := self._made(endings, leaf)) is not None:
+            follow = self.by_path.get(leaf.origin)
+        elif (follow := self._first(self.by_state_path, suffixes)) is None and leaf.is_optimizer_state:
+            if (own := self._made(suffixes, leaf)) is not None:
                 return None, own
             if aval.shape:  # statistics of rows, a history
                 parts = parts_of(leaf.path)
                 if (own := self._made(parts, leaf)) is not None:
                     return None, NamedSharding(own.mesh, PartitionSpec())
-                follow = self._first(self.by_end, parts)
+                follow = self._first(self.by_state_path, parts)
             if follow is None:  # of a module within an argument
-                follow = self._first(self.by_part, endings)
-        own = self.given[follow] if follow is not None else None
+                follow = self._first(self.by_suffix, suffixes)
+        own = self.in_shardings[follow] if follow is not None else None
         if follow is not None and own is not None and self.shapes[follow] != aval.shape:
             own = NamedSharding(own.mesh, PartitionSpec())
         return follow, own
 
-    def beside(self, leaf: Leaf) -> Mesh | None:
+    def module_mesh(self, leaf: Leaf) -> Mesh | None:
         """The mesh of the innermost module around a piece of state that has other state, if it is one."""
         path, within = leaf.path, leaf.within
         above = [path[:k] for k in range(len(path) - 1, 0, -1)]
         above += [within[:k] for k in range(len(within) - 1, -1, -1)]  # of a copy, or another module
-        homes = next((self.inside[module] for module in above if module in self.inside), set())
+        homes = next((self.module_homes[module] for module in above if module in self.module_homes), set())
         return next(iter(homes)) if len(homes) == 1 else None
 
-    def _first(self, known: dict[Any, list[int]], ends: Iterable[Any]) -> int | None:
-        """The argument that is known by the first of these ends. Two models may have the same paths."""
-        found = next((known[e] for e in ends if e in known), [])
+    def _add_argument(self, n: int, leaf: Leaf, home: Mesh) -> None:
+        self.by_path[leaf.path] = n
+        if not leaf.within:
+            return
+        self.by_state_path.setdefault((leaf.within, self.shapes[n]), []).append(n)
+        self.by_state_path.setdefault(leaf.within, []).append(n)
+        for path in (leaf.path, leaf.within):
+            for k in range(len(path)):
+                self.module_homes.setdefault(path[:k], set()).add(home)
+        for k in range(1, 0 if leaf.is_optimizer_state else len(leaf.within)):
+            self.by_suffix.setdefault((leaf.within[k:], self.shapes[n]), []).append(n)
+
+    def _first(self, known: dict[Any, list[int]], keys: Iterable[Any]) -> int | None:
+        """The argument that is known by the first of these keys. Two models may have the same paths."""
+        found = next((known[key] for key in keys if key in known), [])
         # Where it is not clear, what a result is made of, such as a gradient, says where it is.
         return found[0] if len({self.homes[n] for n in found}) == 1 else None
 
-    def _made(self, ends: Iterable[Any], leaf: Leaf) -> NamedSharding | None:
-        """Of several that are alike, the first for the first: optimizers are made in the order of models."""
-        end = next((e for e in ends if e in self.made), None)
-        if end is None:
+    def _made(self, keys: Iterable[Any], leaf: Leaf) -> NamedSharding | None:
+        """The sharding of the parameter among the results that is known by the first of these keys.
+
+        Of several the first is for the first optimizer: optimizers are made in the order of models.
+        """
+        key = next((key for key in keys if key in self.made), None)
+        if key is None:
             return None
-        alike = self.optimizers.setdefault(end, [])
-        if leaf.path[:1] not in alike:
-            alike.append(leaf.path[:1])
-        return self.made[end][min(alike.index(leaf.path[:1]), len(self.made[end]) - 1)]
+        optimizers = self.optimizers.setdefault(key, [])
+        if leaf.path[:1] not in optimizers:
+            optimizers.append(leaf.path[:1])
+        return self.made[key][min(optimizers.index(leaf.path[:1]), len(self.made[key]) - 1)]

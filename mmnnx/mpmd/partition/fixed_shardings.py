@@ -42,7 +42,7 @@ def fixed_shardings(
         if isinstance(step, LoopPlan) and placement is not None:
             fixed |= _carried(step, placement, given, function.meshes.moving)
             fixed |= _sliced(step, plan, given, function.meshes.moving)
-    for values, sharding in zip(results, function.shardings.asked):
+    for values, sharding in zip(results, function.shardings.out_shardings):
         if len(values) == 1 and sharding is not None:
             fixed |= _result(values[0], sharding, plan)
     return fixed

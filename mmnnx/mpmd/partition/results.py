@@ -22,7 +22,7 @@ def held_results(function: Function, flat: Flat, placement: Placement) -> list[l
     inputs = {*flat.invars, *(v for v, _ in flat.constants)}
     results: list[list[PlacedVar]] = []
     for v, sharding, beside, scalar in zip(
-        flat.outvars, shardings.asked, shardings.beside, shardings.everywhere
+        flat.outvars, shardings.out_shardings, shardings.module_meshes, shardings.on_every_mesh
     ):
         if not is_var(v) or (v in inputs and sharding is None) or v.aval.dtype == jax.dtypes.float0:
             results.append([])

@@ -34,7 +34,7 @@ def runs_as_it_is(function: Function, flat: Flat, mesh: Mesh) -> bool:
     made = {v for node in flat.nodes for v in node.outvars}
     return not any(
         leaf is not None and leaf.updates is not None and s is not None and s.num_devices > 1
-        for leaf, s, v in zip(record.results, function.shardings.asked, flat.outvars)
+        for leaf, s, v in zip(record.results, function.shardings.out_shardings, flat.outvars)
         if is_var(v) and v in made
     )
 

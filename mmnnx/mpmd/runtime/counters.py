@@ -21,7 +21,7 @@ def out_shardings(function: Function, partition: Partition) -> list[NamedShardin
     def is_constant(v, values) -> bool:
         return not values and not (is_var(v) and v in inputs) and not v.aval.shape
 
-    results = zip(flat.outvars, partition.results, function.shardings.asked)
+    results = zip(flat.outvars, partition.results, function.shardings.out_shardings)
     return [everywhere if s is None and is_constant(v, values) else s for v, values, s in results]
 
 
@@ -47,7 +47,7 @@ def next_shardings(
         number = leaf.updates if leaf is not None else None
         if number is None or aval.shape or aval != jaxpr.in_avals[number]:
             continue
-        if function.shardings.given[number] is not None or is_committed(function.leaves[number]):
+        if function.shardings.in_shardings[number] is not None or is_committed(function.leaves[number]):
             continue
         if len(values) > 1 and multimesh is not None:
             found[number] = NamedSharding(multimesh.mesh, PartitionSpec())
