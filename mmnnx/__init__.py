@@ -8,7 +8,8 @@ from mmnnx.mpmd.frontend.microbatch import microbatch
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Costs, Profile, Timeline
 from mmnnx.mpmd.ir.verify import VerificationError
-from mmnnx.mpmd.jit.jit import enable_recomputation, enable_task_fusion, ignore_transforms, jit
+from mmnnx.mpmd.jit.contexts import enable_recomputation, enable_task_fusion, ignore_transforms
+from mmnnx.mpmd.jit.jit import jit
 from mmnnx.mpmd.schedule import Action, Stages, read_schedule, register_schedule, write_schedule
 from mmnnx.sharding import (
     LogicalRules,

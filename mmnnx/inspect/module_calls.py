@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from mmnnx.inspect.model_state import array_text, is_array
-from mmnnx.mpmd.jit.jit import ignore_transforms
+from mmnnx.mpmd.jit.contexts import ignore_transforms
 from mmnnx.sharding.placement import Path
 
 LINES = 6

@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.mpmd.jit.fast_path import surroundings
+from mmnnx.mpmd.jit.cache_key import surroundings
 from mmnnx.mpmd.runtime.prepare import as_it_runs
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import _registry

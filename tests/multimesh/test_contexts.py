@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import mmnnx as mm
-from mmnnx.mpmd.jit.inner_jit import ignoring
 from mmnnx.mpmd.place.options import fusing, recomputing
 from mmnnx.sharding.logical import autosharding
+from mmnnx.sharding.task import ignoring
 from multimesh_compat.jax.constraints import autoshard
 from multimesh_compat.jax.contexts import (
     context,

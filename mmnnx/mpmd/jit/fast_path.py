@@ -1,8 +1,8 @@
-"""Calls like an earlier one, without walking the graph again.
+"""The fast path: calls like an earlier one do not go through `nnx.jit` again.
 
 `nnx.jit` in graph mode spends about 20 ms on the graph of a 32-layer model and its optimizer before anything
 is dispatched, at every call. Where a call changed no structure and returned plain arrays, the next one needs
-only to know that its arguments are alike: modules are pytrees, so that is one flattening and a look-up.
+only to know that its arguments have equal keys: modules are pytrees, so that is one flattening and a look-up.
 """
 
 from __future__ import annotations
@@ -15,32 +15,41 @@ import jax
 from flax import nnx
 
 from mmnnx import _compat
-from mmnnx.mpmd.place.options import fusing, recomputing
-from mmnnx.sharding.logical import autosharding
-from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.task import ignoring, registrations
+from mmnnx.mpmd.jit.cache_key import surroundings
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call, taken apart: equal keys run the same program on `values`.
+    """The arguments of one call, flattened: with equal keys the same program runs on `values`.
 
     To compare keys is cheap, for most of what is in them are the same objects from call to call; to hash them
     is not.
+
+    Attributes:
+      key: all but the values.
+      variables: by number of the value, the Variable that holds it, if one does.
+      values: arrays and numbers; one that is shared is there once.
     """
 
     key: Any
-    variables: dict[int, nnx.Variable]  # by number of the value: the Variable that holds it, if one does
+    variables: dict[int, nnx.Variable]
     values: list[Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Shortcut:
-    """How to repeat a call: which value is which input, and which result goes where."""
+class FastPath:
+    """How to repeat a call.
+
+    Attributes:
+      run: from flat inputs to flat results.
+      inputs: for each input, the number of its value.
+      updates: (number of a result, number of the value whose Variable gets it).
+      out_tree: structure of what the call returns, which are the last results.
+    """
 
     run: Callable[[Sequence[Any]], list[Any]]
     inputs: tuple[int, ...]
-    updates: tuple[tuple[int, int], ...]  # (number of the result, number of the value whose Variable gets it)
+    updates: tuple[tuple[int, int], ...]
     out_tree: Any
 
     def __call__(self, arguments: Arguments) -> Any:
@@ -50,12 +59,12 @@ class Shortcut:
         return jax.tree.unflatten(self.out_tree, results[len(results) - self.out_tree.num_leaves :])
 
 
-def take_apart(moving: Any, held: Any) -> Arguments | None:
-    """Takes the arguments of a call apart; None where only `nnx.jit` itself will do.
+def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
+    """Flattens the arguments of a call; None where only `nnx.jit` itself will do.
 
     Args:
-      moving: positional and keyword arguments, without the static ones.
-      held: the static ones.
+      dynamic: positional and keyword arguments, without the static ones.
+      static: the static ones.
     """
     modules: list[int] = []  # by id, as often as they are met
     times: dict[int, int] = {}
@@ -70,7 +79,7 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
         return kind is _VARIABLE
 
     try:
-        leaves, tree = jax.tree.flatten(moving, is_leaf=is_variable)
+        leaves, tree = jax.tree.flatten(dynamic, is_leaf=is_variable)
     except _Endless:
         return None
     numbers = {m: n for n, m in enumerate(times)}
@@ -98,7 +107,7 @@ def take_apart(moving: Any, held: Any) -> Arguments | None:
         else:
             return None
         values.append(value)
-    return Arguments((held, surroundings(), shared, same, types, tree), variables, values)
+    return Arguments((static, surroundings(), shared, same, types, tree), variables, values)
 
 
 _VARIABLE, _MODULE, _ARRAY, _NUMBER, _OTHER = "Variable", "module", "array", "number", "other"
@@ -132,48 +141,42 @@ class _Kinds(dict[type, str]):
 _KINDS = _Kinds()
 
 
-def surroundings() -> Any:
-    """What a trace depends on beside its arguments: the mesh, registered tasks, contexts, configuration."""
-    contexts = ignoring.get(), recomputing.get(), fusing.get(), autosharding.get()
-    return current_multimesh(), registrations(), contexts, _compat.trace_context()
-
-
-class Shortcuts:
-    """What is known of a function's calls."""
+class FastPaths:
+    """The fast paths of one function, the last used first."""
 
     def __init__(self) -> None:
-        self.known: list[tuple[Any, Shortcut]] = []  # with the key of each
+        self.known: list[tuple[Any, FastPath]] = []  # with the key of each
 
-    def find(self, arguments: Arguments) -> Shortcut | None:
+    def find(self, arguments: Arguments) -> FastPath | None:
         """How to repeat the call that had arguments like these. It is found at once the next time."""
         try:
-            for n, (key, shortcut) in enumerate(self.known):
+            for n, (key, path) in enumerate(self.known):
                 if key == arguments.key:
                     if n:  # a new list: other threads may be looking through this one
-                        rest = [known for known in self.known if known[1] is not shortcut]
-                        self.known = [(key, shortcut), *rest]
-                    return shortcut
+                        rest = [known for known in self.known if known[1] is not path]
+                        self.known = [(key, path), *rest]
+                    return path
         except ValueError:  # a module with an attribute that is not just equal or not
             pass
         return None
 
-    def add(self, arguments: Arguments, shortcut: Shortcut) -> None:
+    def add(self, arguments: Arguments, path: FastPath) -> None:
         """Notes how to repeat a call."""
-        held, surroundings, _, _, types, tree = arguments.key
+        static, around, _, _, types, tree = arguments.key
         try:
-            hash((held, surroundings, tuple(types), tree))
+            hash((static, around, tuple(types), tree))
         except TypeError:  # what cannot be hashed may be changed, and still be equal to itself
             return
-        self.known.insert(0, (arguments.key, shortcut))
+        self.known.insert(0, (arguments.key, path))
 
 
-def learn(
+def fast_path(
     arguments: Arguments,
     leaves: Sequence[Any],
     updates: Sequence[int | None],
     run: Callable[[Sequence[Any]], list[Any]],
     out_tree: Any,
-) -> Shortcut | None:
+) -> FastPath | None:
     """From a call that was just made, how to repeat it; None if it is not known where each value goes.
 
     Args:
@@ -192,4 +195,4 @@ def learn(
     written = [(result, inputs[n]) for result, n in enumerate(state) if n is not None]
     if len(written) < len(state) or any(n not in arguments.variables for _, n in written):
         return None
-    return Shortcut(run, inputs, tuple(written), out_tree)
+    return FastPath(run, inputs, tuple(written), out_tree)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,67 +16,12 @@ from mmnnx import _compat
 from mmnnx.mpmd.frontend.observe import Observer
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Profile
-from mmnnx.mpmd.jit.fast_path import Shortcuts, learn, take_apart
-from mmnnx.mpmd.jit.inner_jit import FlatJit, static_arguments
-from mmnnx.mpmd.place.options import fusing, recomputing
+from mmnnx.mpmd.jit.fast_path import FastPaths, fast_path, flatten_arguments
+from mmnnx.mpmd.jit.inner_jit import FlatJit
+from mmnnx.mpmd.jit.static_arguments import static_arguments
 from mmnnx.mpmd.runtime.profile import measuring
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task, ignoring
-
-
-@contextlib.contextmanager
-def ignore_transforms(ignore: bool = True) -> Iterator[None]:
-    """Makes `mm.jit` plain `nnx.jit` on one device, for debugging.
-
-    Example:
-      >>> with mm.ignore_transforms():
-      ...     loss = train_step(model, optimizer, batch)
-    """
-    token = ignoring.set(ignore)
-    try:
-        yield
-    finally:
-        ignoring.reset(token)
-
-
-@contextlib.contextmanager
-def enable_recomputation(enable: bool = True) -> Iterator[None]:
-    """Whether work that several tasks need and that depends on no placed state is done by each of them.
-
-    What is made of the batch alone, such as masks and casts, is: to compute it again is cheaper than to send
-    it. Switched off, each is computed once, where it is needed first, and sent to the others. What depends on
-    nothing at all, such as positions, is never sent.
-
-    Example:
-      >>> with mm.enable_recomputation(False):
-      ...     loss = train_step(model, optimizer, batch)
-    """
-    token = recomputing.set(enable)
-    try:
-        yield
-    finally:
-        recomputing.reset(token)
-
-
-@contextlib.contextmanager
-def enable_task_fusion(enable: bool = True, *, loops_only: bool = False) -> Iterator[None]:
-    """Whether neighbouring tasks on one TaskMesh become one, and so one XLA program for each phase.
-
-    Otherwise (the default) each task is a fragment of its own, and in a microbatch loop a stage.
-
-    Args:
-      enable: whether they do.
-      loops_only: only in microbatch loops.
-
-    Example:
-      >>> with mm.enable_task_fusion():
-      ...     loss = train_step(model, optimizer, batch)
-    """
-    token = fusing.set(("loops" if loops_only else "all") if enable else "none")
-    try:
-        yield
-    finally:
-        fusing.reset(token)
 
 
 def jit(
@@ -167,32 +111,33 @@ class Jit:
                 f"or give mm.jit({fun.__qualname__}) and pass the instance as first argument"
             )
         functools.update_wrapper(self, fun)
-        names = static_arguments(fun, options["static_argnums"], options["static_argnames"])
-        observer = Observer(in_shardings, out_shardings, names.positions)
-        self._lifted = nnx.jit(observer.around_user(fun), graph=graph, graph_updates=graph_updates, **options)
-        self._flat = FlatJit(_compat.pure_function(self._lifted), observer, names, mesh, options)
-        _compat.replace_pure_function(self._lifted, self._flat)
-        self._in_graph_mode = _compat.in_graph_mode(self._lifted)
-        self._shortcuts = Shortcuts()
+        static = static_arguments(fun, options["static_argnums"], options["static_argnames"])
+        observer = Observer(in_shardings, out_shardings, static.positions)
+        watched = observer.around_user(fun)
+        self._nnx_jit = nnx.jit(watched, graph=graph, graph_updates=graph_updates, **options)
+        self._inner = FlatJit(_compat.pure_function(self._nnx_jit), observer, static, mesh, options)
+        _compat.replace_pure_function(self._nnx_jit, self._inner)
+        self._in_graph_mode = _compat.in_graph_mode(self._nnx_jit)
+        self._fast_paths = FastPaths()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unsplit = ignoring.get() or _compat.jit_is_disabled()
-        if unsplit or not self._in_graph_mode or _compat.in_cached_partial():
+        as_it_is = ignoring.get() or _compat.jit_is_disabled()
+        if as_it_is or not self._in_graph_mode or _compat.in_cached_partial():
             try:
-                return self._lifted(*args, **kwargs)
+                return self._nnx_jit(*args, **kwargs)
             finally:
-                self._flat.take_call()  # or it would keep the arguments alive
-        with self._flat.context():
-            arguments = take_apart(*self._flat.static.divide(args, kwargs))
-            if arguments is not None and (shortcut := self._shortcuts.find(arguments)) is not None:
-                return shortcut(arguments)
-        out = self._lifted(*args, **kwargs)
-        call = self._flat.take_call()
+                self._inner.take_call()  # or it would keep the arguments alive
+        with self._inner.context():
+            arguments = flatten_arguments(*self._inner.static.separate(args, kwargs))
+            if arguments is not None and (known := self._fast_paths.find(arguments)) is not None:
+                return known(arguments)
+        out = self._nnx_jit(*args, **kwargs)
+        call = self._inner.take_call()
         if arguments is not None and call is not None and call.record.out_tree is not None:
             updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
-            shortcut = learn(arguments, call.leaves, updates, call.run, call.record.out_tree)
-            if shortcut is not None:
-                self._shortcuts.add(arguments, shortcut)
+            new = fast_path(arguments, call.leaves, updates, call.run, call.record.out_tree)
+            if new is not None:
+                self._fast_paths.add(arguments, new)
         return out
 
     def __repr__(self) -> str:
@@ -203,15 +148,15 @@ class Jit:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The result's shapes and dtypes, without computing it. See `jax.eval_shape`."""
-        return self._lifted.eval_shape(*args, **kwargs)
+        return self._nnx_jit.eval_shape(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The function traced for these arguments, to be lowered and compiled. See `jax.stages.Traced`."""
-        return self._lifted.trace(*args, **kwargs)
+        return self._nnx_jit.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The function lowered for these arguments, to be compiled. See `jax.stages.Lowered`."""
-        return self._lifted.lower(*args, **kwargs)
+        return self._nnx_jit.lower(*args, **kwargs)
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with these arguments runs: to print, verify, simulate and draw.

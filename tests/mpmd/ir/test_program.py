@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.mpmd.jit import inner_jit
+from mmnnx.mpmd.jit import stages
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import born, pipeline, place, train_step
@@ -381,8 +381,8 @@ def test_the_program_of_a_call_that_was_made_is_at_hand(monkeypatch):
         model = born(make(models.MLP, layers=2), place(tasks, [("layers", 0)], [("layers", 1)]))
     x = models.vectors()["x"]
     made = []
-    split = inner_jit.split
-    monkeypatch.setattr(inner_jit, "split", lambda *args: made.append(args) or split(*args))
+    split = stages.split
+    monkeypatch.setattr(stages, "split", lambda *args: made.append(args) or split(*args))
     double(model, x)
     program = double.program(model, x)
     assert len(made) == 1 and len(program.calls) == 2

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.mpmd.jit import jit as jit_module
-from mmnnx.mpmd.jit.fast_path import Shortcut
+from mmnnx.mpmd.jit.fast_path import FastPath
 from tests.mpmd.parity import assert_same, born, pipeline
 
 X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
@@ -42,13 +42,13 @@ class Pair(nnx.Module):
 def taken(monkeypatch):
     """Grows by one with every call that goes past the traversal."""
     calls = []
-    whole = Shortcut.__call__
+    whole = FastPath.__call__
 
     def watched(self, arguments):
         calls.append(self)
         return whole(self, arguments)
 
-    monkeypatch.setattr(Shortcut, "__call__", watched)
+    monkeypatch.setattr(FastPath, "__call__", watched)
     return calls
 
 
@@ -110,7 +110,7 @@ def test_what_was_used_last_is_looked_at_first(model, taken):
     run = mm.jit(lambda model, x: model(x))
     for rows in (1, 2, 3, 1):
         run(model, jnp.ones((rows, 4)))
-    known = run._shortcuts.known
+    known = run._fast_paths.known
     assert len(known) == 3 and len(taken) == 1 and known[0][1] is taken[0]
 
 

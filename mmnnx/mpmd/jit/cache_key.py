@@ -1,0 +1,60 @@
+"""What a trace, and a program, are made for: equal keys mean that one that was made before will do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from mmnnx import _compat
+from mmnnx.mpmd.ir.shardings import is_committed
+from mmnnx.mpmd.place.options import fusing, recomputing
+from mmnnx.sharding.logical import autosharding
+from mmnnx.sharding.mesh import current_multimesh
+from mmnnx.sharding.task import ignoring, registrations
+
+
+def trace_key(tree: Any, static: Any, leaves: Sequence[Any]) -> Any:
+    """What a trace depends on: structure, static arguments, surroundings, shapes and dtypes."""
+    return (tree, static, surroundings(), *map(aval_of, leaves))
+
+
+def program_key(tree: Any, static: Any, leaves: Sequence[Any]) -> Any:
+    """What a program depends on: all that a trace does, and where the arguments live."""
+    return (tree, static, surroundings(), *map(_placed_aval, leaves))
+
+
+def surroundings() -> Any:
+    """What a trace depends on beside its arguments: the mesh, registered tasks, contexts, configuration."""
+    contexts = ignoring.get(), recomputing.get(), fusing.get(), autosharding.get()
+    return current_multimesh(), registrations(), contexts, _compat.trace_context()
+
+
+def aval_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an argument.
+
+    Raises:
+      TypeError: for what is no array.
+    """
+    try:
+        aval = jax.typeof(x)
+    except TypeError as error:
+        raise TypeError(f"{error}. What is no array is named by static_argnums or static_argnames") from None
+    # Without its sharding, which is not the same in a process that has the array and in one that has not.
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def put(leaves: Sequence[Any], shardings: Mapping[int, Sharding]) -> list[Any]:
+    """Arguments of which some are somewhere else, by number; types stand for those."""
+    moved = list(leaves)
+    for n, sharding in shardings.items():
+        aval = aval_of(leaves[n])
+        moved[n] = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+    return moved
+
+
+def _placed_aval(x: Any) -> Any:
+    placed = isinstance(x, jax.ShapeDtypeStruct) or is_committed(x)
+    return (aval_of(x), x.sharding) if placed else aval_of(x)
