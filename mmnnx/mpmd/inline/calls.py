@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.function import Function
-from mmnnx.mpmd.inline.conds import open_cond
-from mmnnx.mpmd.inline.scans import open_scan
+from mmnnx.mpmd.inline.conds import write_cond
+from mmnnx.mpmd.inline.scans import write_scan
 from mmnnx.mpmd.inline.writer import InLoop, Writer
 from mmnnx.mpmd.ir.equations import CALLS, Atom, Equation, Flat, Loop, Node, Var, is_var, join, scopes_in
 from mmnnx.mpmd.ir.listing import flat_text
@@ -65,55 +65,57 @@ def inline_calls(
       ValueError: for a `while` that contains more than one task, or such a `cond` that prints or calls back.
     """
     fresh = [jex.Var(v.aval) for v in _compat.open_jaxpr(jaxpr)[0]]
-    opener = _Opener(task_mesh, names)
-    opener.origin.update((v, at_home(home)) for v, home in zip(fresh, homes))
-    ahead = [None if n is None else homes[n] for n in follows]
+    inliner = _Inliner(task_mesh, names)
+    inliner.origin.update((v, at_home(home)) for v, home in zip(fresh, homes))
+    destinations = [None if n is None else homes[n] for n in follows]
     nodes: list[Node] = []
-    out = opener.inline(jaxpr, fresh, "", nodes, InLoop.NO if loops else InLoop.MICROBATCHES, ahead)
-    return Flat(tuple(fresh), tuple(opener.constants), tuple(prune(nodes, out)), tuple(out))
+    in_loop = InLoop.NO if loops else InLoop.MICROBATCHES
+    out = inliner.write_jaxpr(jaxpr, fresh, "", nodes, in_loop, destinations)
+    return Flat(tuple(fresh), tuple(inliner.constants), tuple(prune(nodes, out)), tuple(out))
 
 
-class _Opener(Writer):
-    def opened(
-        self, eqn: Any, ahead: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop
+class _Inliner(Writer):
+    def write_equation(
+        self, eqn: Any, destinations: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop
     ) -> Sequence[Atom]:
         name, bodies = eqn.primitive.name, _compat.subjaxprs(eqn)
         if name in CALLS:
-            return self.inline(bodies[0], eqn.invars, scope, out, in_loop, ahead)
+            return self.write_jaxpr(bodies[0], eqn.invars, scope, out, in_loop, destinations)
         if name == "scan" and in_loop is InLoop.NO and loop_spec(scope) is not None:
-            return open_scan(self, eqn, scope, out, in_loop)
+            return write_scan(self, eqn, scope, out, in_loop)
         meshes = self._meshes(eqn, scope)
         if len(meshes) > 1 and name in ("cond", "while"):
             eqn = _compat.without_dead(eqn)
             meshes = self._meshes(eqn, scope)
-        if name == "cond" and len(meshes | self._led(eqn, ahead, scope)) > 1:
-            results = open_cond(self, eqn, ahead, scope, out)
+        if name == "cond" and len(meshes | self._destinations(eqn, destinations, scope)) > 1:
+            results = write_cond(self, eqn, destinations, scope, out)
             if results is not None:
                 return results
         if len(meshes) < 2 or name == "shard_map":
-            return self._kept(eqn, scope, out)
+            return self._write_whole(eqn, scope, out)
         if name == "scan":
-            return open_scan(self, eqn, scope, out, in_loop)
+            return write_scan(self, eqn, scope, out, in_loop)
         if name in ("cond", "while"):
             raise ValueError(_several_tasks(eqn, scope, [self.names[m] for m in meshes]))
         if len(bodies) != 1:  # such as a linear solve
-            return self._kept(eqn, scope, out)
-        return self.inline(bodies[0], eqn.invars, scope, out, in_loop)
+            return self._write_whole(eqn, scope, out)
+        return self.write_jaxpr(bodies[0], eqn.invars, scope, out, in_loop)
 
-    def _kept(self, eqn: Any, scope: str, out: list[Node]) -> Sequence[Var]:
+    def _write_whole(self, eqn: Any, scope: str, out: list[Node]) -> Sequence[Var]:
+        """Writes an equation as it is."""
         if self.task_mesh(scope) is None:  # what has a task inside (checkpoint, scan, custom_vjp) is of it
             inside = (s for jaxpr in _compat.subjaxprs(eqn) for s in scopes_in(jaxpr))
             names = (name for s in dict.fromkeys(inside) for name in reversed(scopes(s)))
             scope = join(scope, next((name for name in names if self.task_mesh(name) is not None), ""))
         node = Equation(rename(eqn, {}), scope)
         placed = self.task_mesh(scope) is not None
-        self.record(node, ACTIVATION if placed else combine(map(self.of, node.invars)))
+        self.record(node, ACTIVATION if placed else combine(map(self.origin_of, node.invars)))
         out.append(node)
         return node.outvars
 
-    def _led(self, eqn: Any, ahead: Sequence[Mesh | None], scope: str) -> set[Mesh]:
+    def _destinations(self, eqn: Any, destinations: Sequence[Mesh | None], scope: str) -> set[Mesh]:
         """The homes of the state that the operands and results of an equation outside tasks are for."""
-        homes = [*ahead, *(self.leads.get(a) for a in eqn.invars if is_var(a))]
+        homes = [*destinations, *(self.destination.get(a) for a in eqn.invars if is_var(a))]
         return {m for m in homes if m is not None} if self.task_mesh(scope) is None else set()
 
     def _meshes(self, eqn: Any, scope: str) -> set[Mesh]:
@@ -125,7 +127,7 @@ class _Opener(Writer):
         inside = (s for jaxpr in _compat.subjaxprs(eqn) for s in scopes_in(jaxpr, scope))
         found |= {m for s in inside if (m := self.task_mesh(s)) is not None}
         if own is None:
-            found |= {home for a in eqn.invars if (home := self.of(a).home) is not None}
+            found |= {home for a in eqn.invars if (home := self.origin_of(a).home) is not None}
         return found
 
 

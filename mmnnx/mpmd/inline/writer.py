@@ -1,4 +1,4 @@
-"""What a function is opened into: equations, and what is known of the values that they make."""
+"""Writes the flat list of equations, and keeps what is known of the values that they make."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ class InLoop(enum.Enum):
 
 
 class Writer(abc.ABC):
-    """The state of one pass of `inline_calls`: what every variable seen so far is made of.
+    """Writes equations behind those that are there, and knows what every variable is made of.
+
+    Methods take `out`, the list that they write to, and `scope`, the name stack around what they write.
 
     Attributes:
+      task_mesh: from a name stack to the mesh of the task it lies in, None outside tasks.
+      names: what messages call each mesh.
       origin: of each variable.
       constants: variables for arrays that the function captured, and the arrays.
       layout_of: of values that only lay out another one anew, the other one.
-      near: for what a distributed scan or cond made, the meshes that have it at hand.
-      leads: beside conds, of what is nowhere in particular, the home of the state that it is for.
+      available: for what a distributed scan or cond made, the meshes that have it.
+      destination: beside conds, of what is nowhere in particular, the home of the state that it is for.
     """
 
     def __init__(self, task_mesh: Callable[[str], Mesh | None], names: dict[Mesh, str]):
@@ -42,19 +46,25 @@ class Writer(abc.ABC):
         self.origin: dict[Var, Origin] = {}
         self.constants: list[tuple[Var, Any]] = []
         self.layout_of: dict[Var, Var] = {}
-        self.near: dict[Var, Sequence[Mesh]] = {}
-        self.leads: dict[Var, Mesh] = {}
+        self.available: dict[Var, Sequence[Mesh]] = {}
+        self.destination: dict[Var, Mesh] = {}
 
     @abc.abstractmethod
-    def opened(
-        self, eqn: Any, ahead: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop
+    def write_equation(
+        self, eqn: Any, destinations: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop
     ) -> Sequence[Atom]:
-        """Appends an equation, opened if it is a call or holds computation of several tasks; its results.
+        """Writes an equation, or what is in it if it is a call or holds computation of several tasks.
 
-        `ahead` has for each of them the home of the state that it is for, where that is known.
+        Args:
+          eqn: the equation, over variables of the list.
+          destinations: for each of its results the home of the state that it is for, where that is known.
+
+        Returns:
+          What stands for its results.
         """
 
-    def of(self, atom: Atom) -> Origin:
+    def origin_of(self, atom: Atom) -> Origin:
+        """What an atom is made of."""
         return self.origin[atom] if is_var(atom) else CONST
 
     def state_home(self, atom: Atom) -> Mesh | None:
@@ -63,77 +73,81 @@ class Writer(abc.ABC):
         return origin.home if origin.kind is Kind.STATE else None
 
     def record(self, node: Equation, origin: Origin) -> None:
+        """Notes what the results of an equation are made of."""
         self.origin.update((v, origin) for v in node.outvars)
         if node.name in LAYOUT and node.name != "broadcast_in_dim" and is_var(node.invars[0]):
             root = self.layout_of.get(node.invars[0], node.invars[0])
             self.layout_of.update((v, root) for v in node.outvars)
 
     def constant(self, value: Any, aval: Any) -> Var:
+        """A variable for an array that the function captured."""
         var = jex.Var(aval)
         self.constants.append((var, value))
         self.origin[var] = FREE
         return var
 
-    def inline(
+    def write_jaxpr(
         self,
         jaxpr: Any,
         args: Sequence[Atom],
         scope: str,
         out: list[Node],
         in_loop: InLoop,
-        ahead: Sequence[Mesh | None] = (),
+        destinations: Sequence[Mesh | None] = (),
     ) -> list[Atom]:
-        """Appends the equations of `jaxpr` over `args`, opened; its results.
+        """Writes the equations of `jaxpr` over `args`, each by `write_equation`; its results.
 
-        `ahead` has for each of them the home of the state that it is for, where that is known.
+        `destinations` has for each result the home of the state that it is for, where that is known.
         """
         invars, outvars, eqns, consts = _compat.open_jaxpr(jaxpr)
         env = dict(zip(invars, args)) | {v: self.constant(value, v.aval) for v, value in consts}
-        homes = {v: home for v, home in zip(outvars, ahead) if is_var(v) and home is not None}
+        homes = {v: home for v, home in zip(outvars, destinations) if is_var(v) and home is not None}
         if _holds_cond(eqns):
             follow_back([Equation(e, "") for e in eqns], homes, lambda a: self.state_home(read(env, a)))
         for eqn in eqns:
             mine = [homes.get(v) for v in eqn.outvars]
             read_here = eqn.replace(invars=[read(env, a) for a in eqn.invars])
             inner = join(scope, str(eqn.source_info.name_stack))
-            results = self.opened(read_here, mine, inner, out, in_loop)
+            results = self.write_equation(read_here, mine, inner, out, in_loop)
             env.update(zip(eqn.outvars, results))
-            self.leads.update((r, home) for r, home in zip(results, mine) if is_var(r) and home is not None)
+            self.destination.update(
+                (r, home) for r, home in zip(results, mine) if is_var(r) and home is not None
+            )
         return [read(env, v) for v in outvars]
 
-    def emit(self, fun: Callable, atoms: Sequence[Atom], scope: str, out: list[Node]) -> list[Var]:
-        """Appends the equations of `fun` over `atoms`."""
+    def write(self, fun: Callable, atoms: Sequence[Atom], scope: str, out: list[Node]) -> list[Var]:
+        """Writes the equations of `fun` over `atoms`; its results."""
         flat, results = inline(fun, *atoms, scope=scope)
         for node in flat:
-            self.record(node, combine(self.of(a) for a in node.invars))
+            self.record(node, combine(self.origin_of(a) for a in node.invars))
         out += flat
         return results
 
-    def tie(self, e: Equation) -> Mesh | None:
+    def write_part(
+        self, fun: Callable, atoms: Sequence[Atom], part: Part, scope: str, out: list[Node]
+    ) -> list[Var]:
+        """Writes the equations of `fun`, which a part has become, in the task that the part is of."""
+        own = (e.scope for e in part.nodes if self.task_mesh(e.scope) is not None)
+        return self.write(fun, atoms, next(own, scope), out)
+
+    def pinned_mesh(self, e: Equation) -> Mesh | None:
         """The mesh of an equation's task, or of most of the state that it reads."""
-        homes = [(nbytes(a), home) for a in e.invars if (home := self.of(a).home) is not None]
+        homes = [(nbytes(a), home) for a in e.invars if (home := self.origin_of(a).home) is not None]
         return self.task_mesh(e.scope) or max(homes, key=lambda item: item[0], default=(0, None))[1]
 
-    def carried(self, carries: Sequence[Atom], before: Sequence[Atom]) -> None:
-        """State that a loop carries is at home where it was before."""
-        for v, origin in zip(carries, map(self.of, before)):
+    def record_carries(self, carries: Sequence[Atom], before: Sequence[Atom]) -> None:
+        """Notes that state that a loop carries is at home where it was before."""
+        for v, origin in zip(carries, map(self.origin_of, before)):
             if is_var(v) and origin.home is not None:
                 self.origin[v] = origin
             elif is_var(v):
                 self.origin.setdefault(v, ACTIVATION)
 
-    def emit_part(
-        self, fun: Callable, atoms: Sequence[Atom], part: Part, scope: str, out: list[Node]
-    ) -> list[Var]:
-        """Appends the equations of `fun`, what a part has become, in the task that the part is of."""
-        own = (e.scope for e in part.nodes if self.task_mesh(e.scope) is not None)
-        return self.emit(fun, atoms, next(own, scope), out)
-
-    def hand_on(self, given: Iterable[tuple[Var, Var]], part: Part, parts: Sequence[Part]) -> None:
-        """Notes which meshes have at hand what a part gives: of each variable, with what stands for it."""
-        for v, made in given:
+    def record_part(self, gives: Iterable[tuple[Var, Var]], part: Part, parts: Sequence[Part]) -> None:
+        """Notes which meshes have what a part gives: of each variable, with what stands for it."""
+        for v, made in gives:
             readers = (each.mesh for each in parts if v in each.takes)
-            self.near[made] = [mesh for mesh in (part.mesh, *readers) if mesh is not None]
+            self.available[made] = [mesh for mesh in (part.mesh, *readers) if mesh is not None]
 
 
 def _holds_cond(eqns: Sequence[Any]) -> bool:
