@@ -231,7 +231,7 @@ def key_value_store() -> Any:
 
 
 def is_optimizer_state(variable: Any) -> bool:
-    """Whether a Variable is a slot of an `nnx.Optimizer` (mu, nu, ...)."""
+    """Whether a Variable is state of an `nnx.Optimizer` (mu, nu, ...)."""
     return isinstance(variable, nnx.optimizer.OptState)
 
 
@@ -278,7 +278,7 @@ def is_saved(decision: Any) -> bool:
         return decision
     kind = type(decision).__name__
     if kind not in ("SaveableType", "RecomputeType"):
-        raise ValueError("a policy that offloads residuals is not supported: save or recompute them")
+        raise ValueError("a policy that offloads activations is not supported: save or recompute them")
     return kind == "SaveableType"
 
 

@@ -1,4 +1,4 @@
-"""A traced function on its way into the compiler, and what is known of it before it is opened."""
+"""A traced function on its way into the compiler, and what is known of it before its calls are inlined."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Function:
       multimesh: the one that is current, if there is one.
       task_of: from a name stack to the task scope that it lies in, if any, and that task's mesh.
       meshes: the meshes that it touches.
-      task_meshes: those between which it is divided; one at least.
+      task_meshes: those that it is partitioned over; one at least.
       shardings: where its arguments live and its results go.
       is_placed: whether any of that, or a task scope, names a mesh.
       dump: where the stages write what they hand on.

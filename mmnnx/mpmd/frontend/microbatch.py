@@ -68,8 +68,8 @@ def microbatch(
     Raises:
       ValueError: for a size that does not divide the batch, leaves that disagree on the batch size, a
         leaf without dimension `dim`, an NNX object to slice, an unknown schedule or reduction, an option that
-        the schedule does not have; and when the loop is cut, for a schedule that is not for such stages or
-        does not fit the memory.
+        the schedule does not have; and when the loop is partitioned, for a schedule that is not for such
+        stages or does not fit the memory.
 
     Example:
       >>> grad_fn = nnx.value_and_grad(loss_fn)

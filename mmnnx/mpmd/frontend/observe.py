@@ -42,7 +42,7 @@ class Observer:
         self.in_shardings = in_shardings
         self.out_shardings = out_shardings
         self.static = static
-        # .trace is the one under way, .record of the last one, .asks whether the next is for origins.
+        # .trace is the one under way, .record of the last one, .needs_origins whether the next finds origins.
         self._now = threading.local()
 
     def take_record(self) -> Record:
@@ -51,7 +51,7 @@ class Observer:
 
     def ask_for_origins(self) -> None:
         """Has the next trace of this thread find out which parameters new optimizer state belongs to."""
-        self._now.asks = True
+        self._now.needs_origins = True
 
     def around_user(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """The user's function, watched."""
@@ -62,10 +62,10 @@ class Observer:
             if trace is None:  # called while it is traced, or inside another function
                 return fun(*args, **kwargs)
             trace.see_arguments(args, kwargs, self._argument_rules(args, kwargs))
-            if asks := self._now.__dict__.pop("asks", False):
+            if needs_origins := self._now.__dict__.pop("needs_origins", False):
                 mark((args, kwargs))
             out = fun(*args, **kwargs)
-            origins = unmark((args, kwargs, out)) if asks else {}
+            origins = unmark((args, kwargs, out)) if needs_origins else {}
             taken = give_own_arrays((args, kwargs, out), trace.paths(), _plain((args, kwargs)))
             if self.out_shardings is not None:
                 out = copy_taken(out, taken)

@@ -29,7 +29,7 @@ def write_cond(
     result the home of the state that it is for, where that is known.
 
     Returns:
-      What stands for its results; None, with nothing written, if it has effects.
+      Its results in the list; None, with nothing written, if it has effects.
     """
     branches = _write_branches(writer, eqn, destinations, scope)
     parts = _distribute(writer, eqn, branches, destinations)
@@ -38,7 +38,7 @@ def write_cond(
     number = {v: p for p, part in enumerate(parts) for e in part.nodes for v in e.outvars}
     # A result comes from the last of the parts that make it in one branch or another.
     last = [max((number[v] for v in column if v in number), default=0) for column in branches.columns]
-    made: dict[Var, Var] = {}  # what stands for a variable of a branch
+    made: dict[Var, Var] = {}  # of a variable of a branch, that of the list
     results: dict[int, Var] = {}
     for p, part in enumerate(parts):
         mine = [k for k, where in enumerate(last) if where == p]

@@ -18,7 +18,7 @@ def write_distributed(writer: Writer, scan: Scan, scope: str, out: list[Node]) -
     """Writes a scan as one scan for each task, one after the other.
 
     Returns:
-      What stands for its results; None, with nothing written, if that cannot be done.
+      Its results in the list; None, with nothing written, if that cannot be done.
     """
     body = write_body(writer, scan, scope, InLoop.MICROBATCHES)
     columns = dict(zip(body.slice_vars, scan.xs))  # of a variable, its values in all iterations

@@ -21,7 +21,7 @@ from mmnnx.mpmd.ir.origin import ACTIVATION
 def write_loop(
     writer: Writer, scan: Scan, spec: LoopSpec, scope: str, out: list[Node], inside: InLoop
 ) -> list[Atom]:
-    """Writes a scan as a Loop; what stands for its results.
+    """Writes a scan as a Loop; its results in the list.
 
     Args:
       spec: the description of the loop.

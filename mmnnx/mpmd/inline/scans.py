@@ -26,13 +26,13 @@ class _HoldsLoop(Exception):
 
 
 def write_scan(writer: Writer, eqn: Any, scope: str, out: list[Node], in_loop: InLoop) -> Sequence[Atom]:
-    """Appends what a scan of several tasks becomes to `out`.
+    """Writes what a scan of several tasks becomes.
 
     A loop of `mm.microbatch` becomes a Loop, and so does any other that is in no Loop and no derivative.
     There it is distributed, or else unrolled.
 
     Returns:
-      What stands for its results.
+      Its results in the list.
     """
     scan = Scan.of(eqn)
     spec = loop_spec(scope)
@@ -78,7 +78,7 @@ def _write_unrolled(writer: Writer, scan: Scan, scope: str, out: list[Node], in_
 
 
 def _counted(writer: Writer, carry: Atom, scope: str, out: list[Node]) -> Atom:
-    """A carry, kept if it is a counter: who reads it is not to count from the beginning each time."""
+    """A carry; a copy that is kept if it is a counter, so that no reader counts from the beginning again."""
     if writer.origin_of(carry).kind is not Kind.FREE:
         return carry
     (copy,), (kept,) = inline(jnp.copy, carry, scope=scope)

@@ -38,7 +38,8 @@ class Writer(abc.ABC):
       constants: variables for arrays that the function captured, and the arrays.
       layout_of: of values that only lay out another one anew, the other one.
       available: for what a distributed scan or cond made, the meshes that have it.
-      destination: beside conds, of what is nowhere in particular, the home of the state that it is for.
+      destination: where there are conds, for gradients and updates that live nowhere in particular, the home
+        of the state that they are for.
     """
 
     def __init__(self, task_mesh: Callable[[str], Mesh | None], names: dict[Mesh, str]):
@@ -60,7 +61,7 @@ class Writer(abc.ABC):
           destinations: for each of its results the home of the state that it is for, where that is known.
 
         Returns:
-          What stands for its results.
+          Its results in the list.
         """
 
     def origin_of(self, atom: Atom) -> Origin:
@@ -144,7 +145,7 @@ class Writer(abc.ABC):
                 self.origin.setdefault(v, ACTIVATION)
 
     def record_part(self, gives: Iterable[tuple[Var, Var]], part: Part, parts: Sequence[Part]) -> None:
-        """Notes which meshes have what a part gives: of each variable, with what stands for it."""
+        """Notes which meshes have what a part gives: (variable of the part, variable of the list)."""
         for v, made in gives:
             readers = (each.mesh for each in parts if v in each.takes)
             self.available[made] = [mesh for mesh in (part.mesh, *readers) if mesh is not None]

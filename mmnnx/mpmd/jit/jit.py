@@ -49,7 +49,7 @@ def jit(
       in_shardings, out_shardings: `TaskSharding`, `nnx.StateSharding`, `jax.sharding.Sharding`, PartitionSpec
         or None, or prefix trees of them, over the positional arguments and over the result.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in `jax.jit`.
-      mesh: the MultiMesh to divide. Default: the current one when called.
+      mesh: the MultiMesh to partition the function over. Default: the current one when called.
       graph, graph_updates: as in `nnx.jit`.
 
     Returns:
