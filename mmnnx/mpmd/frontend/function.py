@@ -143,13 +143,13 @@ def _text(function: Function, _: Names) -> str:
         for m, name in function.meshes.names().items()
     ]
     lines.append("arguments:")
-    for label, aval, given in zip(labels, function.jaxpr.in_avals, shardings.given):
+    for label, aval, given in zip(labels, function.jaxpr.in_avals, shardings.in_shardings):
         where = (
             f"{given.spec} on {function.mesh_name(given)}" if given is not None else "nowhere in particular"
         )
         lines.append(f"  {label}: {aval.str_short()}, {where}")
     lines.append("results:")
-    results = zip(record.results, function.jaxpr.out_avals, shardings.asked, shardings.follows)
+    results = zip(record.results, function.jaxpr.out_avals, shardings.out_shardings, shardings.follows)
     for n, (leaf, aval, asked, follows) in enumerate(results):
         name = str(leaf) if leaf is not None else f"result {n}"
         where = (
