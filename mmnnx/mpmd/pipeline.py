@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from mmnnx.mpmd.compile.input_shardings import derive_shardings
-from mmnnx.mpmd.emit.program import emit
+from mmnnx.mpmd.emit.emit import emit
 from mmnnx.mpmd.frontend.function import Function, enter
 from mmnnx.mpmd.frontend.observe import Record
 from mmnnx.mpmd.hoist.hoist import hoist
