@@ -48,12 +48,12 @@ def test_sockets_where_it_can_not(monkeypatch):
 
 
 def test_a_copy_asks_for_the_way(monkeypatch):
-    """`transfer` hands an array to `put` or to `send` and `receive`, as `goes_by_device_put` says."""
+    """`transfer` hands an array to `device_put` or to `send` and `receive`, as `goes_by_device_put` says."""
     devices = jax.devices()
     source, target = (NamedSharding(Mesh(np.array(d), ("x",)), P("x")) for d in (devices[:2], devices[2:4]))
     x = jax.device_put(np.arange(4.0), source)
     asked = []
-    monkeypatch.setattr(transport, "put", lambda array, to: asked.append((array, to)) or "copied")
+    monkeypatch.setattr(transport, "device_put", lambda array, to: asked.append((array, to)) or "copied")
     monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: True)
     assert transfers._between(x, source, target) == "copied"
     assert asked[0][0] is x and asked[0][1] is target
@@ -74,9 +74,9 @@ def test_a_copy_asks_for_the_way(monkeypatch):
     ],
 )
 def test_the_address_that_was_asked_for(monkeypatch, asked, host, port):
-    monkeypatch.setattr(transport, "_asked", None)
+    monkeypatch.setattr(transport, "_listen_address", None)
     transport.listen_at(asked)
-    assert transport._asked == (host, port)
+    assert transport._listen_address == (host, port)
 
 
 def test_a_bad_address_is_an_error_at_once():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jax.sharding import NamedSharding
 
-from mmnnx.mpmd.distributed.processes import are_apart
+from mmnnx.mpmd.distributed.processes import span_processes
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.ir.program import Program
@@ -29,7 +29,7 @@ def donations(
     """
     # Another process fetches an array when it comes to it: nothing may be written over it. What it sent was
     # received into memory that is no device's own, on some clients, and it may be asked about.
-    apart = [t for t in program.transfers if are_apart(t.source_mesh, t.target_mesh)]
+    apart = [t for t in program.transfers if span_processes(t.source_mesh, t.target_mesh)]
     kept = {s for t in apart for s in (*t.inputs, *t.outputs)} | (program.inputs.keys() - donated)
     barred: dict[Fragment, set[int]] = {}
     first: dict[Fragment, Call] = {}

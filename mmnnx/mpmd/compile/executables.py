@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmnnx import _compat
 from mmnnx.mpmd.compile.donation import Pairs, donations
 from mmnnx.mpmd.compile.lower import Lowered, likeness, lower
-from mmnnx.mpmd.distributed.processes import hear_specs, is_here, tell_specs
+from mmnnx.mpmd.distributed.agreement import get_result_specs, put_result_specs
+from mmnnx.mpmd.distributed.processes import is_here
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer
 from mmnnx.mpmd.ir.program import Program
@@ -105,13 +106,13 @@ def compile_program(
                 executables[f] = e
                 results = dict(zip(e.outputs, jax.tree.leaves(e.call.output_shardings)))
                 specs = [spec_of(results[n], f.mesh, v.aval.shape) for n, v in enumerate(f.outvars)]
-                tell_specs(program_number, number[f], f.mesh, specs)
+                put_result_specs(program_number, number[f], f.mesh, specs)
                 known.made(f, specs)
             if foreign and not once.waiting and not known.ready:
                 # In the order of the program: two processes must not each wait for what the other says later.
                 f = min(foreign, key=number.__getitem__)
                 foreign.remove(f)
-                known.made(f, hear_specs(program_number, number[f], f.mesh, len(f.outvars)))
+                known.made(f, get_result_specs(program_number, number[f], f.mesh, len(f.outvars)))
     return Compiled(program, executables, known.of)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.compile.donation import Pairs
 from mmnnx.mpmd.compile.equality import computation
-from mmnnx.mpmd.distributed.processes import are_apart
+from mmnnx.mpmd.distributed.processes import span_processes
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 
 
@@ -111,4 +111,4 @@ def can_be_moved(mesh: Mesh) -> bool:
     known to work. What comes out of JAX's persistent cache cannot; there each has an entry of its own.
     """
     platform, cached = mesh.devices.flat[0].platform, jax.config.values["jax_compilation_cache_dir"]
-    return platform == "cpu" and not are_apart(mesh, mesh) and cached is None
+    return platform == "cpu" and not span_processes(mesh) and cached is None

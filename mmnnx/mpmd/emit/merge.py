@@ -59,7 +59,7 @@ def _mergeable_pairs(instructions: Sequence[Instruction]) -> list[tuple[int, int
 
 
 def _neighbours(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """Numbers of calls that follow each other on a mesh, for one microbatch, with no transfer between them."""
+    """Numbers of calls of one microbatch that follow each other on a mesh, with no transfer between."""
     sent: set[int] = set()
     received: set[int] = set()  # for a microbatch: what comes from outside the loop is there before it
     last: dict[Mesh, tuple[int, Call]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
-from mmnnx.mpmd.distributed.processes import elsewhere, is_here
+from mmnnx.mpmd.distributed.processes import absent_array, is_here
 from mmnnx.mpmd.ir.shardings import is_committed
 from mmnnx.mpmd.runtime.transfers import put, spread
 from mmnnx.sharding.mesh import MultiMesh
@@ -43,7 +43,7 @@ def _binder(aval: Any, own: Sharding | None, target: NamedSharding) -> Bind | No
     replicated = own is not None and own.is_fully_replicated and target.is_fully_replicated
     is_there = own is not None and replicated and own.device_set > target.device_set
     if (own is None or is_there) and not is_here(target):
-        away = elsewhere(aval.shape, aval.dtype, target)
+        away = absent_array(aval.shape, aval.dtype, target)
         return lambda x: away
     if is_there:
         return lambda x: spread(x, target)
@@ -88,7 +88,7 @@ def deliver(
         target = NamedSharding(multimesh.mesh, PartitionSpec())
         return lambda values, arrays: everywhere(arrays, target)
     if held and asked is not None and not (is_here(held[0][1]) or is_here(asked)):
-        away = elsewhere(var.aval.shape, var.aval.dtype, asked)  # one object for all calls
+        away = absent_array(var.aval.shape, var.aval.dtype, asked)  # one object for all calls
         return lambda values, arrays: away
     if held:
         return lambda values, arrays: arrays[0] if arrays[0].sharding == asked else _at(asked, arrays[0])

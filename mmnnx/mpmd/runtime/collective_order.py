@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import jax
 from jax.sharding import Mesh, Sharding
 
-from mmnnx.mpmd.distributed.processes import are_apart, holders, is_here
+from mmnnx.mpmd.distributed.processes import holders, is_here, span_processes
 from mmnnx.mpmd.distributed.threads import xla_threads
 from mmnnx.mpmd.ir.instructions import Transfer
 from mmnnx.mpmd.ir.program import Program
@@ -59,7 +59,7 @@ def check_threads(program: Program) -> None:
     if devices < xla_threads() or jax.default_backend() != "cpu":
         return
     transfers = (i for i in program.instructions if isinstance(i, Transfer))
-    sends = any(are_apart(i.source_mesh, i.target_mesh) for i in transfers)
+    sends = any(span_processes(i.source_mesh, i.target_mesh) for i in transfers)
     if sends and any(len(holders(c.mesh)) > 1 and is_here(c.mesh) for c in program.calls):
         raise ValueError(
             f"XLA has {xla_threads()} threads in this process, and it has {devices} CPU devices. Where "

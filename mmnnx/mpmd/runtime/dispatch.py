@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from mmnnx import _compat
 from mmnnx.mpmd.compile.executables import Compiled
-from mmnnx.mpmd.distributed.processes import are_apart, elsewhere, is_here
-from mmnnx.mpmd.distributed.progress import at, move
+from mmnnx.mpmd.distributed import progress
+from mmnnx.mpmd.distributed.processes import absent_array, is_here, span_processes
 from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.runtime.collective_order import check_threads, taking_turns
@@ -72,21 +72,24 @@ def runner(
 
     def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
         call = next(calls)
-        move(functools.partial(words, call))
-        at[2] = number, call
+        progress.enter(functools.partial(words, call))
+        here = progress.current
+        here.call = number, call
         buffers = arrays + [None] * (size - given)
         arrays.clear()  # from here on the program alone decides how long they are kept
         named = annotated() if _compat.is_traced() else steps
         try:
-            for at[0], (execute, read, start, end, frees) in zip(own, named):  # where it is, others may ask
+            for here.step, (execute, read, start, end, frees) in zip(
+                own, named
+            ):  # where it is, others may ask
                 buffers[start:end] = execute(*read(buffers))
                 for s in frees:
                     buffers[s] = None
         except Exception as error:
             if (what := _compat.found_by_debug_nans(error)) is not None:
-                raise FloatingPointError(f"invalid value ({what}) made by {words(call, at[0])}") from None
+                raise FloatingPointError(f"invalid value ({what}) made by {words(call, here.step)}") from None
             raise
-        at[0] = len(groups)
+        here.step = len(groups)
         return results(buffers)
 
     return run
@@ -157,7 +160,7 @@ def _step(compiled: Compiled, numbers: Sequence[int], lasting: Set[int]) -> Step
     )
     send = sender([(shardings[s], shardings[t], program.values[s][0].aval) for s, t in zip(given, made)])
     if _is_local(program, given[0]):
-        if are_apart(i.source_mesh, i.target_mesh) and not lasting.isdisjoint(given):
+        if span_processes(i.source_mesh, i.target_mesh) and not lasting.isdisjoint(given):
             send = _lent(send, [s in lasting for s in given])
         is_local = _is_local(program, made[0])
         return (send, given, made, frees) if is_local else (_handing(send), given, (), frees)
@@ -184,7 +187,7 @@ def _is_local(program: Program, buffer: int) -> bool:
 def _absent(compiled: Compiled, buffer: int) -> jax.Array:
     """An array that stands for one in other processes."""
     aval = compiled.program.values[buffer][0].aval
-    return elsewhere(aval.shape, aval.dtype, compiled.shardings[buffer])
+    return absent_array(aval.shape, aval.dtype, compiled.shardings[buffer])
 
 
 def _annotated(name: str, execute: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from mmnnx.mpmd.compile.constant_keys import make_keys
 from mmnnx.mpmd.compile.executables import compile_program
 from mmnnx.mpmd.compile.gc_pause import uncollected
 from mmnnx.mpmd.compile.outline import share
-from mmnnx.mpmd.distributed.processes import agree
+from mmnnx.mpmd.distributed.agreement import check_same_program
 from mmnnx.mpmd.emit.merge import merge
 from mmnnx.mpmd.frontend.observe import Record
 from mmnnx.mpmd.ir.equations import Flat, Var, is_var
@@ -106,7 +106,7 @@ def preparer(tied: BoundProgram, leaves: Sequence[Any]) -> Callable[[], Run]:
 
     @uncollected()
     def prepare() -> Run:
-        number = agree(lambda: _in_full(program), name)
+        number = check_same_program(lambda: _in_full(program), name)
         runs, numbers, keys = as_it_runs(program)
         added = list(runs.inputs.values())[len(program.inputs) :]
         targets = {held: NamedSharding(held[1], PartitionSpec()) for held in added}

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from mmnnx import _compat
 from mmnnx.mpmd.distributed import transport
-from mmnnx.mpmd.distributed.processes import elsewhere, holders, is_here
+from mmnnx.mpmd.distributed.processes import absent_array, holders, is_here
 from mmnnx.mpmd.ir.shardings import mesh_of, same_shape, transferred
 from mmnnx.mpmd.runtime.collective_order import taking_turns
 
@@ -115,10 +115,10 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
             x = jnp.copy(x) if x.addressable_shards else x
             x, target = _alike(x, mesh_of(sharding))
             x = _between(x, cast(NamedSharding, x.sharding), target)
-        return jax.device_put(x, sharding) if here else elsewhere(x.shape, x.dtype, sharding)
+        return jax.device_put(x, sharding) if here else absent_array(x.shape, x.dtype, sharding)
     aval = jax.typeof(x)
     if not here:
-        return elsewhere(aval.shape, aval.dtype, sharding)
+        return absent_array(aval.shape, aval.dtype, sharding)
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         words = put(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
@@ -141,7 +141,7 @@ def _alike(x: jax.Array, mesh: Mesh) -> tuple[jax.Array, NamedSharding]:
 
 def _resharded(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """The same array in another layout on its mesh, by a program there (`jax.device_put` would wait)."""
-    return _resharder(sharding)(x) if x.addressable_shards else elsewhere(x.shape, x.dtype, sharding)
+    return _resharder(sharding)(x) if x.addressable_shards else absent_array(x.shape, x.dtype, sharding)
 
 
 @functools.lru_cache(maxsize=256)
@@ -157,7 +157,7 @@ def _between(array: jax.Array, source: NamedSharding, target: NamedSharding) -> 
     Each shard goes straight from a process that has it to the one that needs it.
     """
     if transport.goes_by_device_put(source, target):
-        return transport.put(array, target)
+        return transport.device_put(array, target)
     if 0 in array.shape and not _is_key(array.dtype):  # no byte would ever come
         return put(np.zeros(array.shape, array.dtype), target)
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
