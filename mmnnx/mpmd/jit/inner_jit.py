@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from mmnnx import _compat
-from mmnnx.mpmd.compile.gc_pause import uncollected
+from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.frontend.observe import Observer, Record
 from mmnnx.mpmd.ir.equations import scopes_in
 from mmnnx.mpmd.ir.program import Program
@@ -168,7 +168,7 @@ class FlatJit:
     def _traced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, jax.stages.Traced, Record]:
         # JAX would give one jax.jit the same trace again where what differs is not known to it.
         jitted = jax.jit(functools.partial(self.observed), **self.options)
-        with tracing(split=not ignoring.get()), uncollected(), jax.disable_jit(False):
+        with tracing(split=not ignoring.get()), gc_paused(), jax.disable_jit(False):
             traced = jitted.trace(*args, **kwargs)
         return jitted, traced, self.observer.take_record()
 
@@ -237,7 +237,7 @@ class FlatTraced:
         with contextlib.nullcontext() if inside or self.multimesh is None else self.multimesh:
             key = _key(self.tree, self.held, self.leaves)
             if key not in splits:
-                with uncollected():
+                with gc_paused():
                     found = split(self.traced, self.record, self.leaves, self.multimesh)
                 key = _key(self.tree, self.held, self.leaves)  # state may have been placed
                 whole = self.whole()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mmnnx import _compat
-from mmnnx.mpmd.compile.executables import Compiled
+from mmnnx.mpmd.compile.compile_program import Compiled
 from mmnnx.mpmd.distributed import progress
 from mmnnx.mpmd.distributed.processes import absent_array, is_here, span_processes
 from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer

@@ -13,12 +13,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx import _compat
-from mmnnx.mpmd.compile.constant_keys import make_keys
-from mmnnx.mpmd.compile.executables import compile_program
-from mmnnx.mpmd.compile.gc_pause import uncollected
-from mmnnx.mpmd.compile.outline import share
+from mmnnx.mpmd.compile.compile_program import compile_program
+from mmnnx.mpmd.compile.gc_pause import gc_paused
+from mmnnx.mpmd.compile.rewrites import rewrite
 from mmnnx.mpmd.distributed.agreement import check_same_program
-from mmnnx.mpmd.emit.merge import merge
 from mmnnx.mpmd.frontend.observe import Record
 from mmnnx.mpmd.ir.equations import Flat, Var, is_var
 from mmnnx.mpmd.ir.fragments import PlacedVar
@@ -104,10 +102,11 @@ def preparer(tied: BoundProgram, leaves: Sequence[Any]) -> Callable[[], Run]:
     away = {n for n, x in arrays if not x.sharding.addressable_devices}
     gone = [n for n, d in enumerate(donates) if d and flat.invars[n] not in returned and n not in away]
 
-    @uncollected()
+    @gc_paused()
     def prepare() -> Run:
         number = check_same_program(lambda: _in_full(program), name)
-        runs, numbers, keys = as_it_runs(program)
+        rewritten = rewrite(program)
+        runs, numbers, keys = rewritten.program, rewritten.numbers, rewritten.keys
         added = list(runs.inputs.values())[len(program.inputs) :]
         targets = {held: NamedSharding(held[1], PartitionSpec()) for held in added}
         compiled = compile_program(runs, tied.fixed | targets, overwritten, number)
@@ -153,15 +152,6 @@ def preparer(tied: BoundProgram, leaves: Sequence[Any]) -> Callable[[], Run]:
         return run
 
     return prepare
-
-
-def as_it_runs(program: Program) -> tuple[Program, list[int], list[Any]]:
-    """What is compiled of a program, for each of its instructions the number that it prints with, and what is
-    given to the inputs that are added."""
-    merged, firsts = merge(program)
-    given, keys = make_keys(merged)
-    shared, wholes = share(given)
-    return shared, [firsts[n] for n in wholes], keys
 
 
 def _bindings(
