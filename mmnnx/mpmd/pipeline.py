@@ -21,8 +21,9 @@ from mmnnx.mpmd.partition.partition import Partition, one_fragment, partitions
 from mmnnx.mpmd.partition.timetable import fits
 from mmnnx.mpmd.place.place import place
 from mmnnx.mpmd.runtime.as_is import runs_as_it_is
+from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.mpmd.runtime.counters import next_shardings, out_shardings
-from mmnnx.mpmd.runtime.prepare import BoundProgram, Run, preparer
+from mmnnx.mpmd.runtime.prepare import Run, preparer
 from mmnnx.sharding.mesh import MultiMesh
 
 
@@ -90,9 +91,9 @@ def _runnable(function: Function, partition: Partition, program: Program) -> Spl
         flat=flat,
         fixed=partition.fixed,
         given=function.shardings.given,
-        settled=settled,
-        asked=asked,
-        held=partition.results,
+        next_shardings=settled,
+        requested=asked,
+        results=partition.results,
         record=function.record,
         traced=function.traced,
         multimesh=function.multimesh,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from mmnnx import _compat
 from mmnnx.mpmd.distributed import transport
 from mmnnx.mpmd.distributed.processes import holders
-from mmnnx.mpmd.runtime import transfers
+from mmnnx.mpmd.runtime import across_processes, transfers
 
 
 def sharding(*processes, shape=None):
@@ -55,10 +55,10 @@ def test_a_copy_asks_for_the_way(monkeypatch):
     asked = []
     monkeypatch.setattr(transport, "device_put", lambda array, to: asked.append((array, to)) or "copied")
     monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: True)
-    assert transfers._between(x, source, target) == "copied"
+    assert across_processes.copy_across(x, source, target) == "copied"
     assert asked[0][0] is x and asked[0][1] is target
     monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: False)
-    assert transfers._between(x, source, target).sharding == target
+    assert across_processes.copy_across(x, source, target).sharding == target
     assert len(asked) == 1
 
 
@@ -93,7 +93,7 @@ def test_a_key_among_arrays_for_another_process(monkeypatch):
     monkeypatch.setattr(transfers, "holders", lambda s: {int(s is target)})
     monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: False)
     monkeypatch.setattr(transport, "send", lambda process, arrays: handed.append((process, list(arrays))))
-    monkeypatch.setattr(transfers, "_between", lambda array, *_: handed.append(array))
+    monkeypatch.setattr(transfers, "copy_across", lambda array, *_: handed.append(array))
     transfers.sender([(source, target, x.aval) for x in arrays])(*arrays)
     (process, together), key = handed
     assert process == 1 and together[0] is arrays[0] and together[1] is arrays[2] and key is arrays[1]

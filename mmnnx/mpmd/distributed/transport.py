@@ -61,12 +61,12 @@ def goes_by_device_put(source: NamedSharding, target: NamedSharding) -> bool:
 def device_put(array: jax.Array, target: NamedSharding) -> jax.Array:
     """A copy with another sharding, which `goes_by_device_put`; every process of the two sides makes it."""
     here = jax.process_index()
-    givers, takers = holders(array.sharding), holders(target)
+    senders, receivers = holders(array.sharding), holders(target)
     out = jax.device_put(array, target)
-    if here == min(givers):
-        sent.update(takers - givers)
-    if here in takers - givers:
-        _expect(min(givers), [out])
+    if here == min(senders):
+        sent.update(receivers - senders)
+    if here in receivers - senders:
+        _expect(min(senders), [out])
     return out
 
 

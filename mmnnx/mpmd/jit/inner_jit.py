@@ -22,8 +22,8 @@ from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import is_committed
 from mmnnx.mpmd.jit.fast_path import surroundings
 from mmnnx.mpmd.pipeline import Split, split
-from mmnnx.mpmd.runtime.arguments import check_shared
-from mmnnx.mpmd.runtime.collective_order import taking_turns
+from mmnnx.mpmd.runtime.collective_order import in_collective_order
+from mmnnx.mpmd.runtime.donated_arguments import check_shared
 from mmnnx.mpmd.runtime.prepare import OUTERMOST, Run
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task import Task, find_task, ignoring, tracing
@@ -242,7 +242,7 @@ class FlatTraced:
                 key = _key(self.tree, self.held, self.leaves)  # state may have been placed
                 whole = self.whole()
                 if found.prepare is None and found.program.calls:
-                    whole = taking_turns(whole, found.program.calls[0].mesh)
+                    whole = in_collective_order(whole, found.program.calls[0].mesh)
                 entry = found, whole, self.traced.out_tree, self.record
                 splits[key] = entry
                 if found.settled:
