@@ -26,7 +26,8 @@ import tyro
 from flax import nnx
 
 import mmnnx as mm
-from mmnnx.mpmd.runtime import dispatch, prepare
+from mmnnx.mpmd.runtime import prepare
+from mmnnx.mpmd.runtime import steps as program_steps
 
 STAGES = 4
 
@@ -103,7 +104,7 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        compile_program, sender = prepare.compile_program, dispatch.sender
+        compile_program, sender = prepare.compile_program, program_steps.sender
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             compiled = compile_program(*args, **kwargs)
@@ -113,11 +114,11 @@ class Watch:
             return dataclasses.replace(compiled, executables=executables)
 
         prepare.compile_program = watched
-        dispatch.sender = lambda *args: self.timed(sender(*args))
+        program_steps.sender = lambda *args: self.timed(sender(*args))
         try:
             yield
         finally:
-            prepare.compile_program, dispatch.sender = compile_program, sender
+            prepare.compile_program, program_steps.sender = compile_program, sender
 
 
 def least(calls: int, *functions: Callable[[], Any], watches: Sequence[Watch]) -> list[float]:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from mmnnx.mpmd.compile.input_shardings import derive_shardings
-from mmnnx.mpmd.emit.program import emit
+from mmnnx.mpmd.emit.emit import emit
 from mmnnx.mpmd.frontend.function import Function, enter
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.hoist.hoist import hoist
@@ -21,8 +21,9 @@ from mmnnx.mpmd.partition.partition import Partition, one_fragment, partitions
 from mmnnx.mpmd.partition.timetable import fits
 from mmnnx.mpmd.place.place import place
 from mmnnx.mpmd.runtime.as_is import runs_as_it_is
+from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.mpmd.runtime.counters import next_shardings, out_shardings
-from mmnnx.mpmd.runtime.prepare import BoundProgram, Run, preparer
+from mmnnx.mpmd.runtime.prepare import Run, preparer
 from mmnnx.sharding.mesh import MultiMesh
 
 
@@ -89,10 +90,10 @@ def _runnable(function: Function, partition: Partition, program: Program) -> Spl
         program=program,
         flat=flat,
         fixed=partition.fixed,
-        given=function.shardings.in_shardings,
-        settled=settled,
-        asked=asked,
-        held=partition.results,
+        in_shardings=function.shardings.in_shardings,
+        next_shardings=settled,
+        out_shardings=asked,
+        results=partition.results,
         record=function.record,
         traced=function.traced,
         multimesh=function.multimesh,

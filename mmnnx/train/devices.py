@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from mmnnx import _compat
-from mmnnx.mpmd.distributed.threads import have_threads
+from mmnnx.mpmd.distributed.threads import ensure_xla_threads
 from mmnnx.train.config import share_of_devices
 from mmnnx.train.errors import UserError
 
@@ -24,7 +24,7 @@ def choose_devices(count: int) -> np.ndarray:
     _, processes = _compat.own_process()
     share = share_of_devices(count, processes)
     if processes > 1:
-        have_threads(share)
+        ensure_xla_threads(share)
     with contextlib.suppress(RuntimeError):  # JAX has started; it may have what we need all the same
         jax.config.update("jax_num_cpu_devices", share)
     devices = _first(share, jax.devices())

@@ -23,8 +23,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx.mpmd.compile.rewrites import rewrite
 from mmnnx.mpmd.jit.cache_key import surroundings
-from mmnnx.mpmd.runtime.prepare import as_it_runs
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import _registry
 
@@ -352,5 +352,5 @@ def assert_parity(
                 moved = {path: (at_birth[path], now[path]) for path in now if now[path] != at_birth[path]}
                 assert not moved, f"step {step}: state moved from its home: {moved}"
         program = step_fn.program(model, state, batch)
-        as_it_runs(program)[0].verify()
+        rewrite(program).program.verify()
         return program

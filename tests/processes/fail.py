@@ -10,7 +10,7 @@ import time
 import jax.numpy as jnp
 
 import mmnnx as mm
-from mmnnx.mpmd.distributed import progress, transport
+from mmnnx.mpmd.distributed import transport
 
 COORDINATOR, HOW = sys.argv[1], sys.argv[4]
 COUNT, NUMBER, VICTIM, SEED = (int(sys.argv[n]) for n in (2, 3, 5, 6))
@@ -20,7 +20,7 @@ def cut(process, arrays, send=transport.send, seen=[]):  # noqa: B006  # counts 
     """Hands over nothing, once."""
     seen.append(process)
     if len(seen) == 10:
-        progress.handed[process] += 1
+        transport.sent[process] += 1
     else:
         send(process, arrays)
 

@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.mpmd.distributed.key_value import store
-from mmnnx.mpmd.distributed.processes import elsewhere
+from mmnnx.mpmd.distributed.processes import absent_array
 
 COORDINATOR, COUNT, NUMBER = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 # Called after what mm.initialize has called at exit: nothing of it may look at arrays while Python goes away.
-atexit.register(lambda: print("threads:", sum(t.name == "mmnnx-watch" for t in threading.enumerate())))
+atexit.register(lambda: print("threads:", sum(t.name == "mmnnx-watchdog" for t in threading.enumerate())))
 mm.initialize(COORDINATOR, COUNT, NUMBER)
-assert any(t.name == "mmnnx-watch" for t in threading.enumerate())
+assert any(t.name == "mmnnx-watchdog" for t in threading.enumerate())
 devices = np.array(jax.devices())
 everywhere, first, last = (jax.sharding.Mesh(d, ("x",)) for d in (devices, devices[:2], devices[-2:]))
 
@@ -29,7 +29,7 @@ def place(value, mesh, spec):
     sharding = NamedSharding(mesh, spec)
     if any(d.process_index == NUMBER for d in mesh.devices.flat):
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-    return elsewhere(value.shape, value.dtype, sharding)
+    return absent_array(value.shape, value.dtype, sharding)
 
 
 tree = {

@@ -13,7 +13,7 @@ import pytest
 import mmnnx as mm
 from mmnnx import _compat
 from mmnnx.mpmd.distributed import rendezvous
-from mmnnx.mpmd.distributed.initialize import _bind
+from mmnnx.mpmd.distributed.initialize import _bind_address
 from mmnnx.mpmd.distributed.rendezvous import host, join, split_address
 from tests.processes.harness import finish, free_port, start
 
@@ -151,11 +151,11 @@ def test_it_is_too_late_once_jax_has_started():
 
 
 def test_a_coordinator_on_loopback_listens_there_alone():
-    assert _bind("127.0.0.1:80") == "127.0.0.1:80"
-    assert _bind("localhost:80") == "127.0.0.1:80"
-    assert _bind("[::1]:80") == "[::1]:80"
-    assert _bind("192.0.2.1:80") == "[::]:80"
-    assert _bind(f"{socket.gethostname()}:80") == "[::]:80"  # whatever this host calls itself
+    assert _bind_address("127.0.0.1:80") == "127.0.0.1:80"
+    assert _bind_address("localhost:80") == "127.0.0.1:80"
+    assert _bind_address("[::1]:80") == "[::1]:80"
+    assert _bind_address("192.0.2.1:80") == "[::]:80"
+    assert _bind_address(f"{socket.gethostname()}:80") == "[::]:80"  # whatever this host calls itself
     assert split_address("[::1]:80") == ("::1", 80)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from mmnnx import _compat
 from mmnnx.mpmd.distributed import transport
 from mmnnx.mpmd.distributed.processes import holders
-from mmnnx.mpmd.runtime import transfers
+from mmnnx.mpmd.runtime import across_processes, transfers
 
 
 def sharding(*processes, shape=None):
@@ -48,17 +48,17 @@ def test_sockets_where_it_can_not(monkeypatch):
 
 
 def test_a_copy_asks_for_the_way(monkeypatch):
-    """`transfer` hands an array to `put` or to `send` and `receive`, as `goes_by_device_put` says."""
+    """`transfer` hands an array to `device_put` or to `send` and `receive`, as `goes_by_device_put` says."""
     devices = jax.devices()
     source, target = (NamedSharding(Mesh(np.array(d), ("x",)), P("x")) for d in (devices[:2], devices[2:4]))
     x = jax.device_put(np.arange(4.0), source)
     asked = []
-    monkeypatch.setattr(transport, "put", lambda array, to: asked.append((array, to)) or "copied")
+    monkeypatch.setattr(transport, "device_put", lambda array, to: asked.append((array, to)) or "copied")
     monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: True)
-    assert transfers._between(x, source, target) == "copied"
+    assert across_processes.copy_across(x, source, target) == "copied"
     assert asked[0][0] is x and asked[0][1] is target
     monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: False)
-    assert transfers._between(x, source, target).sharding == target
+    assert across_processes.copy_across(x, source, target).sharding == target
     assert len(asked) == 1
 
 
@@ -74,9 +74,9 @@ def test_a_copy_asks_for_the_way(monkeypatch):
     ],
 )
 def test_the_address_that_was_asked_for(monkeypatch, asked, host, port):
-    monkeypatch.setattr(transport, "_asked", None)
+    monkeypatch.setattr(transport, "_listen_address", None)
     transport.listen_at(asked)
-    assert transport._asked == (host, port)
+    assert transport._listen_address == (host, port)
 
 
 def test_a_bad_address_is_an_error_at_once():
@@ -93,7 +93,7 @@ def test_a_key_among_arrays_for_another_process(monkeypatch):
     monkeypatch.setattr(transfers, "holders", lambda s: {int(s is target)})
     monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: False)
     monkeypatch.setattr(transport, "send", lambda process, arrays: handed.append((process, list(arrays))))
-    monkeypatch.setattr(transfers, "_between", lambda array, *_: handed.append(array))
+    monkeypatch.setattr(transfers, "copy_across", lambda array, *_: handed.append(array))
     transfers.sender([(source, target, x.aval) for x in arrays])(*arrays)
     (process, together), key = handed
     assert process == 1 and together[0] is arrays[0] and together[1] is arrays[2] and key is arrays[1]

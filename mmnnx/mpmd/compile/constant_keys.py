@@ -1,7 +1,7 @@
-"""PRNG keys that are made of literals are made before a program runs, and given to it.
+"""Constant PRNG keys, made of literals alone, are computed before a program runs and become inputs of it.
 
 `nnx.Rngs(0)` in a function that makes a model gives each parameter a key of its own, counted from the first.
-With the keys outside, stages that draw alike are alike, and XLA compiles what draws once.
+With the keys as inputs, stages that initialise equal layers are equal, and XLA compiles one of them.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from mmnnx import _compat
-from mmnnx.mpmd.compile.equality import operation
+from mmnnx.mpmd.compile.equality import equation_key
 from mmnnx.mpmd.ir.equations import Var, is_var
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.instructions import Call, Instruction
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.rewrite import inline
 
-_WORDS = 256  # of 128 raw keys, say, that one is divided into
+_KEY_WORDS = 256  # larger arrays of integers are not taken for keys; 128 raw keys have as many words
 
 
-def make_keys(program: Program) -> tuple[Program, list[Any]]:
-    """Takes out of fragments that run once how the keys of what they draw are made.
+def extract_constant_keys(program: Program) -> tuple[Program, list[Any]]:
+    """Computes the constant keys of fragments that run once, and makes them inputs.
 
     Returns:
-      The program with the keys as inputs, after those that it has; and the keys.
+      The program with the keys as inputs, after those that it has; and their values.
     """
     times = Counter(c.fragment for c in program.calls)
     made: dict[Any, list[Any]] = {}
     inputs, values, keys = dict(program.inputs), list(program.values), []
     instructions: list[Instruction] = []
     for i in program.instructions:
-        if isinstance(i, Call) and times[i.fragment] == 1 and (wanted := _wanted(i.fragment)):
-            keys += _evaluated(i.fragment.jaxpr.eqns, wanted, made)
-            f = _given(i.fragment, wanted)
+        if isinstance(i, Call) and times[i.fragment] == 1 and (wanted := _constant_keys(i.fragment)):
+            keys += _evaluate(i.fragment.jaxpr.eqns, wanted, made)
+            f = _with_inputs(i.fragment, wanted)
             buffers = tuple(range(len(values), len(values) + len(wanted)))
             values += [(v, f.mesh) for v in f.invars[-len(wanted) :]]
             inputs |= {s: values[s] for s in buffers}
@@ -52,8 +52,8 @@ def make_keys(program: Program) -> tuple[Program, list[Any]]:
 
 
 def is_of_keys(v: Var) -> bool:
-    """Whether it has keys, or what may make some: a seed, a counter, the words of raw keys."""
-    return _is_key(v) or (jnp.issubdtype(v.aval.dtype, jnp.integer) and v.aval.size <= _WORDS)
+    """Whether it holds keys, or what keys are made of: a seed, a counter, the words of raw keys."""
+    return _is_key(v) or (jnp.issubdtype(v.aval.dtype, jnp.integer) and v.aval.size <= _KEY_WORDS)
 
 
 def is_draw(e: Any) -> bool:
@@ -61,16 +61,16 @@ def is_draw(e: Any) -> bool:
 
 
 def _makes_keys(e: Any) -> bool:
-    asks = e.effects or "callback" in e.primitive.name  # which may say something else in every call
-    return not asks and not is_draw(e) and all(map(is_of_keys, e.outvars))
+    impure = e.effects or "callback" in e.primitive.name  # which may return something else in every call
+    return not impure and not is_draw(e) and all(map(is_of_keys, e.outvars))
 
 
 def _is_key(v: Var) -> bool:
     return jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
 
 
-def _wanted(f: Fragment) -> list[Var]:
-    """Keys made of literals that other things are made of, or that are kept; with them, what counts them."""
+def _constant_keys(f: Fragment) -> list[Var]:
+    """The constant keys that something else is made of, or that are results; with these, their counters."""
     of_nothing: set[Var] = set()
     wanted: dict[Var, None] = {}
     for e in f.jaxpr.eqns:
@@ -84,7 +84,7 @@ def _wanted(f: Fragment) -> list[Var]:
 
 
 def _needed(eqns: Sequence[Any], wanted: Iterable[Var]) -> list[Any]:
-    """The equations that these are made by, and those that do more than make something."""
+    """The equations that make these, and those that have effects."""
     live, needed = {*wanted}, []
     for e in reversed(eqns):
         if e.effects or not live.isdisjoint(e.outvars):
@@ -93,16 +93,16 @@ def _needed(eqns: Sequence[Any], wanted: Iterable[Var]) -> list[Any]:
     return needed[::-1]
 
 
-def _evaluated(eqns: Sequence[Any], wanted: Sequence[Var], made: dict[Any, list[Any]]) -> list[Any]:
-    """The values of variables; `made` has what was computed before: other stages count from the first too."""
+def _evaluate(eqns: Sequence[Any], wanted: Sequence[Var], made: dict[Any, list[Any]]) -> list[Any]:
+    """The values of variables. `made` caches results of equations: all stages count keys from the first."""
     env: dict[Var, Any] = {}
     with _compat.asked_transfers(), jax.ensure_compile_time_eval():
         for e in _needed([e for e in eqns if not e.effects], wanted):
             reads = [a for a in e.invars if is_var(a)]
             key: Any = tuple(id(env[v]) for v in reads)
             try:
-                key = operation(e), key
-            except TypeError:  # it cannot be found again
+                key = equation_key(e), key
+            except TypeError:  # it holds what cannot be hashed
                 key = id(e), key
             if key not in made:
                 takes = list(dict.fromkeys(reads))
@@ -112,8 +112,8 @@ def _evaluated(eqns: Sequence[Any], wanted: Sequence[Var], made: dict[Any, list[
     return [env[v] for v in wanted]
 
 
-def _given(f: Fragment, wanted: Sequence[Var]) -> Fragment:
-    """A fragment that takes these instead of making them. What is kept is copied: no result is an input."""
+def _with_inputs(f: Fragment, wanted: Sequence[Var]) -> Fragment:
+    """A fragment that takes these instead of making them. Results are copied: none may be an input."""
     # What makes one of them may be needed for something else that it makes.
     unread = {v: jex.Var(v.aval) for v in wanted}
     eqns = [e.replace(outvars=[unread.get(v, v) for v in e.outvars]) for e in f.jaxpr.eqns]

@@ -1,4 +1,11 @@
-"""Which inputs of a fragment its results may overwrite."""
+"""Who decides that a buffer is donated: which inputs of a fragment XLA may overwrite with its results.
+
+1. `ir.buffers.buffer_reuse` pairs inputs with results: those that every call of the fragment reads last, with
+   a result that is the next value of the same state or sum, else with one of the same type.
+2. `runtime.arguments.bind_inputs` says which arguments of the function may be overwritten: those that the
+   caller donates and that reach the program as they are.
+3. `find_donations`, here, drops the pairs that must not be, and `lower` hands the rest to JAX.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +13,22 @@ from collections.abc import Mapping
 
 from jax.sharding import NamedSharding
 
-from mmnnx.mpmd.distributed.processes import are_apart
+from mmnnx.mpmd.distributed.processes import span_processes
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.ir.program import Program
 
-Pairs = list[tuple[int, int]]  # (number of an input, number of the result that takes over its buffer)
+Donations = list[tuple[int, int]]  # (number of an input, number of the result that takes over its buffer)
 
 
-def donations(
+def find_donations(
     program: Program, fixed: Mapping[PlacedVar, NamedSharding], donated: set[int]
-) -> dict[Fragment, Pairs]:
-    """For each fragment, the inputs whose buffers results take over: of `Program.overwrites` those that may.
+) -> dict[Fragment, Donations]:
+    """For each fragment, the inputs that are donated: of `Program.overwrites` those that may be.
 
-    They must be of the same sharding, as far as it is decided; where XLA decides it, XLA decides about the
-    buffer, too.
+    Not arguments that the caller keeps, and nothing that goes to another process or comes from there. Input
+    and result must have the same sharding, as far as it is decided; where XLA decides it, XLA decides whether
+    it uses the buffer, too.
 
     Args:
       program: the fragments with their calls.
@@ -28,18 +36,20 @@ def donations(
       donated: input buffers of the program whose arrays may be overwritten.
     """
     # Another process fetches an array when it comes to it: nothing may be written over it. What it sent was
-    # received into memory that is no device's own, on some clients, and it may be asked about.
-    apart = [t for t in program.transfers if are_apart(t.source_mesh, t.target_mesh)]
-    kept = {s for t in apart for s in (*t.inputs, *t.outputs)} | (program.inputs.keys() - donated)
-    barred: dict[Fragment, set[int]] = {}
-    first: dict[Fragment, Call] = {}
+    # received into memory that is no device's own, on some clients, and the watchdog may look at it.
+    remote = [t for t in program.transfers if span_processes(t.source_mesh, t.target_mesh)]
+    kept = {s for t in remote for s in (*t.inputs, *t.outputs)} | (program.inputs.keys() - donated)
+    kept_inputs: dict[Fragment, set[int]] = {}
+    first_call: dict[Fragment, Call] = {}
     for call in program.calls:
-        first.setdefault(call.fragment, call)
-        barred.setdefault(call.fragment, set()).update(n for n, s in enumerate(call.inputs) if s in kept)
+        first_call.setdefault(call.fragment, call)
+        mine = (n for n, s in enumerate(call.inputs) if s in kept)
+        kept_inputs.setdefault(call.fragment, set()).update(mine)
 
-    def may(f: Fragment, n: int, k: int) -> bool:
-        mine, its = (fixed.get(program.values[s]) for s in (first[f].inputs[n], first[f].outputs[k]))
-        alike = its is None or (mine is not None and mine.is_equivalent_to(its, f.outvars[k].aval.ndim))
-        return alike and n not in barred[f]
+    def may_donate(f: Fragment, n: int, k: int) -> bool:
+        call = first_call[f]
+        given, made = (fixed.get(program.values[s]) for s in (call.inputs[n], call.outputs[k]))
+        fits = made is None or (given is not None and given.is_equivalent_to(made, f.outvars[k].aval.ndim))
+        return fits and n not in kept_inputs[f]
 
-    return {f: [pair for pair in pairs if may(f, *pair)] for f, pairs in program.overwrites.items()}
+    return {f: [pair for pair in pairs if may_donate(f, *pair)] for f, pairs in program.overwrites.items()}

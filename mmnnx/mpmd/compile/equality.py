@@ -1,4 +1,7 @@
-"""What a fragment or an equation computes, as a key: what is equal need not be lowered to be found equal."""
+"""Structural equality: what a jaxpr or an equation computes, as a key that is equal up to names of variables.
+
+What has equal keys need not be lowered to be found equal.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import is_var
 
 
-def computation(jaxpr: Any) -> Hashable:
+def jaxpr_key(jaxpr: Any) -> Hashable:
     """A jaxpr, open or closed, whatever its variables are called.
 
     Equal keys compute the same. Others may do so nevertheless: functions and meshes count as they are.
@@ -38,7 +41,7 @@ def computation(jaxpr: Any) -> Hashable:
     return key
 
 
-def operation(eqn: Any) -> Hashable:
+def equation_key(eqn: Any) -> Hashable:
     """What an equation does, whatever its variables are called and wherever they come from.
 
     Raises:
@@ -57,7 +60,7 @@ def _parameters(eqn: Any) -> Hashable:
 def _value(x: Any) -> Hashable:
     """A parameter or a literal: what Python takes to be equal, such as 1, 1.0 and True, is not so here."""
     if isinstance(x, _compat.JAXPR_TYPES):
-        return computation(x)
+        return jaxpr_key(x)
     if isinstance(x, (tuple, list)):
         return (type(x), *map(_value, x))
     if isinstance(x, dict):

@@ -1,4 +1,4 @@
-"""Python's garbage collector, held back while a function is traced, cut and compiled."""
+"""Python's garbage collector, paused while a function is traced, partitioned and compiled."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Holds back cyclic garbage collection.
+def gc_paused() -> Iterator[None]:
+    """Pauses cyclic garbage collection.
 
-    To trace a model, to cut it and to lower its fragments makes a million objects that are kept, and hardly
-    any garbage. The collector counts what is made, and walks through all of it time and again: for a third
-    of the time.
+    To trace a model, to partition it and to lower its fragments makes a million objects that are kept, and
+    hardly any garbage. The collector counts what is made, and walks through all of it time and again: for a
+    third of the time.
 
     Example:
-      >>> with uncollected():
+      >>> with gc_paused():
       ...     traced = jitted.trace(model)
     """
     enabled = gc.isenabled()

@@ -1,8 +1,8 @@
-"""Where arguments would best live: on the TaskMesh that reads them first, as constraints inside imply.
+"""Derived input shardings: where arguments would best live, on the TaskMesh that reads them first.
 
-XLA carries sharding constraints back to the arguments of what it compiles. Fragments are too small for that:
-between a parameter and the constraint that concerns it there may be a cast that was moved out of the loop. So
-all that one mesh computes of the first microbatch is compiled together here, once for each mesh.
+XLA propagates sharding constraints back to the arguments of what it compiles. Fragments are too small for
+that: between a parameter and the constraint that concerns it there may be a cast that was moved out of the
+loop. So all that one mesh computes for the first microbatch is compiled together here, once for each mesh.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def derive_shardings(
       program: of the function.
       inputs: the inputs of the function.
       given: the shardings that are decided already.
-      slices: for the first slices of loops, the input that they are of, which is sharded as they are.
+      slices: for the first slice of each sliced input of a loop, that input: it is sharded as the slice is.
       whole: where scalars are replicated. Default: where they are read.
     """
-    order: dict[Mesh, float] = {}  # the flow runs through meshes in this order
+    order: dict[Mesh, float] = {}  # in which activations flow through the meshes
     for call in program.calls:
         position = call.fragment.position
         here = float("inf") if position is None else position
@@ -46,7 +46,7 @@ def derive_shardings(
     known = {v: s for v, s in zip(inputs, given) if s is not None}
     homes: dict[Var, Mesh] = {}
     for v, mesh in program.inputs.values():
-        # Where nothing is computed an input may live nevertheless, to be sent on.
+        # An input may be on a mesh that computes nothing, to be sent on.
         homes[v] = min(homes.get(v, mesh), mesh, key=lambda m: order.get(m, float("inf")))
     default = whole or Mesh(np.array(jax.devices()[:1]), ("device",))  # of a program that does nothing
     first = min(order, key=order.__getitem__, default=default)

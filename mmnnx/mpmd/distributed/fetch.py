@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from mmnnx.mpmd.distributed.key_value import hear, say, store
+from mmnnx.mpmd.distributed import key_value
 from mmnnx.mpmd.distributed.processes import holders
 
-_BLOCK = 8  # fetches of which the store keeps the values together
+_BLOCK = 8  # fetches whose values are removed from the store together
 _fetches = itertools.count()
 
 
@@ -62,42 +63,51 @@ def _own(x: Any) -> np.ndarray:
 def _gather(arrays: list[jax.Array]) -> list[np.ndarray]:
     """The values of arrays of which each process has some part or none; all call it, in one order.
 
-    Each process says in one go what is for it to say. The store forgets a block of fetches when all processes
-    have read it, which none of them waits for.
+    Each process puts all that it has into one value of the key-value store.
     """
-    here, count = jax.process_index(), jax.process_count()
-    block, number = divmod(next(_fetches), _BLOCK)
-    key = f"fetch/{block}/{number}"
+    here, block_number = jax.process_index(), divmod(next(_fetches), _BLOCK)
+    key = "fetch/{}/{}".format(*block_number)
     parts = [list(_parts(x)) for x in arrays]
     shards = [{s.device: s.data for s in x.addressable_shards} for x in arrays]
     own = [np.asarray(s[d]) for s, ps in zip(shards, parts) for _, d in ps if d.process_index == here]
     if own:
-        say(key, b"".join(part.tobytes() for part in own))
-    said = {d.process_index for ps in parts for _, d in ps} - {here}
-    heard = {p: memoryview(hear(p, key)) for p in sorted(said)}
+        key_value.put(key, b"".join(part.tobytes() for part in own))
+    others = sorted({d.process_index for ps in parts for _, d in ps} - {here})
+    received = {p: memoryview(key_value.get(p, key)) for p in others}
     wholes = [np.empty(x.shape, x.dtype) for x in arrays]
-    for p in said:
-        its = [(whole, index) for whole, ps in zip(wholes, parts) for index, d in ps if d.process_index == p]
-        expected = sum(whole[index].nbytes for whole, index in its)
-        if expected != len(heard[p]):
-            raise ValueError(
-                f"mm.fetch: process {p} says {len(heard[p])} bytes where process {here} expects {expected}: "
-                "every process has to fetch the same arrays, in the same order"
-            )
+    for p in others:
+        _check_size(
+            p, len(received[p]), [w[i] for w, ps in zip(wholes, parts) for i, d in ps if d.process_index == p]
+        )
     mine = iter(own)
     for x, whole, ps in zip(arrays, wholes, parts):
         for index, device in ps:
             if device.process_index == here:
                 whole[index] = next(mine)
                 continue
-            size, raw = whole[index].nbytes, heard[device.process_index]
+            size, raw = whole[index].nbytes, received[device.process_index]
             whole[index] = np.frombuffer(raw[:size], x.dtype).reshape(whole[index].shape)
-            heard[device.process_index] = raw[size:]
-    if number == _BLOCK - 1 and store().key_value_increment(f"mmnnx/read/{block}", 1) == count:
-        for p in range(count):
-            store().key_value_delete(f"mmnnx/{p}/fetch/{block}/")
-        store().key_value_delete(f"mmnnx/read/{block}")
+            received[device.process_index] = raw[size:]
+    _forget(*block_number)
     return wholes
+
+
+def _check_size(process: int, size: int, parts: Sequence[np.ndarray]) -> None:
+    expected = sum(part.nbytes for part in parts)
+    if expected != size:
+        raise ValueError(
+            f"mm.fetch: process {process} says {size} bytes where process {jax.process_index()} expects "
+            f"{expected}: every process has to fetch the same arrays, in the same order"
+        )
+
+
+def _forget(block: int, number: int) -> None:
+    """Removes a block of fetches from the store when all processes have read it, which none waits for."""
+    store, read = key_value.store(), f"mmnnx/read/{block}"
+    if number == _BLOCK - 1 and store.key_value_increment(read, 1) == jax.process_count():
+        for p in range(jax.process_count()):
+            store.key_value_delete(f"mmnnx/{p}/fetch/{block}/")
+        store.key_value_delete(read)
 
 
 def _parts(x: jax.Array) -> Any:

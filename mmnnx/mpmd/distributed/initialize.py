@@ -12,9 +12,10 @@ from typing import Any
 import jax
 
 from mmnnx import _compat
-from mmnnx.mpmd.distributed import transport, watchdog
+from mmnnx.mpmd.distributed import transport
 from mmnnx.mpmd.distributed.rendezvous import host, join, split_address
-from mmnnx.mpmd.distributed.threads import have_threads
+from mmnnx.mpmd.distributed.threads import ensure_xla_threads
+from mmnnx.mpmd.distributed.watchdog import Watchdog
 
 _DAY = 24 * 3600  # JAX's own heartbeats would end processes without a word of which failed
 
@@ -51,12 +52,12 @@ def initialize(
       local_device_ids, cluster_detection_method: as in `jax.distributed.initialize`.
       coordinator_bind_address: "host:port" at which process 0 listens. Default: the coordinator's port, on
         loopback where its address is a loopback one, else on every address of the machine.
-      transfer_address: the IP address at which this process hands arrays to the others, or "address:port" for
-        a port of your choice. Default: the address from which the coordinator is reached, which is loopback
-        where that is on this machine.
+      transfer_address: the IP address from which this process sends arrays to the others, or "address:port"
+        for a port of your choice. Default: the address from which the coordinator is reached, which is
+        loopback where that is on this machine.
       initialization_timeout: seconds to wait for all processes to come.
       failure_timeout: seconds of silence, 2 or more, after which a process counts as failed.
-      timeout: seconds to wait for an array, or for anything else that another process has to say.
+      timeout: seconds to wait for an array, or for anything else from another process.
       **options: more of `jax.distributed.initialize`, such as `partition_index`.
 
     Raises:
@@ -84,26 +85,29 @@ def initialize(
         *given, local_device_ids, cluster_detection_method, int(initialization_timeout)
     )
     coordinator, count, number = _checked(coordinator, count, number)
-    bind = coordinator_bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or _bind(coordinator)
+    bind = (
+        coordinator_bind_address
+        or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+        or _bind_address(coordinator)
+    )
     split_address(bind)
     if _compat.backends_are_initialized():
         raise RuntimeError(
             "mm.initialize comes too late: JAX has started. Call it before anything that uses a device, such "
             "as jax.devices(), jax.numpy or jax.random.key"
         )
-    have_threads()
+    ensure_xla_threads()
     if transfer_address is not None:
         transport.listen_at(transfer_address)
-    watcher = watchdog.Watch(number, failure_timeout, timeout)
-    watcher.start(
+    watchdog = Watchdog(number, failure_timeout, timeout)
+    watchdog.start(
         host(bind, count, initialization_timeout)
         if number == 0
         else join(coordinator, number, count, initialization_timeout)
     )
-    watchdog.current = watcher
     if transfer_address is None:
-        transport.listen_at(watcher.members[number].address)
-    sys.excepthook = watcher.except_hook(sys.excepthook)
+        transport.listen_at(watchdog.members[number].address)
+    sys.excepthook = watchdog.except_hook(sys.excepthook)
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator,
@@ -115,7 +119,7 @@ def initialize(
         initialization_timeout=max(1, int(initialization_timeout)),
         **{"heartbeat_timeout_seconds": _DAY, "shutdown_timeout_seconds": _DAY} | options,
     )
-    atexit.register(watcher.leave)
+    atexit.register(watchdog.leave)
 
 
 def _from_environment(
@@ -158,7 +162,7 @@ def _checked(coordinator: str | None, count: int | None, number: int | None) -> 
     return coordinator, count, number
 
 
-def _bind(coordinator: str) -> str:
+def _bind_address(coordinator: str) -> str:
     """Where process 0 listens: on loopback if that is where the others look for it, else at all addresses.
 
     A host's own name does not say which: it often stands for loopback on that host alone.

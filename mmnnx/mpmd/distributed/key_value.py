@@ -1,4 +1,4 @@
-"""Small things that processes tell each other, through the key-value store of `jax.distributed`."""
+"""The key-value store of `jax.distributed`: small values that one process puts and all can get."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 import jax
 
 from mmnnx import _compat
-from mmnnx.mpmd.distributed.progress import waiting
+from mmnnx.mpmd.distributed.waits import waiting
 
 _SLICE = 2.0  # seconds between two looks at whether to go on waiting, at which Ctrl-C gets through
 
 
 @functools.cache
 def store() -> Any:
-    """The key-value store. Keys that begin with "mmnnx/" are ours."""
+    """The store itself. Keys that begin with "mmnnx/" are ours."""
     return _compat.key_value_store()
 
 
-def say(key: str, value: bytes) -> None:
-    """Tells all processes something, once."""
+def put(key: str, value: bytes) -> None:
+    """Puts a value of this process, once."""
     store().key_value_set_bytes(f"mmnnx/{jax.process_index()}/{key}", value)
 
 
-def hear(process: int, key: str) -> bytes:
-    """What a process says, or has said; it is waited for.
+def get(process: int, key: str) -> bytes:
+    """The value that a process puts, or has put; it is waited for.
 
     Where that takes longer than the `timeout` of `mm.initialize`, all processes end.
     """

@@ -1,4 +1,4 @@
-"""The processes of a run meet at the coordinator's address, before JAX starts there.
+"""Rendezvous: the processes of a run meet at the coordinator's address, before JAX starts there.
 
 Where one of several does not come, JAX ends the others (`LOG(FATAL)`) without a word about which. Therefore
 process 0 listens at the coordinator's port first, the others tell it who they are, and when all are there it
@@ -9,68 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import ipaddress
-import json
-import os
 import socket
 from collections.abc import Mapping
 from typing import Any
 
+from mmnnx.mpmd.distributed.member import Member, this_process
+
 _RETRY = 0.05  # seconds between two tries to reach process 0
-
-
-@dataclasses.dataclass
-class Member:
-    """A process of the run, and the connection to it where there is one.
-
-    Attributes:
-      number, host, pid: which it is.
-      address: the IP address at which the others reach it; known of this process alone.
-      place: where in the run it said it was.
-      waits: for whom it said it waits, and for what: (process, words, whether it is an array).
-      silent: how many beats ago it was heard of.
-      sent: how many arrays it had handed to each process when it ended; None while it runs.
-    """
-
-    number: int
-    host: str
-    pid: int
-    address: str = ""
-    streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-    place: str = "the start"
-    waits: tuple[int, str, bool] | None = None
-    silent: int = 0
-    sent: dict[int, int] | None = None
-
-    def __str__(self) -> str:
-        return f"process {self.number} ({self.host}, pid {self.pid})"
-
-    def is_gone(self) -> bool:
-        """Whether it has closed the connection."""
-        return self.streams is not None and self.streams[0].at_eof()
-
-    async def hear(self) -> dict[str, Any] | None:
-        """What it says next; None when it has closed the connection.
-
-        Raises:
-          ValueError: if that is nothing that a process of mmnnx says.
-        """
-        assert self.streams is not None
-        with contextlib.suppress(OSError):
-            if line := await self.streams[0].readline():
-                return json.loads(line)
-        return None
-
-    def tell(self, **words: Any) -> None:
-        """Says something to it, as one line of JSON."""
-        if self.streams is not None and not self.streams[1].is_closing():
-            self.streams[1].write(json.dumps(words).encode() + b"\n")
-
-
-def myself(number: int) -> Member:
-    """This process."""
-    return Member(number, socket.gethostname(), os.getpid())
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -100,7 +46,7 @@ async def host(bind: str, count: int, timeout: float) -> list[Member]:
       TimeoutError: names the processes that did not come; those that came raise it too.
       ValueError: for processes that were started with another count, or one number twice.
     """
-    members = {0: myself(0)}
+    members = {0: this_process(0)}
     if count == 1:
         members[0].address = "127.0.0.1"
         return [members[0]]
@@ -109,7 +55,7 @@ async def host(bind: str, count: int, timeout: float) -> list[Member]:
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         visitor = Member(-1, "", 0, streams=(reader, writer))
         try:
-            said = await visitor.hear() or {}
+            said = await visitor.receive() or {}
             visitor.number, visitor.host, visitor.pid = said["process"], said["host"], said["pid"]
         except (ValueError, KeyError):  # not one of ours
             return writer.close()
@@ -124,7 +70,7 @@ async def host(bind: str, count: int, timeout: float) -> list[Member]:
             if not (done.done() or _missing(members, count)):
                 done.set_result(None)
             return None
-        visitor.tell(refused=wrong)
+        visitor.send(refused=wrong)
         return None if done.done() else done.set_exception(ValueError(wrong))
 
     where, port = split_address(bind)
@@ -138,7 +84,7 @@ async def host(bind: str, count: int, timeout: float) -> list[Member]:
     try:
         await asyncio.wait_for(done, timeout)
     except TimeoutError:
-        error = TimeoutError(_words(_missing(members, count), count, timeout))
+        error = TimeoutError(_missing_text(_missing(members, count), count, timeout))
     except ValueError as wrong:
         error = wrong
     finally:
@@ -146,12 +92,12 @@ async def host(bind: str, count: int, timeout: float) -> list[Member]:
     ordered = [members[n] for n in sorted(members)]
     if error:
         for member in ordered:
-            member.tell(refused=str(error), late=isinstance(error, TimeoutError))
+            member.send(refused=str(error), late=isinstance(error, TimeoutError))
         raise error
     ends = [_own_end(member) for member in ordered[1:]]  # its own name may stand for loopback here
     ordered[0].address = next((end for end in ends if not _is_loopback(end)), ends[0])
     for member in ordered:
-        member.tell(members=[(m.host, m.pid) for m in ordered], address=ordered[0].address)
+        member.send(members=[(m.host, m.pid) for m in ordered], address=ordered[0].address)
     return ordered
 
 
@@ -165,15 +111,15 @@ async def join(address: str, number: int, count: int, timeout: float) -> list[Me
       TimeoutError: if process 0 or another one did not come.
       ValueError: as `host` does.
     """
-    me, (where, port) = myself(number), split_address(address)
+    me, (where, port) = this_process(number), split_address(address)
     zero = Member(0, where, 0)
 
     async def report() -> dict[str, Any] | None:
         while True:
             with contextlib.suppress(OSError):
                 zero.streams = await asyncio.open_connection(where, port)
-                zero.tell(process=number, count=count, host=me.host, pid=me.pid)
-                return await zero.hear()
+                zero.send(process=number, count=count, host=me.host, pid=me.pid)
+                return await zero.receive()
             await asyncio.sleep(_RETRY)
 
     try:
@@ -216,7 +162,7 @@ def _missing(members: Mapping[int, Member], count: int) -> list[int]:
     return [n for n in range(count) if n not in members or members[n].is_gone()]
 
 
-def _words(missing: list[int], count: int, timeout: float) -> str:
+def _missing_text(missing: list[int], count: int, timeout: float) -> str:
     *most, last = map(str, missing)
     who = f"processes {', '.join(most)} and {last}" if most else f"process {last}"
     return (

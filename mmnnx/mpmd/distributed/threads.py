@@ -8,17 +8,19 @@ import re
 import jax
 
 
-def have_threads(devices: int | None = None) -> None:
-    """Before JAX starts in one of several processes: more threads than CPU devices, to send arrays with while
-    all of these wait for others. For one device alone it costs more than it brings: see `check_threads`.
+def ensure_xla_threads(devices: int | None = None) -> None:
+    """Before JAX starts in one of several processes: has XLA make more threads than there are CPU devices.
+
+    While all devices wait for other processes, one thread is left to send arrays with. For one device alone
+    it costs more than it brings: there `collective_order.check_threads` refuses what would wait for ever.
 
     Args:
       devices: the CPU devices of this process. Default: those that JAX's configuration or XLA_FLAGS ask for.
     """
     if devices is None:
         flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-        asked: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-        devices = max(1, asked, int(flag[1]) if flag else 0)
+        configured: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+        devices = max(1, configured, int(flag[1]) if flag else 0)
     if 1 < devices >= xla_threads():
         os.environ["NPROC"] = str(devices + 1)
 

@@ -1,8 +1,8 @@
 """Calls that always follow each other become one: one XLA program, and nothing kept between them.
 
 Under 1F1B the last stage runs the backward of each microbatch right after its forward. A program lists both,
-for so its schedule is read; what is compiled is one, of which `share` may take apart again what other stages
-compile as well.
+so that its schedule can be read; they are compiled as one. `compile.outline` may take out of it again what
+other stages compile as well.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mmnnx.mpmd.ir.program import Program
 def merge(program: Program) -> tuple[Program, list[int]]:
     """Merges calls of one microbatch that always follow each other on their mesh.
 
-    Nobody may wait for the first alone, and the second may wait for nothing else, so that no mesh waits for
-    longer than before.
+    Nothing that the first makes may be sent, and the second may read nothing that is received for it, so that
+    no mesh waits for longer than before.
 
     Returns:
       The program that runs, and for each of its instructions the number that it (or its first part) has in
@@ -33,16 +33,16 @@ def merge(program: Program) -> tuple[Program, list[int]]:
     steps = list(enumerate(program.instructions))
     while True:
         instructions = [i for _, i in steps]
-        pairs = _pairs(instructions)
+        pairs = _mergeable_pairs(instructions)
         if not pairs:
             merged = dataclasses.replace(program, instructions=tuple(instructions), loops=())
             return merged, [n for n, _ in steps]
-        calls = _merged(instructions, pairs)
+        calls = _merged_calls(instructions, pairs)
         seconds = {j for _, j in pairs}
         steps = [(n, calls.get(k, i)) for k, (n, i) in enumerate(steps) if k not in seconds]
 
 
-def _pairs(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
+def _mergeable_pairs(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
     """Numbers of calls that can be merged: with a pair, all others of the same two fragments."""
     calls = _calls(instructions)
     found: dict[tuple[Fragment, Fragment], list[tuple[int, int]]] = {}
@@ -59,9 +59,9 @@ def _pairs(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
 
 
 def _neighbours(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """Numbers of calls that follow each other on a mesh, and could be one."""
-    received: set[int] = set()  # for a microbatch
+    """Numbers of calls of one microbatch that follow each other on a mesh, with no transfer between."""
     sent: set[int] = set()
+    received: set[int] = set()  # for a microbatch: what comes from outside the loop is there before it
     last: dict[Mesh, tuple[int, Call]] = {}
     for j, second in enumerate(instructions):
         if isinstance(second, Transfer):
@@ -74,7 +74,7 @@ def _neighbours(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]
                 and first.microbatch == second.microbatch is not None
                 and sent.isdisjoint(first.outputs)
                 and received.isdisjoint({*second.inputs} - {*first.inputs})
-                and _agree(first, second)
+                and _variables_agree(first, second)
             ):
                 yield i, j
             last[second.mesh] = j, second
@@ -84,7 +84,7 @@ def _calls(instructions: Sequence[Instruction]) -> dict[int, Call]:
     return {n: i for n, i in enumerate(instructions) if isinstance(i, Call)}
 
 
-def _agree(first: Call, second: Call) -> bool:
+def _variables_agree(first: Call, second: Call) -> bool:
     """Whether each variable means the same in both calls."""
     f = first.fragment
     buffers = dict(zip((*f.invars, *f.outvars), (*first.inputs, *first.outputs)))
@@ -95,22 +95,22 @@ def _agree(first: Call, second: Call) -> bool:
     )
 
 
-def _merged(instructions: Sequence[Instruction], pairs: Sequence[tuple[int, int]]) -> dict[int, Call]:
+def _merged_calls(instructions: Sequence[Instruction], pairs: Sequence[tuple[int, int]]) -> dict[int, Call]:
     """The calls that take the place of pairs, by the number of the first."""
     calls = _calls(instructions)
     readers = Counter(s for i in instructions for s in set(i.inputs))
-    inner: dict[Fragment, set[Var]] = {}  # what the first makes for the second alone
+    inner: dict[Fragment, set[Var]] = {}  # what only the second reads of the first, in every pair
     for i, j in pairs:
         first, second = calls[i], calls[j]
         made = zip(first.fragment.outvars, first.outputs)
-        mine = {v for v, s in made if readers[s] == 1 and s in second.inputs and s in second.frees}
-        inner[first.fragment] = inner.get(first.fragment, mine) & mine
+        own = {v for v, s in made if readers[s] == 1 and s in second.inputs and s in second.frees}
+        inner[first.fragment] = inner.get(first.fragment, own) & own
     fragments: dict[Fragment, Fragment] = {}
     merged = {}
     for i, j in pairs:
         first, second = calls[i], calls[j]
         if first.fragment not in fragments:
-            fragments[first.fragment] = _one(first, second, inner[first.fragment])
+            fragments[first.fragment] = _merged_fragment(first, second, inner[first.fragment])
         f = fragments[first.fragment]
         buffers = dict(zip(second.fragment.invars, second.inputs))
         buffers |= dict(zip(first.fragment.invars, first.inputs))
@@ -123,7 +123,7 @@ def _merged(instructions: Sequence[Instruction], pairs: Sequence[tuple[int, int]
     return merged
 
 
-def _one(first: Call, second: Call, inner: set[Var]) -> Fragment:
+def _merged_fragment(first: Call, second: Call, inner: set[Var]) -> Fragment:
     """Two fragments as one. Work that is copied into both is done once."""
     f, g = first.fragment, second.fragment
     known = {*f.invars, *(v for e in f.jaxpr.eqns for v in e.outvars)}

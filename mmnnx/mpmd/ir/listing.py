@@ -144,7 +144,7 @@ def _parameter(value: Any) -> str:
     """A parameter of an equation; "" for what says nothing."""
     if isinstance(value, _compat.JAXPR_TYPES):
         return f"<{len(_compat.open_jaxpr(value)[2])} equations>"
-    if value is None or value == () or callable(value):
+    if value is None or callable(value) or (isinstance(value, tuple) and not value):
         return ""
     text = " ".join(str(value).split())
     return text if len(text) <= _LONGEST and " at 0x" not in text else "..."

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from mmnnx import _compat
-from mmnnx.mpmd.compile.gc_pause import uncollected
+from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.frontend.observe import Observer
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.jit.cache_key import aval_of, program_key, trace_key
@@ -130,6 +130,6 @@ class FlatJit:
     def _new_trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
         # JAX would give one jax.jit the same trace again where what differs is not known to it.
         jitted = jax.jit(functools.partial(self.observed), **self.options)
-        with tracing(split=not ignoring.get()), uncollected(), jax.disable_jit(False):
+        with tracing(split=not ignoring.get()), gc_paused(), jax.disable_jit(False):
             traced = jitted.trace(*args, **kwargs)
         return Trace(jitted, traced, self.observer.take_record())

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from mmnnx import _compat
-from mmnnx.mpmd.compile.gc_pause import uncollected
+from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.equations import scopes_in
 from mmnnx.mpmd.ir.program import Program
@@ -19,8 +19,8 @@ from mmnnx.mpmd.ir.shardings import is_committed
 from mmnnx.mpmd.jit.cache_key import program_key, put
 from mmnnx.mpmd.jit.static_arguments import restore
 from mmnnx.mpmd.pipeline import Split, split
-from mmnnx.mpmd.runtime.arguments import check_shared
-from mmnnx.mpmd.runtime.collective_order import taking_turns
+from mmnnx.mpmd.runtime.collective_order import in_collective_order
+from mmnnx.mpmd.runtime.donated_arguments import check_shared
 from mmnnx.mpmd.runtime.prepare import Run
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task import Task, find_task
@@ -114,12 +114,12 @@ class FlatTraced:
         with contextlib.nullcontext() if inside or self.multimesh is None else self.multimesh:
             key = program_key(self.tree, self.static, self.leaves)
             if key not in variants:
-                with uncollected():
+                with gc_paused():
                     found = split(self.traced, self.record, self.leaves, self.multimesh)
                 key = program_key(self.tree, self.static, self.leaves)  # state may have been placed
                 as_it_is = self.run_as_it_is()
                 if found.prepare is None and found.program.calls:
-                    as_it_is = taking_turns(as_it_is, found.program.calls[0].mesh)
+                    as_it_is = in_collective_order(as_it_is, found.program.calls[0].mesh)
                 variant = Variant(found, as_it_is, self.traced.out_tree, self.record)
                 variants[key] = variant
                 if found.settled:

@@ -1,22 +1,68 @@
-"""Arguments on the way into a program, and results on the way out."""
+"""Arguments on the way into a program: what is done to each so that it is where it is read."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, Sharding
 
-from mmnnx import _compat
-from mmnnx.mpmd.distributed.processes import elsewhere, is_here
-from mmnnx.mpmd.ir.shardings import is_committed
-from mmnnx.mpmd.runtime.transfers import put, spread
-from mmnnx.sharding.mesh import MultiMesh
+from mmnnx.mpmd.distributed.processes import absent_array, is_here
+from mmnnx.mpmd.ir.shardings import entering, is_committed
+from mmnnx.mpmd.runtime.bound_program import BoundProgram
+from mmnnx.mpmd.runtime.put import own_copy, put
+from mmnnx.mpmd.runtime.transfers import spread
 
 Bind = Callable[[Any], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class InputBindings:
+    """How the inputs of a program come about.
+
+    Attributes:
+      sources: for each input the number of a value, of arguments, constants and placed constants in a row;
+        and what is done to it, if anything.
+      placed_constants: each makes one such value of a constant, once, ahead of the first call.
+      overwritable: the buffers of inputs whose arrays may be overwritten.
+    """
+
+    sources: list[tuple[int, Bind | None]]
+    placed_constants: list[Callable[[], Any]]
+    overwritable: set[int]
+
+
+def bind_inputs(bound: BoundProgram, leaves: Sequence[Any], constants: Sequence[Any]) -> InputBindings:
+    """How the inputs of a program come about from arguments like `leaves` and from constants.
+
+    The shardings of the inputs are added to `bound.fixed`.
+    """
+    number, inputs, donated = bound.number, bound.program.inputs, bound.donated
+    values = [*leaves, *constants]
+    sources: list[tuple[int, Bind | None]] = []
+    placed_constants: list[Callable[[], Any]] = []
+    overwritable: set[int] = set()
+    for buffer, (v, mesh) in inputs.items():
+        n = number[v]
+        own = bound.in_shardings[n] if n < len(leaves) else None
+        here = own if own is not None and own.mesh == mesh else entering(v.aval, mesh, own)
+        target = bound.fixed.setdefault((v, mesh), here)
+        later = bound.next_shardings.get(n)
+        bind = binder(values[n], target) if later is None else _counter_binder(values[n], later, target)
+        if n >= len(leaves):
+            sources.append((len(values) + len(placed_constants), None))
+            placed_constants.append(functools.partial(place_constant, values[n], bind))
+            continue
+        sources.append((n, bind))
+        # Where it is used on a mesh with some of the same devices, that has its buffers there.
+        others = [m for u, m in inputs.values() if u is v and m != mesh]
+        alone = not any(set(mesh.devices.flat) & set(m.devices.flat) for m in others)
+        if donated[n] and bind is None and alone and v not in bound.flat.outvars:
+            overwritable.add(buffer)
+    return InputBindings(sources, placed_constants, overwritable)
 
 
 def binder(x: Any, target: NamedSharding) -> Bind | None:
@@ -24,8 +70,8 @@ def binder(x: Any, target: NamedSharding) -> Bind | None:
     return _binder(jax.typeof(x), x.sharding if is_committed(x) else None, target)
 
 
-def settling(x: Any, later: NamedSharding, target: NamedSharding) -> Bind:
-    """The same for one that lives nowhere in particular, and will live as `later` says."""
+def _counter_binder(x: Any, later: NamedSharding, target: NamedSharding) -> Bind:
+    """The same for one that lives nowhere in particular, and after a call where `later` says."""
     binds = {False: binder(x, target), True: _binder(jax.typeof(x), later, target)}
 
     def bind(x: Any) -> jax.Array:
@@ -43,109 +89,14 @@ def _binder(aval: Any, own: Sharding | None, target: NamedSharding) -> Bind | No
     replicated = own is not None and own.is_fully_replicated and target.is_fully_replicated
     is_there = own is not None and replicated and own.device_set > target.device_set
     if (own is None or is_there) and not is_here(target):
-        away = elsewhere(aval.shape, aval.dtype, target)
-        return lambda x: away
+        absent = absent_array(aval.shape, aval.dtype, target)
+        return lambda x: absent
     if is_there:
         return lambda x: spread(x, target)
     return lambda x: put(x, target)
 
 
-def everywhere(arrays: Sequence[jax.Array], target: NamedSharding) -> jax.Array:
-    """One replicated array made of equal replicated ones, each on some of its devices.
-
-    Nothing is copied, but to devices that no task has.
-    """
-    shards = {s.device: s.data for a in arrays for s in a.addressable_shards}
-    for d in target.addressable_devices - shards.keys():
-        shards[d] = jax.device_put(arrays[0].addressable_data(0), d)
-    parts = [shards[d] for d in target.mesh.devices.flat if d in shards]
-    return jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
-
-
-Delivery = Callable[[Sequence[Any], Sequence[jax.Array]], Any]
-
-
-def deliver(
-    var: Any,
-    number: int | None,
-    asked: NamedSharding | None,
-    held: Sequence[Any],
-    multimesh: MultiMesh | None,
-) -> Delivery:
-    """How a result of the function comes about, from the arguments and the buffers that hold it.
-
-    Args:
-      var: the result in the jaxpr.
-      number: which argument it is, if it is one.
-      asked: the sharding that it must have.
-      held: the values of the program that hold it.
-      multimesh: whose devices a value that is held on every mesh is spread over.
-    """
-    if var.aval.dtype == jax.dtypes.float0:  # of a derivative by integers: no array of a device's
-        return lambda values, arrays: np.zeros(var.aval.shape, jax.dtypes.float0)
-    if len(held) > 1:
-        assert multimesh is not None  # without one, a result is held once
-        target = NamedSharding(multimesh.mesh, PartitionSpec())
-        return lambda values, arrays: everywhere(arrays, target)
-    if held and asked is not None and not (is_here(held[0][1]) or is_here(asked)):
-        away = elsewhere(var.aval.shape, var.aval.dtype, asked)  # one object for all calls
-        return lambda values, arrays: away
-    if held:
-        return lambda values, arrays: arrays[0] if arrays[0].sharding == asked else _at(asked, arrays[0])
-    if number is not None:
-        return lambda values, arrays: _at(asked, _array(values[number]))
-    value = jnp.asarray(var.val, var.aval.dtype)
-    return copied(lambda values, arrays: _at(asked, value))
-
-
-def _at(sharding: NamedSharding | None, x: Any) -> Any:
-    return x if sharding is None else put(x, sharding)
-
-
-def _array(x: Any) -> jax.Array:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
-
-
-def copied(delivery: Delivery) -> Delivery:
-    """The same result in a buffer of its own, so that to donate it takes nothing else along."""
-
-    def copy(values: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
-        return own_copy(delivery(values, arrays))
-
-    return copy
-
-
-def weakly_typed(delivery: Delivery) -> Delivery:
-    """The same result with a weak type, which arrays that come from elsewhere do not have."""
-
-    def weak(values: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
-        made = delivery(values, arrays)
-        return made if made.aval.weak_type else _compat.weakly_typed(made)
-
-    return weak
-
-
-def own_copy(x: Any) -> Any:
-    """The same array in a buffer of its own; what this process has no part of, as it is."""
-    away = isinstance(x, jax.Array) and not x.sharding.addressable_devices
-    return x if away else jnp.copy(x)
-
-
-def check_shared(leaves: Sequence[Any], donated: Sequence[bool], names: Sequence[str]) -> None:
-    """Refuses an array that is donated as one argument and given as another as well.
-
-    Raises:
-      ValueError: names both arguments.
-    """
-    if len(set(map(id, leaves))) == len(leaves):
-        return
-    first: dict[int, int] = {}
-    for n, x in enumerate(leaves):
-        # What this process has no part of may be one array for several.
-        if isinstance(x, jax.Array) and x.sharding.addressable_devices:
-            m = first.setdefault(id(x), n)
-            if m != n and (donated[m] or donated[n]):
-                raise ValueError(
-                    f"{names[m]} and {names[n]} are one array, and donating it would take both: "
-                    "copy one of them (jnp.copy), or do not donate it"
-                )
+def place_constant(x: Any, bind: Bind | None) -> Any:
+    """A constant where it is read, in no buffer that somebody else may give away."""
+    here = x if bind is None else bind(x)
+    return own_copy(here) if isinstance(x, jax.Array) else here

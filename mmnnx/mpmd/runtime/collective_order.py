@@ -1,8 +1,8 @@
-"""On CPU, programs that several processes run together run alone in each of them.
+"""The order of CPU collectives: programs that several processes run together run alone in each of them.
 
-Gloo, which carries their collectives there, pairs what two processes send by its order alone, and XLA starts
-whatever has its inputs: two such programs at one time would be given each other's data. Each holds a thread
-for every device while it waits for the others, too, and XLA has as many threads as there are cores: what
+Gloo, which carries collectives on CPU, pairs what two processes send by its order alone, and XLA starts
+whatever has its inputs: two such programs at one time would be given each other's data. Each also holds a
+thread for every device while it waits for the others, and XLA has as many threads as there are cores: what
 another process waits for must not be left without one.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import jax
 from jax.sharding import Mesh, Sharding
 
-from mmnnx.mpmd.distributed.processes import are_apart, holders, is_here
+from mmnnx.mpmd.distributed.processes import holders, is_here, span_processes
 from mmnnx.mpmd.distributed.threads import xla_threads
 from mmnnx.mpmd.ir.instructions import Transfer
 from mmnnx.mpmd.ir.program import Program
@@ -29,8 +29,8 @@ _started: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDiction
 _numbers = itertools.count()
 
 
-def taking_turns(call: Run, where: Mesh | Sharding) -> Run:
-    """A program as it is to be called: on CPU, one of several processes waits for what was started before.
+def in_collective_order(call: Run, where: Mesh | Sharding) -> Run:
+    """A call that keeps the order: on CPU, a program of several processes waits for what was started before.
 
     What that needs of other processes has been started there: in all of them the order is the same.
     """
@@ -59,7 +59,7 @@ def check_threads(program: Program) -> None:
     if devices < xla_threads() or jax.default_backend() != "cpu":
         return
     transfers = (i for i in program.instructions if isinstance(i, Transfer))
-    sends = any(are_apart(i.source_mesh, i.target_mesh) for i in transfers)
+    sends = any(span_processes(i.source_mesh, i.target_mesh) for i in transfers)
     if sends and any(len(holders(c.mesh)) > 1 and is_here(c.mesh) for c in program.calls):
         raise ValueError(
             f"XLA has {xla_threads()} threads in this process, and it has {devices} CPU devices. Where "

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.mpmd.compile import outline
+from mmnnx.mpmd.compile.rewrites import rewrite
 from mmnnx.mpmd.ir.fragments import Fragment
-from mmnnx.mpmd.runtime import prepare
 from tests.mpmd.parity import assert_same, pipeline, values
 
 WIDTH = 16
@@ -73,7 +73,8 @@ def draws(f: Fragment) -> int:
 def test_what_is_drawn_is_as_on_one_device(make):
     model, program = born(make)
     assert_same(values(model), values(make()), rtol=1e-6)
-    runs, numbers, keys = prepare.as_it_runs(program)
+    rewritten = rewrite(program)
+    runs, numbers, keys = rewritten.program, rewritten.numbers, rewritten.keys
     runs.verify()
     assert not program.inputs and len(runs.inputs) == len(keys) >= 7
     assert {*numbers} == {*range(len(program.instructions))}
@@ -82,10 +83,10 @@ def test_what_is_drawn_is_as_on_one_device(make):
 @pytest.mark.parametrize("name", ["Rngs", "keys", "raw keys"])
 def test_stages_that_draw_alike_are_compiled_once(name, monkeypatch, codes):
     """So is the first, which draws an embedding besides."""
-    monkeypatch.setattr(outline, "can_be_moved", lambda mesh: True)
+    monkeypatch.setattr(outline, "loads_on_other_meshes", lambda mesh: True)
     monkeypatch.setattr(outline, "_WORTH", 10)
     _, program = born(MAKERS[name])
-    runs, *_ = prepare.as_it_runs(program)
+    runs = rewrite(program).program
     assert {f.name: draws(f) for f in runs.fragments} == {
         "stage0 (1 of 2)": 1,
         "stage0 (2 of 2)": draws(program.fragments[1]),
@@ -114,7 +115,7 @@ def test_keys_that_are_arguments_stay_so():
         for seed in range(2):
             key = jax.random.key(seed)
             assert_same(values(made(key)), values(make(key)), rtol=1e-6)
-            assert not prepare.as_it_runs(made.program(key))[2]
+            assert not rewrite(made.program(key)).keys
 
 
 def test_a_program_that_runs_again_draws_the_same():
@@ -133,7 +134,7 @@ def test_a_program_that_runs_again_draws_the_same():
     with mesh:
         x = jnp.ones((4, WIDTH))
         first, again = noisy(x), noisy(x)
-        assert len(prepare.as_it_runs(noisy.program(x))[2]) == 2
+        assert len(rewrite(noisy.program(x)).keys) == 2
     noise = jax.random.normal(jax.random.key(1), x.shape)
     assert_same([first, again], [x + 2 * noise] * 2, rtol=1e-6)
 
@@ -169,7 +170,7 @@ def test_a_loop_makes_its_own():
         step = mm.jit(mm.microbatch(nnx.value_and_grad(loss), dim=0, size=2, argnum=1, reduce="mean"))
         x = jnp.ones((8, WIDTH))
         got = step(placed, x)
-        assert not prepare.as_it_runs(step.program(placed, x))[2]
+        assert not rewrite(step.program(placed, x)).keys
     mask = lambda x: x * jnp.tile(jax.random.bernoulli(jax.random.key(1), 0.5, (2, WIDTH)), (4, 1))
     whole = lambda model, x: (model[1](mask(model[0](mask(x)))) ** 2).mean()
     assert_same(got, nnx.value_and_grad(whole)(model, x))

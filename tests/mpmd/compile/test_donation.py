@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.mpmd.runtime import profile as profile_module
+from mmnnx.mpmd.runtime.live_bytes import LiveBytes
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place, train_step
@@ -97,7 +97,7 @@ def test_no_instruction_leaves_more_alive_than_the_program_says(per_stage, sched
     """After each one JAX itself counts the arrays that are alive on each mesh."""
     mesh, model, optimizer, step = trainer(per_stage, schedule)
     seen = []
-    after = profile_module._Live.after
+    after = LiveBytes.after
 
     def watched(self, inputs, outputs):
         after(self, inputs, outputs)
@@ -109,7 +109,7 @@ def test_no_instruction_leaves_more_alive_than_the_program_says(per_stage, sched
                     alive[self.program.names[m]] += bytes_of(x)
         seen.append((dict(self.now), alive))
 
-    monkeypatch.setattr(profile_module._Live, "after", watched)
+    monkeypatch.setattr(LiveBytes, "after", watched)
     with mesh:
         program = step.program(model, optimizer, models.vectors())
         profile = program.profile(model, optimizer, models.vectors())

@@ -10,14 +10,14 @@ from jax import lax
 
 import mmnnx as mm
 from mmnnx.mpmd.compile import executables
-from mmnnx.mpmd.compile.equality import computation
+from mmnnx.mpmd.compile.equality import jaxpr_key
 from tests.mpmd.inline import test_scans
 
 X = jnp.ones((3, 3))
 
 
 def key(f, *args):
-    return computation(jax.make_jaxpr(f)(*(args or (X, X))))
+    return jaxpr_key(jax.make_jaxpr(f)(*(args or (X, X))))
 
 
 SAME = {

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.mpmd.compile import executables, gc_pause
+from mmnnx.mpmd.compile.buffer_shardings import BufferShardings, replicated
 from mmnnx.mpmd.compile.executables import Executable
 from mmnnx.mpmd.compile.lower import lower
 from mmnnx.mpmd.runtime import arguments
@@ -271,8 +272,8 @@ def test_on_one_device_each_nothing_waits(compiles):
     with mesh:
         model = born(lambda: Chain(4), placement)
         program = mm.jit(train_step(2)).program(model, mm.jit(make_optimizer)(model), X)
-    fixed = executables._replicated(program, {})
-    ready = executables._Known(program, fixed).ready
+    fixed = replicated(program, {})
+    ready = BufferShardings(program, fixed).ready
     assert {call.fragment for call in ready} == set(program.fragments)
     assert len(ready) == len(program.fragments)
 
@@ -319,13 +320,13 @@ def test_a_second_start_compiles_nothing(tmp_path):
 
 def test_the_collector_is_back_after_a_trace():
     assert gc_pause.gc.isenabled()
-    with pytest.raises(ZeroDivisionError), gc_pause.uncollected(), gc_pause.uncollected():
+    with pytest.raises(ZeroDivisionError), gc_pause.gc_paused(), gc_pause.gc_paused():
         assert not gc_pause.gc.isenabled()
         raise ZeroDivisionError
     assert gc_pause.gc.isenabled()
     gc_pause.gc.disable()
     try:
-        with gc_pause.uncollected():
+        with gc_pause.gc_paused():
             pass
         assert not gc_pause.gc.isenabled()  # whoever switched it off wants it off
     finally:

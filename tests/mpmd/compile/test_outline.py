@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.modules.lm import LM, LMConfig
-from mmnnx.mpmd.compile import outline
+from mmnnx.mpmd.compile import outline, outline_split
+from mmnnx.mpmd.compile.rewrites import rewrite
 from mmnnx.mpmd.emit.merge import merge
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.instructions import Call
-from mmnnx.mpmd.runtime import prepare
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, pipeline
@@ -29,7 +29,7 @@ from tests.mpmd.parity import assert_parity, pipeline
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     """As without JAX's cache on disk, which tests may have, and for models as small as these."""
-    monkeypatch.setattr(outline, "can_be_moved", lambda mesh: True)
+    monkeypatch.setattr(outline, "loads_on_other_meshes", lambda mesh: True)
     monkeypatch.setattr(outline, "_WORTH", 10)
 
 
@@ -75,7 +75,7 @@ def trained(
 def parts(program: mm.Program) -> dict[Fragment, list[Fragment]]:
     """The parts of each fragment that is divided, after calls were merged as they are when it runs."""
     merged, _ = merge(program)
-    runs, numbers = outline.share(merged)
+    runs, numbers = outline.outline(merged)
     found: dict[Fragment, dict[Fragment, None]] = {}
     for n, i in zip(numbers, runs.instructions, strict=True):
         if isinstance(i, Call) and (whole := merged.instructions[n].fragment) is not i.fragment:
@@ -124,7 +124,8 @@ def test_stages_that_go_round_the_meshes():
 def test_a_program_that_is_divided_is_whole():
     """Parts follow each other, what was dropped still is, and each goes by the number of the whole."""
     program = trained((1, 1, 1, 1))
-    runs, numbers, _ = prepare.as_it_runs(program)
+    rewritten = rewrite(program)
+    runs, numbers = rewritten.program, rewritten.numbers
     runs.verify()
     assert numbers == sorted(numbers) and {*numbers} == {*range(len(program.instructions))}
     for n, i in zip(numbers, runs.instructions, strict=True):
@@ -252,7 +253,7 @@ def test_what_calls_the_host_is_left_whole(reads):
 )
 def test_what_each_part_makes_anew(made, free):
     eqns = jax.make_jaxpr(made)(jnp.zeros((4, 6))).jaxpr.eqns
-    assert all(map(outline._takes_no_work, eqns)) == free
+    assert all(map(outline_split._takes_no_work, eqns)) == free
 
 
 @pytest.mark.parametrize(
@@ -260,8 +261,8 @@ def test_what_each_part_makes_anew(made, free):
     [
         pytest.param((1, 1), {}, id="no stage between the ends"),
         pytest.param((1, 1, 1, 1), {"_WORTH": 1000, "_WORTH_ONCE": 1000}, id="too little is won"),
-        pytest.param((1, 1, 1, 1), {"_MOST": 0}, id="too much to compare"),
-        pytest.param((1, 1, 1, 1), {"can_be_moved": lambda mesh: False}, id="no program moves"),
+        pytest.param((1, 1, 1, 1), {"_MOST_PAIRS": 0}, id="too much to compare"),
+        pytest.param((1, 1, 1, 1), {"loads_on_other_meshes": lambda mesh: False}, id="no program moves"),
     ],
 )
 def test_what_is_left_whole(monkeypatch, blocks, limits):

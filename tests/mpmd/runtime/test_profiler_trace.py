@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 import mmnnx as mm
-from mmnnx.mpmd.runtime.prepare import as_it_runs
+from mmnnx.mpmd.compile.rewrites import rewrite
 from tests.mpmd.parity import pipeline
 
 
@@ -50,7 +50,7 @@ def test_instructions_are_named_in_a_trace(tmp_path):
             during = [jax.block_until_ready(step(model, x)) for _ in range(2)]
         finally:
             jax.profiler.stop_trace()
-        program, *_ = as_it_runs(step.program(model, x))
+        program = rewrite(step.program(model, x)).program
 
     (file,) = tmp_path.glob("**/*.trace.json.gz")
     with gzip.open(file) as text:

@@ -1,0 +1,66 @@
+"""From a plan to its program: instructions in the order of dispatch, over numbered buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.sharding import Mesh
+
+from mmnnx.mpmd.emit.liveness import free_after_last_use
+from mmnnx.mpmd.emit.loop import emit_loop
+from mmnnx.mpmd.emit.moving_meshes import MovingMeshes
+from mmnnx.mpmd.emit.outer_values import OuterValues
+from mmnnx.mpmd.emit.writer import Writer, remote_readers
+from mmnnx.mpmd.ir.equations import Var
+from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, PlacedVar, Plan
+from mmnnx.mpmd.ir.instructions import LoopRuns
+from mmnnx.mpmd.ir.program import Program
+from mmnnx.mpmd.schedule.dispatch_order import Moves
+
+
+def build_program(
+    plan: Plan,
+    inputs: dict[Var, Mesh | None],
+    results: Sequence[Sequence[PlacedVar]],
+    names: dict[Mesh, str],
+    moving: Moves,
+    successors: dict[Var, Var],
+) -> Program:
+    """Turns a plan into instructions.
+
+    Args:
+      plan: fragments and loops in order.
+      inputs: every input of the function with its home, None for one that every mesh can be given.
+      results: for each result of the function, the values that hold it.
+      names: for each mesh, what messages call it.
+      moving: for each moving mesh, which one it is for each microbatch.
+      successors: for arguments that may be overwritten, the results that are their new values.
+    """
+    meshes = MovingMeshes(moving)
+    writer = Writer(names, meshes)
+    outer = OuterValues(plan, inputs, writer)
+    readers = remote_readers(plan.steps, plan.homes)
+    for step in plan.steps:
+        if isinstance(step, Fragment):
+            mesh = meshes.at(step.mesh, None)
+            writer.call(step, mesh, None, [outer.buffer(v, mesh) for v in step.invars], readers)
+        else:
+            emit_loop(step, outer, writer)
+    outputs = tuple(tuple(outer.buffer(v, mesh) for v, mesh in held) for held in results)
+    loops = [step for step in plan.steps if isinstance(step, LoopPlan)]
+    for step in loops:
+        successors = successors | dict(zip(step.loop.carry_in, step.loop.carry_out))
+    return Program(
+        free_after_last_use(writer.instructions, {s for buffers in outputs for s in buffers}),
+        {s: writer.values[s] for s in writer.inputs},
+        outputs,
+        tuple(writer.values),
+        names,
+        tuple(_runs(step, meshes) for step in loops),
+        successors,
+    )
+
+
+def _runs(plan: LoopPlan, meshes: MovingMeshes) -> LoopRuns:
+    fragments = tuple(map(meshes.variants, plan.body.fragments))
+    return LoopRuns(plan.timetable.schedule, plan.loop.spec.length, fragments)

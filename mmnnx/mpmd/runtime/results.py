@@ -1,0 +1,115 @@
+"""Results on the way out of a program: how each is made of what the program, or the caller, has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mmnnx import _compat
+from mmnnx.mpmd.distributed.processes import absent_array, is_here
+from mmnnx.mpmd.ir.equations import is_var
+from mmnnx.mpmd.ir.fragments import PlacedVar
+from mmnnx.mpmd.runtime.bound_program import BoundProgram
+from mmnnx.mpmd.runtime.put import own_copy, put
+from mmnnx.sharding.mesh import MultiMesh
+
+Delivery = Callable[[Sequence[Any], Sequence[jax.Array]], Any]
+"""From arguments and constants, and the arrays of the program that hold a result, to the result."""
+
+
+def deliver_results(bound: BoundProgram) -> list[Delivery]:
+    """How each result of a function comes about."""
+    number = bound.number
+    deliveries: list[Delivery] = []
+    used: set[Any] = set()
+    outvars, types = bound.flat.outvars, bound.traced.jaxpr.out_avals
+    for leaf, v, requested, values, aval in zip(
+        bound.record.results, outvars, bound.out_shardings, bound.results, types
+    ):
+        argument = number.get(v) if is_var(v) else None
+        delivery = _deliver(v, argument, requested, values, bound.multimesh)
+        # Two results, or a result and an argument that it is not the state of, never share a buffer.
+        foreign = argument is not None and (leaf is None or leaf.updates != argument)
+        delivery = _copied(delivery) if foreign or (is_var(v) and v in used) else delivery
+        deliveries.append(_weakly_typed(delivery) if aval.weak_type else delivery)
+        used.update([v] if is_var(v) else [])
+    return deliveries
+
+
+def _deliver(
+    var: Any,
+    number: int | None,
+    requested: NamedSharding | None,
+    placed: Sequence[PlacedVar],
+    multimesh: MultiMesh | None,
+) -> Delivery:
+    """How a result of the function comes about.
+
+    Args:
+      var: the result in the jaxpr.
+      number: which argument or constant it is, if it is one.
+      requested: the sharding that it must have.
+      placed: the values of the program that hold it.
+      multimesh: whose devices a value that is kept on every mesh is spread over.
+    """
+    if var.aval.dtype == jax.dtypes.float0:  # of a derivative by integers: no array of a device's
+        return lambda values, arrays: np.zeros(var.aval.shape, jax.dtypes.float0)
+    if len(placed) > 1:
+        assert multimesh is not None  # without one, a result is kept on one mesh
+        target = NamedSharding(multimesh.mesh, PartitionSpec())
+        return lambda values, arrays: _everywhere(arrays, target)
+    if placed and requested is not None and not (is_here(placed[0][1]) or is_here(requested)):
+        absent = absent_array(var.aval.shape, var.aval.dtype, requested)  # one object for all calls
+        return lambda values, arrays: absent
+    if placed:
+        return lambda values, arrays: (
+            arrays[0] if arrays[0].sharding == requested else _at(requested, arrays[0])
+        )
+    if number is not None:
+        return lambda values, arrays: _at(requested, _array(values[number]))
+    constant = jnp.asarray(var.val, var.aval.dtype)
+    return _copied(lambda values, arrays: _at(requested, constant))
+
+
+def _everywhere(arrays: Sequence[jax.Array], target: NamedSharding) -> jax.Array:
+    """One replicated array made of equal replicated ones, each on some of its devices.
+
+    Nothing is copied, but to devices that no task has.
+    """
+    shards = {s.device: s.data for a in arrays for s in a.addressable_shards}
+    for d in target.addressable_devices - shards.keys():
+        shards[d] = jax.device_put(arrays[0].addressable_data(0), d)
+    parts = [shards[d] for d in target.mesh.devices.flat if d in shards]
+    return jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
+
+
+def _at(sharding: NamedSharding | None, x: Any) -> Any:
+    return x if sharding is None else put(x, sharding)
+
+
+def _array(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def _copied(delivery: Delivery) -> Delivery:
+    """The same result in a buffer of its own, so that to donate it takes nothing else along."""
+
+    def copy(values: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
+        return own_copy(delivery(values, arrays))
+
+    return copy
+
+
+def _weakly_typed(delivery: Delivery) -> Delivery:
+    """The same result with a weak type, which arrays that come from elsewhere do not have."""
+
+    def weak(values: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
+        made = delivery(values, arrays)
+        return made if made.aval.weak_type else _compat.weakly_typed(made)
+
+    return weak
