@@ -15,7 +15,8 @@ from mmnnx import _compat
 from mmnnx.inspect.units import ranges_text
 from mmnnx.sharding.mesh import current_multimesh, program_devices
 from mmnnx.sharding.placement import Match, Path, PlacementError, TaskSharding, parts_of
-from mmnnx.sharding.task import Task, placed_tasks
+from mmnnx.sharding.registered_tasks import placed_tasks
+from mmnnx.sharding.task import Task
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx.sharding.logical import to_spec, with_sharding_constraint
-from mmnnx.sharding.task import current_task, splitting
+from mmnnx.sharding.task_scope import current_task, splitting
 
 FREE = PartitionSpec.UNCONSTRAINED
 

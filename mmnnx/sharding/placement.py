@@ -109,7 +109,9 @@ def _covers(pattern: tuple[Any, ...], path: tuple[str, ...]) -> bool:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """What of the path of an optimizer's slot may be the path of its parameter: the longest, and last, first.
+    """The parts of a path of optimizer state that may be the path of its parameter.
+
+    The longest come first; of equally long ones, the last.
 
     Example:
       >>> parts_of(("mu", "w", 0))
@@ -130,7 +132,7 @@ class Match:
       task: its task.
       sharding: its sharding on the task's mesh.
       index: which rule of the TaskSharding said so, from 0.
-      own: whether the rule is for this state: a slot of an optimizer may have that of its parameter.
+      own: whether the rule is for this state itself; optimizer state may have the rule of its parameter.
     """
 
     task: Task
@@ -145,8 +147,9 @@ class TaskSharding(nnx.StateSharding):
     Args:
       rules: a mapping from NNX filters (`path(...)` makes one from a path pattern) to (task, spec), or an
         iterable of such pairs. The first filter that matches decides. A spec shards the leading dimensions
-        over axes of the task's mesh, the rest being replicated; a spec of None, or a Task alone, means: what
-        the Variable's own logical axis metadata comes to under the task's `logical_axes`, else replicated.
+        over axes of the task's mesh and replicates the rest. With a spec of None, or a Task alone, the
+        Variable's own logical axis names are translated by the task's `logical_axes`; without names it is
+        replicated.
 
     Raises:
       TypeError: a key that is no filter, or a value that is not (Task, PartitionSpec | None).
@@ -198,32 +201,32 @@ class TaskSharding(nnx.StateSharding):
         return self._match(index, path, variable)
 
     def lookup_optimizer_state(
-        self, paths: Sequence[Path], slot: nnx.Variable, parameters: Collection[Path] = ()
+        self, paths: Sequence[Path], variable: nnx.Variable, parameters: Collection[Path] = ()
     ) -> Match | None:
-        """Where a slot of an optimizer lives: by a rule of its own, else by that of its parameter.
+        """Where a Variable of an optimizer lives: by a rule of its own, else by that of its parameter.
 
-        A rule is the slot's own if it would not match the parameter, which has the end of its path.
+        Its path ends with the path of its parameter. A rule is its own if it does not match the parameter.
 
         Args:
           paths: all paths to it, such as ("opt_state", 0, "mu", "dense", "kernel").
-          slot: the slot.
-          parameters: the paths of parameters, as far as they are known. Where none of them is the end of the
-            slot's path, any end may be.
+          variable: the Variable.
+          parameters: the paths of parameters, as far as they are known. If none of them is the end of its
+            path, any end may be the parameter's path.
 
         Returns:
-          None where no rule matches it or its parameter. By the rule of a parameter whose spec does not fit a
-          slot, that is replicated over the mesh.
+          None if no rule matches it or its parameter. By a parameter's rule whose spec does not fit this
+          Variable, the Variable is replicated over the mesh.
 
         Raises:
           PlacementError: a rule of its own does not fit, as for `lookup`.
         """
-        parameter = nnx.Param(slot.get_raw_value())
+        parameter = nnx.Param(variable.get_raw_value())
         ends = [path[n:] for path in paths for n in range(1, len(path))]
         ends = [end for end in ends if end in parameters][:1] or ends  # the longest comes first
-        matching = {i for path in paths if (i := self._first_match(path, slot)) is not None}
+        matching = {i for path in paths if (i := self._first_match(path, variable)) is not None}
         own = [i for i in matching if not any(self._predicates[i](end, parameter) for end in ends)]
         if own:
-            return self._match(min(own), paths[0], slot)
+            return self._match(min(own), paths[0], variable)
         found = {i: end for end in ends if (i := self._first_match(end, parameter)) is not None}
         # A rule for all that is left matches any end of the path, whatever rule the parameter has.
         particular = [i for i in found if not is_catch_all(self._filters[i])]
@@ -247,9 +250,9 @@ class TaskSharding(nnx.StateSharding):
         return Match(task, NamedSharding(mesh, spec), index)
 
     def map_prefix(self, path: Path, variable: Any) -> NamedSharding:
-        """The sharding of the state at `path`, where NNX asks a StateSharding for it.
+        """The sharding of the state at `path`, which NNX calls for a StateSharding.
 
-        NNX also asks about the shards that the inside of a shard_map sees, so sizes are not checked here.
+        NNX calls it for the shards inside a shard_map too, so sizes are not checked here.
         """
         index = self._first_match(path, variable)
         if index is None:
@@ -261,7 +264,7 @@ class TaskSharding(nnx.StateSharding):
     def check_used(self, matched: set[int]) -> None:
         """Raise PlacementError for rules that placed nothing, given the indices of those that did.
 
-        A rule for all that is left may find nothing left.
+        A rule for all that is left may place nothing.
         """
         unused = [
             (filter, task)

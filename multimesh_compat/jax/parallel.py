@@ -12,7 +12,7 @@ import numpy as np
 import mmnnx as mm
 from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.task import ignoring
+from mmnnx.sharding.task_scope import ignoring
 from multimesh_compat.jax.constraints import autoshard
 from multimesh_compat.jax.contexts import fast_path
 from multimesh_compat.jax.unsplit import tracing_shapes

@@ -22,7 +22,7 @@ from mmnnx.mpmd.ir.equations import LAYOUT, Atom, Equation, Loop, Node, Var, is_
 from mmnnx.mpmd.ir.loop_spec import LoopSpec, is_transformed, loop_spec
 from mmnnx.mpmd.ir.origin import ACTIVATION, FREE, Kind
 from mmnnx.mpmd.ir.rewrite import inline, prune
-from mmnnx.sharding.task import is_backward
+from mmnnx.sharding.name_stack import is_backward
 
 
 class _HoldsLoop(Exception):

@@ -18,7 +18,8 @@ from mmnnx import _compat
 from mmnnx.mpmd.place.options import fusing, recomputing
 from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.task import ignoring, registrations
+from mmnnx.sharding.registered_tasks import registrations
+from mmnnx.sharding.task_scope import ignoring
 
 
 @dataclasses.dataclass(frozen=True)

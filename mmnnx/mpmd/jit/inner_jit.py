@@ -26,7 +26,8 @@ from mmnnx.mpmd.runtime.arguments import check_shared
 from mmnnx.mpmd.runtime.collective_order import taking_turns
 from mmnnx.mpmd.runtime.prepare import OUTERMOST, Run
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
-from mmnnx.sharding.task import Task, find_task, ignoring, tracing
+from mmnnx.sharding.task import Task
+from mmnnx.sharding.task_scope import find_task, ignoring, tracing
 
 
 @dataclasses.dataclass(frozen=True)

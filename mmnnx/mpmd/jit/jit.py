@@ -22,7 +22,8 @@ from mmnnx.mpmd.jit.inner_jit import FlatJit, static_arguments
 from mmnnx.mpmd.place.options import fusing, recomputing
 from mmnnx.mpmd.runtime.profile import measuring
 from mmnnx.sharding.mesh import MultiMesh
-from mmnnx.sharding.task import Task, ignoring
+from mmnnx.sharding.task import Task
+from mmnnx.sharding.task_scope import ignoring
 
 
 @contextlib.contextmanager

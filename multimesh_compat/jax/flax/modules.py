@@ -14,7 +14,8 @@ import jax
 from flax import linen as nn
 from flax.core import Scope, unfreeze
 
-from mmnnx.sharding.task import Task, task_scope
+from mmnnx.sharding.task import Task
+from mmnnx.sharding.task_scope import task_scope
 from multimesh_compat.jax.options import make_task
 from multimesh_compat.jax.unsplit import warn_unsplit
 
