@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from mmnnx import _compat
 from mmnnx.inspect.units import ranges_text
 from mmnnx.sharding.mesh import current_multimesh, program_devices
-from mmnnx.sharding.placement import Match, Path, PlacementError, TaskSharding, parts_of
+from mmnnx.sharding.path_filter import Path, parts_of
+from mmnnx.sharding.placement import Match, PlacementError, TaskSharding
 from mmnnx.sharding.registered_tasks import placed_tasks
 from mmnnx.sharding.task import Task
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from mmnnx.inspect.locations import Homes, Placed
-from mmnnx.sharding.placement import Path
+from mmnnx.sharding.path_filter import Path
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mmnnx.inspect.locations import Home, in_order
 from mmnnx.inspect.model_state import Piece, on_devices
 from mmnnx.inspect.module_calls import Call
 from mmnnx.inspect.units import bytes_text, count_text, path_text, ranges_text
-from mmnnx.sharding.placement import Path
+from mmnnx.sharding.path_filter import Path
 
 WIDTH = 240
 """Columns that `str()` and notebooks have; wider cells are folded."""

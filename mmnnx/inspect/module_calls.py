@@ -15,7 +15,7 @@ from flax import nnx
 
 from mmnnx.inspect.model_state import array_text, is_array
 from mmnnx.mpmd.jit.jit import ignore_transforms
-from mmnnx.sharding.placement import Path
+from mmnnx.sharding.path_filter import Path
 
 LINES = 6
 """Arrays that are named of one call's inputs, or outputs."""

@@ -13,7 +13,8 @@ from mmnnx.inspect.locations import Homes
 from mmnnx.inspect.model_state import Contents, Piece, take_stock
 from mmnnx.inspect.model_table import ModelTable, Row
 from mmnnx.inspect.module_calls import Call, watch_calls
-from mmnnx.sharding.placement import Path, TaskSharding
+from mmnnx.sharding.path_filter import Path
+from mmnnx.sharding.placement import TaskSharding
 
 
 def tabulate(

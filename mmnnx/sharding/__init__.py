@@ -8,8 +8,9 @@ Read first: `task.py` (what a task is), then `placement.py` (state) and `task_sc
 
 from mmnnx.sharding.logical import with_sharding_constraint
 from mmnnx.sharding.mesh import MultiMesh, TaskMesh
+from mmnnx.sharding.path_filter import path
 from mmnnx.sharding.pipeline import pipeline_sharding
-from mmnnx.sharding.placement import PlacementError, TaskSharding, path
+from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.sharding.registered_tasks import clear_tasks, register_task
 from mmnnx.sharding.rules import LogicalRules, logical_rules
 from mmnnx.sharding.shard_map import shard_map

@@ -14,7 +14,8 @@ import jax
 from flax import nnx
 
 from mmnnx._compat import attribute_order
-from mmnnx.sharding.placement import Path, PlacementError, TaskSharding, path
+from mmnnx.sharding.path_filter import Path, path
+from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.sharding.rules import LogicalRules, did_you_mean
 from mmnnx.sharding.task import AxisRules, Task
 
