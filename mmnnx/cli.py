@@ -43,11 +43,11 @@ def main(args: Sequence[str] | None = None) -> int:
 
         return run_launch(options, tell)
     if command == "inspect":
-        from mmnnx.train.checkpoint.cli import run as run_inspect
+        from mmnnx.train.checkpoint.inspect_cli import run as run_inspect
 
         return run_inspect(options, tell)
     if command == "schedule":
-        from mmnnx.inspect.cli import run as run_schedule
+        from mmnnx.inspect.schedule_cli import run as run_schedule
 
         return run_schedule(options, tell)
     if command in ("-h", "--help"):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
 from mmnnx.inspect.locations import Homes
-from mmnnx.inspect.model_state import take_stock
+from mmnnx.inspect.model_state import list_state
 from mmnnx.sharding.mesh import current_multimesh, program_devices
 from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.train.checkpoint.errors import Path
@@ -119,7 +119,7 @@ def check_rules(sharding: TaskSharding, nodes: Mapping[str, Any], stored: Mappin
     if all(isinstance(node, nnx.Optimizer) for node in abstract):
         return
     for node in sorted(abstract, key=lambda node: isinstance(node, nnx.Optimizer)):
-        take_stock(node, homes)
+        list_state(node, homes)
     for name, about in stored.items():
         like = jax.ShapeDtypeStruct(about["shape"], np.uint8)  # rules do not ask for the dtype
         with contextlib.suppress(PlacementError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from mmnnx.train.checkpoint.cli import run
+from mmnnx.train.checkpoint.inspect_cli import run
 from tests.test_readme import run_document
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.train.checkpoint import Checkpoints
-from mmnnx.train.checkpoint.cli import run
+from mmnnx.train.checkpoint.inspect_cli import run
 from tests.train.states import Net, placed, values
 
 PLAIN = """
