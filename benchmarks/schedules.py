@@ -206,7 +206,7 @@ def render(summary: dict[str, Any]) -> str:
         "",
         f"crowded: a stage takes {summary['crowding']:.2f} times as long when all devices compute at once",
         "",
-        "Residuals of each device at their peak, and the most bytes of arrays on one (counted: on the",
+        "Saved activations, the peak of each device, and the peak memory of a device (counted: on the",
         "program; measured: on the arrays of a run); MiB",
         "",
         f"{'':{width}}  {'microbatches in flight':<24}{'counted':<26}{'measured':<26}all, counted / measured",

@@ -203,7 +203,7 @@ def test_mistakes_in_launch_are_told_in_one_line(capsys):
         "--hosts a b train": "give the command after --",
         "--hosts a --": "give the command after --",
         "--hosts -- train": "--hosts needs",
-        "--hosts a:99 b -- train": "--hosts a:99 is no name, and no IPv6 address: give the port by --port",
+        "--hosts a:99 b -- train": "a:99 is neither a name nor an IPv6 address: give the port by --port",
         "--hosts a --port 0 -- train": "--port 0 is no TCP port",
         "--hosts a --port 65536 -- train": "--port 65536 is no TCP port",
     }.items():

@@ -15,8 +15,8 @@ from rich.text import Text
 from mmnnx.inspect.locations import Home, sort_homes
 from mmnnx.inspect.model_state import Piece, on_devices
 from mmnnx.inspect.module_calls import Call
-from mmnnx.inspect.units import bytes_text, count_text, path_text, ranges_text
-from mmnnx.sharding.path_filter import Path
+from mmnnx.inspect.units import bytes_text, count_text, ranges_text
+from mmnnx.sharding.path_filter import Path, path_text
 
 WIDTH = 240
 """Columns that `str()` and notebooks have; wider cells are folded."""

@@ -14,9 +14,8 @@ import jax
 from flax import nnx
 
 from mmnnx.inspect.model_state import array_text, is_array
-from mmnnx.inspect.units import path_text
 from mmnnx.mpmd.jit.jit import ignore_transforms
-from mmnnx.sharding.path_filter import Path
+from mmnnx.sharding.path_filter import Path, path_text
 
 LINES = 6
 """Lines for the inputs, or the outputs, of one call."""

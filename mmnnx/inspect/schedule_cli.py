@@ -84,8 +84,8 @@ class ScheduleConfig:
         }
 
 
-def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
-    """Run ``mmnnx schedule`` with these options; errors are passed to `tell`.
+def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
+    """Run ``mmnnx schedule`` with these options; errors are passed to `print_error`.
 
     Returns the exit status: 0; 2 for a mistake in the options. Raises SystemExit for options that cannot be
     parsed.
@@ -100,10 +100,10 @@ def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
         config.validate()
         show(config, console)
     except ValueError as error:
-        tell(str(error))
+        print_error(str(error))
         return 2
     except OSError as error:
-        tell(f"{error.filename}: {error.strerror}")
+        print_error(f"{error.filename}: {error.strerror}")
         return 2
     return 0
 

@@ -1,4 +1,4 @@
-"""How tables and pictures write counts, bytes, lists of devices and paths."""
+"""How tables and pictures write counts, bytes, and lists of devices."""
 
 from __future__ import annotations
 
@@ -46,12 +46,3 @@ def ranges_text(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def path_text(path: Iterable[object]) -> str:
-    """A path of state as it is read everywhere: keys with dots between them.
-
-    >>> path_text(("blocks", 3, "mlp", "kernel"))
-    'blocks.3.mlp.kernel'
-    """
-    return ".".join(map(str, path))

@@ -1,8 +1,9 @@
-"""Paths of state, and the NNX filters that match them."""
+"""Paths of state: how they are written, and the NNX filters that match them."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -10,6 +11,15 @@ from typing import Any
 from flax import nnx
 
 Path = tuple[Any, ...]
+
+
+def path_text(path: Iterable[object]) -> str:
+    """A path of state as messages, tables and pictures write it: keys with dots between them.
+
+    >>> path_text(("blocks", 3, "mlp", "kernel"))
+    'blocks.3.mlp.kernel'
+    """
+    return ".".join(map(str, path))
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from mmnnx._compat import attribute_order
-from mmnnx.sharding.path_filter import Path, path
+from mmnnx.sharding.path_filter import Path, path, path_text
 from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.sharding.rules import LogicalRules, did_you_mean
 from mmnnx.sharding.task import AxisRules, Task
@@ -93,7 +93,7 @@ def pipeline_sharding(
     _attach(parts, named, len(own_state))
     parts = [part for part in parts if part.state and part.layer >= 0]
     if sum(own_state) < len(tasks):
-        where = " and ".join(".".join(map(str, keys)) for keys in stacks)
+        where = " and ".join(path_text(keys) for keys in stacks)
         raise PlacementError(
             f"{sum(own_state)} of {len(own_state)} layers in {where} hold state of their own, too few for "
             f"{len(tasks)} stages: use fewer stages or more layers (of a mmnnx.modules.Stack, more segments=)"
@@ -228,7 +228,7 @@ def _attach(parts: Sequence[_Part], named: dict[str, list[Path] | None], count: 
             side = "last" if after is None else "first"
             part.layer = ends[side]
             if named[side] is not None:
-                unnamed.append(".".join(map(str, part.path)))
+                unnamed.append(path_text(part.path))
     if unnamed:
         raise PlacementError(f"{', '.join(unnamed)} would live nowhere: name it in first= or last=")
 
@@ -278,7 +278,7 @@ def _find(model: Any, what: str, place: str | tuple[str | int, ...]) -> tuple[Pa
             kinds = nnx.Pytree | nnx.Variable | list | tuple | dict
             names = [name for name, (_, child) in children.items() if isinstance(child, kinds)]
             raise PlacementError(
-                f"{what} has {place!r}, and {'.'.join(map(str, found)) or type(model).__name__} has no "
+                f"{what} has {place!r}, and {path_text(found) or type(model).__name__} has no "
                 f"{wanted!r}{did_you_mean(str(wanted), names)}: it has {', '.join(names) or 'nothing'}"
             )
         key, node = children[str(wanted)]
@@ -307,7 +307,7 @@ def _check_apart(places: Sequence[tuple[str, Path]]) -> None:
     for (what, keys), (other, longer) in permutations(places, 2):
         if longer[: len(keys)] == keys and (keys == longer or "layers=" in (what, other)):
             raise PlacementError(
-                f"{'.'.join(map(str, longer))} of {other} lies in {'.'.join(map(str, keys))} of {what}: "
+                f"{path_text(longer)} of {other} lies in {path_text(keys)} of {what}: "
                 "each part of the model has one place"
             )
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.sharding.logical import logical_spec
-from mmnnx.sharding.path_filter import Path, PathPattern, is_catch_all
+from mmnnx.sharding.path_filter import Path, PathPattern, is_catch_all, path_text
 from mmnnx.sharding.task import Task
 
 
@@ -269,7 +269,7 @@ def _describe(path: Path, variable: Any) -> str:
     value = _value(variable)
     kind = f"{type(variable).__name__}, " if isinstance(variable, nnx.Variable) else ""
     arrays = [f"{_dtype(leaf)}{list(_shape(leaf))}" for leaf in jax.tree.leaves(value)]
-    return f"{'.'.join(map(str, path)) or 'the state'} ({kind}{', '.join(arrays)})"
+    return f"{path_text(path) or 'the state'} ({kind}{', '.join(arrays)})"
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

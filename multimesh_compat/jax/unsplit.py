@@ -1,4 +1,4 @@
-"""What is said, once, about a task that is traced where it will not be split."""
+"""The warning, once in a process, about a task that is traced where it will not be split."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class Profile:
 
     def __str__(self) -> str:
         lines = [
-            f"step {self.seconds * 1e3:.2f} ms; in simulation {self.timeline.makespan * 1e3:.2f} ms, "
+            f"step {self.seconds * 1e3:.2f} ms; simulated step latency {self.timeline.makespan * 1e3:.2f} ms, "
             f"bubble {self.timeline.bubble:.1%}"
         ]
         width = max(map(len, self.costs.calls), default=0)
