@@ -224,7 +224,8 @@ def main() -> None:
         print(steps(each, options), flush=True)
     print(
         f"\na model of {options.variables} Variables\n"
-        f"{'':8}{'nnx.jit':>12}{'bare':>12}{'NNX state':>12}{'mm.jit':>12}{'bare':>12}{'NNX state':>12}{'ratio':>8}"
+        f"{'':8}{'nnx.jit':>12}{'bare':>12}{'NNX state':>12}"
+        f"{'mm.jit':>12}{'bare':>12}{'NNX state':>12}{'ratio':>8}"
     )
     for fun in (read, write):
         print(many_variables(fun, options), flush=True)
