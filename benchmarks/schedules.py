@@ -3,7 +3,7 @@
 Every schedule trains the network of `pipeline.py` on one-device stages; those with virtual stages get two of
 half the blocks on each device. All must agree on loss and gradients. A round is one step of each, in an order
 that changes from round to round. Then each program is profiled, and the measured costs of its fragments are
-played through: that is the simulated step, for devices that do not disturb each other.
+simulated: that is the step on devices that do not disturb each other.
 
     python benchmarks/schedules.py --stages 4 --microbatches 16
 """

@@ -65,6 +65,6 @@ def lines(hosts: Sequence[str], port: int, command: Sequence[str]) -> list[str]:
     'JAX_COORDINATOR_ADDRESS=a:7733 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1 mmnnx train --stages 4'
     """
     first = f"[{hosts[0]}]" if ":" in hosts[0] else hosts[0]
-    words = ["mmnnx", *command] if command[0] == "train" else command
+    arguments = ["mmnnx", *command] if command[0] == "train" else command
     shared = f"JAX_COORDINATOR_ADDRESS={shlex.quote(f'{first}:{port}')} JAX_NUM_PROCESSES={len(hosts)}"
-    return [f"{shared} JAX_PROCESS_ID={n} {shlex.join(words)}" for n in range(len(hosts))]
+    return [f"{shared} JAX_PROCESS_ID={n} {shlex.join(arguments)}" for n in range(len(hosts))]

@@ -61,7 +61,7 @@ def draw_text(timeline: Timeline, *, title: str = "", width: int = 100) -> Text:
             label = STYLES[e.phase].letter.lower() if nth % 2 else STYLES[e.phase].letter
             if whole:
                 number = "" if e.microbatch is None else str(e.microbatch)
-                fits = (e.end - e.start) * columns > 0.99 + len(number)  # so boxes of a length style alike
+                fits = (e.end - e.start) * columns > 0.99 + len(number)  # equal for boxes of equal length
                 label = (label + number if fits else label).ljust(last - first, "-")
             text.append(" " * (first - done))
             text.append(label, Style(color=text_colour(colour), bgcolor=colour))
