@@ -51,7 +51,7 @@ def by_hand_across(problem: Problem) -> Contender:
     attributes = (problem.before if here == 0 else ()) + (problem.after if here == last else ())
     part = Part(model, list(model.blocks)[here * depth : (here + 1) * depth], attributes)
     stage = Stage(problem, part, device, is_first=here == 0)
-    # What crosses is what enters a block, and its gradient: alike in shape and type.
+    # The input of a block is transferred, and its gradient, of the same shape and dtype.
     slice_ = jax.tree.map(lambda x: x[0], problem.slices(problem.batch))
     crossing = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device)),

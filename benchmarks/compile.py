@@ -60,7 +60,7 @@ def problem(options: Options) -> Problem:
 
 
 def first_step(options: Options) -> dict[str, float]:
-    """Seconds of a first step: to trace it, to cut it up, to compile it, and in all."""
+    """Seconds of a first step: to trace it, to lower it, to compile it, and in all."""
     what = problem(options)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.stages * options.tensor)

@@ -1,4 +1,4 @@
-"""What does it cost to cut a train step into programs that one device runs? A language model on one GPU:
+"""What does it cost to partition a train step into programs of one device? A language model on one GPU:
 
 - **nnx.jit**: the step as one XLA program, gradients accumulated over the microbatches by `lax.scan`;
 - **mm.jit**: the same step, its model divided into four tasks whose meshes are all of that same device.

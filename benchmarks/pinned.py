@@ -6,7 +6,7 @@ process holds what `make(*args)` made there, and answers questions about it:
     with Pinned(4, make, options) as processes:
         answers = processes.ask(function, 1, 2)        # function(held, 1, 2) in each, at the same time
 
-What is asked, and the answers, are pickled: `make` and `function` are functions of a module, not lambdas.
+Calls and results are pickled: `make` and `function` are functions of a module, not lambdas.
 """
 
 from __future__ import annotations

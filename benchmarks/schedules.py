@@ -3,7 +3,7 @@
 Every schedule trains the network of `pipeline.py` on one-device stages; those with virtual stages get two of
 half the blocks on each device. All must agree on loss and gradients. A round is one step of each, in an order
 that changes from round to round. Then each program is profiled, and the measured costs of its fragments are
-played through: that is the simulated step, for devices that do not disturb each other.
+simulated: that is the step on devices that do not disturb each other.
 
     python benchmarks/schedules.py --stages 4 --microbatches 16
 """
@@ -206,7 +206,7 @@ def render(summary: dict[str, Any]) -> str:
         "",
         f"crowded: a stage takes {summary['crowding']:.2f} times as long when all devices compute at once",
         "",
-        "Residuals of each device at their peak, and the most bytes of arrays on one (counted: on the",
+        "Saved activations, the peak of each device, and the peak memory of a device (counted: on the",
         "program; measured: on the arrays of a run); MiB",
         "",
         f"{'':{width}}  {'microbatches in flight':<24}{'counted':<26}{'measured':<26}all, counted / measured",

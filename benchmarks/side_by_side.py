@@ -115,7 +115,7 @@ def run(problem: Problem, rounds: int) -> dict[str, Any]:
     # Each was waited for, dispatch included, which in a step goes on while devices compute.
     bare = {name: max(0.0, seconds - costs.dispatch) for name, seconds in costs.calls.items()}
     latency = max(0.0, costs.latency - costs.dispatch)
-    played = program.simulate(dataclasses.replace(costs, calls=bare, latency=latency, dispatch=0.0))
+    simulated = program.simulate(dataclasses.replace(costs, calls=bare, latency=latency, dispatch=0.0))
     return {
         "rows": rows,
         "program": {
@@ -123,8 +123,8 @@ def run(problem: Problem, rounds: int) -> dict[str, Any]:
             "instructions": len(program.instructions),
             "transfers": len(program.transfers),
             "transferred_kib": sum(t.nbytes for t in program.transfers) / 2**10,
-            "simulated_ms": 1e3 * played.makespan,
-            "bubble": played.bubble,
+            "simulated_ms": 1e3 * simulated.makespan,
+            "bubble": simulated.bubble,
             "schedule_bubble": program.simulate().bubble,
         },
     }

@@ -16,7 +16,7 @@ Commands:
   train     train a language model as a pipeline over devices, in one process or several
   launch    print what to run on each host, to train or to run a script in a process on each
   inspect   show what a checkpoint holds, without loading it
-  schedule  compare pipeline schedules: step time, idle time, memory; needs no devices
+  schedule  compare pipeline schedules: step time, bubble, saved activations; needs no devices
 
 `mmnnx COMMAND --help` lists the options of a command."""
 
@@ -24,36 +24,36 @@ Commands:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line ``args`` (default: the process's own).
 
-    Returns the exit status: 0; 1 if a process of several failed; 2 for a mistake in what was asked; 3 if
+    Returns the exit status: 0; 1 if a process of several failed; 2 for a mistake in the arguments; 3 if
     training diverged; 130 after Ctrl-C; 143 after SIGTERM.
     """
     command, *options = list(sys.argv[1:] if args is None else args) or [""]
     errors = Console(stderr=True, highlight=False)
 
-    def tell(text: str) -> None:
+    def print_error(text: str) -> None:
         errors.print(f"mmnnx: {text}", markup=False, soft_wrap=True)
 
-    # Each command imports what it needs, and no more.
+    # Each command imports only what it needs.
     if command == "train":
         from mmnnx.train.cli import run as run_train
 
-        return run_train(options, tell)
+        return run_train(options, print_error)
     if command == "launch":
         from mmnnx.launch import run as run_launch
 
-        return run_launch(options, tell)
+        return run_launch(options, print_error)
     if command == "inspect":
-        from mmnnx.train.checkpoint.cli import run as run_inspect
+        from mmnnx.train.checkpoint.inspect_cli import run as run_inspect
 
-        return run_inspect(options, tell)
+        return run_inspect(options, print_error)
     if command == "schedule":
-        from mmnnx.inspect.cli import run as run_schedule
+        from mmnnx.inspect.schedule_cli import run as run_schedule
 
-        return run_schedule(options, tell)
+        return run_schedule(options, print_error)
     if command in ("-h", "--help"):
         print(USAGE)
         return 0
     if command:
-        tell(f"there is no command {command!r}")
+        print_error(f"there is no command {command!r}")
     print(USAGE, file=sys.stderr)
     return 2

@@ -1,4 +1,4 @@
-"""The command ``mmnnx launch``: what to run on each host. It starts nothing and needs no devices."""
+"""The command ``mmnnx launch``: prints what to run on each host. It starts nothing and needs no devices."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ class Options:
     """
 
     hosts: tuple[str, ...]
-    """Names or addresses of the hosts, by which the others reach them. The first one coordinates."""
+    """Names or addresses of the hosts, by which they reach each other. The first one coordinates."""
     port: int = 7733
     """TCP port on the first host at which the processes find each other."""
 
 
-def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
-    """Run ``mmnnx launch`` with these options; `tell` is given what went wrong.
+def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
+    """Run ``mmnnx launch`` with these options; errors are passed to `print_error`.
 
-    Returns the exit status: 0; 2 for a mistake in what was asked.
+    Returns the exit status: 0; 2 for a mistake in the options.
     """
     own = list(options)
     command: list[str] = []
     if "--" in own:
         at = own.index("--")
         own, command = own[:at], own[at + 1 :]
-    asked = tyro.cli(Options, args=own, prog="mmnnx launch")
+    parsed = tyro.cli(Options, args=own, prog="mmnnx launch")
     if not command:
-        tell("nothing to launch: give the command after --, as in: mmnnx launch --hosts a b -- train")
+        print_error("nothing to launch: give the command after --, as in: mmnnx launch --hosts a b -- train")
         return 2
-    if not 0 < asked.port < 65536:
-        tell(f"--port {asked.port} is no TCP port: give one from 1 to 65535")
+    if not 0 < parsed.port < 65536:
+        print_error(f"--port {parsed.port} is no TCP port: give one from 1 to 65535")
         return 2
-    if not asked.hosts or "" in asked.hosts:
-        tell("--hosts needs the name or address of at least one host")
+    if not parsed.hosts or "" in parsed.hosts:
+        print_error("--hosts needs the name or address of at least one host")
         return 2
-    for host in asked.hosts:
+    for host in parsed.hosts:
         try:
             ipaddress.IPv6Address(host if ":" in host else "::")
         except ValueError:
-            tell(f"--hosts {host} is no name, and no IPv6 address: give the port by --port")
+            print_error(f"--hosts {host} is neither a name nor an IPv6 address: give the port by --port")
             return 2
-    for host, line in zip(asked.hosts, lines(asked.hosts, asked.port, command)):
+    for host, line in zip(parsed.hosts, lines(parsed.hosts, parsed.port, command)):
         print(f"# on {host}\n{line}")
     print(
-        f"# Port {asked.port} of {asked.hosts[0]}, and those by which processes hand each other arrays, let "
-        "in anyone who can reach them: keep them closed to the outside (docs/processes.md)."
+        f"# Port {parsed.port} of {parsed.hosts[0]}, and the ports by which processes send each other "
+        "arrays, let in anyone who can reach them: keep them closed to the outside (docs/processes.md)."
     )
     return 0
 
@@ -65,6 +65,6 @@ def lines(hosts: Sequence[str], port: int, command: Sequence[str]) -> list[str]:
     'JAX_COORDINATOR_ADDRESS=a:7733 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1 mmnnx train --stages 4'
     """
     first = f"[{hosts[0]}]" if ":" in hosts[0] else hosts[0]
-    words = ["mmnnx", *command] if command[0] == "train" else command
+    arguments = ["mmnnx", *command] if command[0] == "train" else command
     shared = f"JAX_COORDINATOR_ADDRESS={shlex.quote(f'{first}:{port}')} JAX_NUM_PROCESSES={len(hosts)}"
-    return [f"{shared} JAX_PROCESS_ID={n} {shlex.join(words)}" for n in range(len(hosts))]
+    return [f"{shared} JAX_PROCESS_ID={n} {shlex.join(arguments)}" for n in range(len(hosts))]

@@ -30,7 +30,7 @@ def install() -> None:
     classes are the same and what was pickled under one name loads under the other. `multimesh.jax.flax` and
     other submodules come along. `jax_plugins.multimesh` and `jax_plugins.legate` are
     `multimesh_compat.plugin`. Packages around them that exist (`jax_plugins` with the CUDA plugin, a `legate`
-    without `legate.jax`) stay as they are and are added to; those that do not are empty stand-ins.
+    without `legate.jax`) stay as they are and get these modules; those that do not exist are made, empty.
 
     Nothing is imported before the program imports it, and nothing is written to disk. A second call does
     nothing. The call may come before or after `import jax`, and starts no backend.

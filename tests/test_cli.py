@@ -42,7 +42,7 @@ def drawn(lines: list[str]) -> list[str]:
 
 
 def numbers(name: str, meshes: int, microbatches: int, interleave: int = 2, costs=UNIT_COSTS) -> list[float]:
-    """Stages a mesh, period, makespan, bubble in % and memory."""
+    """Stages per mesh, step time, step latency, bubble in % and peak activations."""
     one = by_name(name, meshes, microbatches, interleave, costs)
     line = one.timeline
     return [one.stages_per_mesh, line.period, line.makespan, 100 * line.bubble, max(one.memory)]
@@ -84,17 +84,17 @@ def test_costs(capsys):
 def test_one_schedule_written_out(capsys):
     lines = schedule(capsys, "--stages 2 --microbatches 3 --schedule 1f1b")
     assert [line for line in lines if line] == [
-        " schedule   stages a mesh   period   makespan   bubble   memory",
-        " ──────────────────────────────────────────────────────────────",
-        " 1f1b                   1       12         12    25.0%        2",
-        "period: from one step to the next where steps follow on; makespan: a step on its own; "
-        "bubble: idle share of a period;",
-        "memory: residuals on the fullest mesh, in microbatches.",
+        " schedule   stages per mesh   step time   step latency   bubble   peak activations",
+        " ─────────────────────────────────────────────────────────────────────────────────",
+        " 1f1b                     1          12             12    25.0%                  2",
+        "step time: steady state, from one step to the next; step latency: one step on its own; "
+        "bubble: share of the step time in",
+        "which a mesh runs nothing; peak activations: the most saved activations on a mesh, in microbatches.",
         "1f1b",
         "mesh0 F0F1    B0--F2B1--  B2--",
         "mesh1   F0B0--F1B1--F2B2--",
-        "F forward  B backward  blank: idle, 25.0% of a period of 12 units",
-        "memory of each mesh: 2 1",
+        "F forward  B backward  blank: bubble, 25.0%; steady-state step time 12 units",
+        "peak activations of each mesh: 2 1",
     ]
 
 
@@ -203,7 +203,7 @@ def test_mistakes_in_launch_are_told_in_one_line(capsys):
         "--hosts a b train": "give the command after --",
         "--hosts a --": "give the command after --",
         "--hosts -- train": "--hosts needs",
-        "--hosts a:99 b -- train": "--hosts a:99 is no name, and no IPv6 address: give the port by --port",
+        "--hosts a:99 b -- train": "a:99 is neither a name nor an IPv6 address: give the port by --port",
         "--hosts a --port 0 -- train": "--port 0 is no TCP port",
         "--hosts a --port 65536 -- train": "--port 65536 is no TCP port",
     }.items():

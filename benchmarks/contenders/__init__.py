@@ -1,1 +1,1 @@
-"""The ways to take one training step that the benchmarks hold against each other, and what they train."""
+"""The ways to run one training step that the benchmarks compare, and the models that they train."""

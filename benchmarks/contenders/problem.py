@@ -22,7 +22,7 @@ OPTIMIZER = optax.adamw(1e-3)
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One training step: a batch, cut into equal microbatches, whose mean loss is minimised.
+    """One training step: a batch of equal microbatches, whose mean loss is minimised.
 
     Those who let mmnnx or XLA divide the model need `make`, `batch` and `loss`. Those who divide it by hand
     have the loss in three pieces, of an object `m` that has the model's attributes, or some of them:

@@ -70,7 +70,7 @@ def _bounds(summary: dict[str, Any]) -> list[str]:
     lines = [
         "A step is no shorter than the CPU time of the thread that dispatches it, than all its CPU time over "
         f"the {summary['cores']} cores, or than its pipeline: fragments, each timed alone with all cores and "
-        "caches to itself, and played through in the order of the schedule.",
+        "caches to itself, and simulated in the order of the schedule.",
         "",
         "| | step | dispatch | CPU time over cores | the pipeline | longest over step | bubble "
         "| fragments | instructions | transfers |",

@@ -1,4 +1,11 @@
-"""Pictures of programs and of runs."""
+"""Tables and pictures of models, placements, programs and runs.
+
+What comes in: NNX objects, TaskShardings, Programs, Timelines, profiles, rows of metrics.
+What goes out: views that show themselves in a terminal or a notebook, and files (SVG, PNG, PDF, JSON).
+What always holds: nothing runs on a device and nothing is changed; matplotlib is imported only to draw.
+Read first: `timeline.py` for programs (then `timeline_rows.py`), `tabulate.py` for models, `locations.py` for
+where arrays live.
+"""
 
 from mmnnx.inspect.chrome_trace import chrome_trace
 from mmnnx.inspect.loss_curves import draw_loss

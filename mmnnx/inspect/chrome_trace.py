@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Iterable
 from typing import Any
 
-from mmnnx.inspect.phase_styles import LOOKS
+from mmnnx.inspect.phase_styles import STYLES
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 
 MICROSECONDS = {"s": 1e6, "units": 1e3}
@@ -17,10 +17,10 @@ MICROSECONDS = {"s": 1e6, "units": 1e3}
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """A process of the meshes, with a thread for each, and one of the transfers, with a thread for each pair.
+    """The trace: a process with a thread for each mesh, and one with a thread for each pair that transfers.
 
-    Events of one mesh that overlap lie on several threads of its name. Times are in microseconds; where the
-    timeline's are units of cost, one is a millisecond.
+    Events of one mesh that overlap are on several threads of its name. Times are in microseconds; a unit of
+    cost is shown as a millisecond.
 
     >>> json.dump(chrome_trace(program.simulate()), open("trace.json", "w"))
     """
@@ -56,7 +56,7 @@ def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _slice(e: Event, pid: int, tid: int, factor: float) -> dict[str, Any]:
-    # Perfetto colours slices by name, without its numbers: so each phase has a colour.
+    # Perfetto colours slices by name, ignoring numbers in it: each phase has one colour.
     name = e.phase if e.microbatch is None else f"{e.phase} {e.microbatch}"
     return {
         "ph": "X",
@@ -66,13 +66,13 @@ def _slice(e: Event, pid: int, tid: int, factor: float) -> dict[str, Any]:
         "dur": (e.end - e.start) * factor,
         "pid": pid,
         "tid": tid,
-        "cname": LOOKS[e.phase].trace_colour,
+        "cname": STYLES[e.phase].trace_colour,
         "args": {"fragment": e.name, "phase": e.phase, "stage": e.stage, "microbatch": e.microbatch},
     }
 
 
 def _lanes(events: Iterable[Event]) -> list[list[Event]]:
-    """Events in as few lists as there are at one time; viewers draw those of one thread as if nested."""
+    """The fewest lists in which no events overlap; viewers draw overlapping events of a thread as nested."""
     lanes: list[list[Event]] = []
     ends: list[tuple[float, int]] = []  # (end of the last event, lane), as a heap
     for e in sorted(events, key=lambda e: (e.start, e.end)):

@@ -1,4 +1,4 @@
-"""Pictures as the bytes of files."""
+"""Figures as the bytes of picture files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PICTURES = (".svg", ".png", ".pdf")
 
 
 def check_picture_suffix(path: str | Path) -> str:
-    """The suffix of a path in small letters; raises ValueError if it is not one of `PICTURES`."""
+    """The suffix of a path in lower case; raises ValueError if it is not one of `PICTURES`."""
     suffix = Path(path).suffix.lower()
     if suffix not in PICTURES:
         raise ValueError(f"{path}: the file name of a picture must end in {', '.join(PICTURES)}")
@@ -21,13 +21,13 @@ def check_picture_suffix(path: str | Path) -> str:
 
 
 def picture_bytes(figure: Figure, suffix: str) -> bytes:
-    """A file of one of the formats in `PICTURES`; the same figure gives the same file.
+    """The figure in one of the formats in `PICTURES`; the same figure gives the same bytes.
 
     >>> Path("loss.svg").write_bytes(picture_bytes(draw_loss(rows), ".svg"))
     """
     from matplotlib import rc_context  # slow to import
 
-    # Without dates and random ids.
+    # No dates and no random ids.
     date = {".svg": "Date", ".pdf": "CreationDate"}.get(suffix)
     file = io.BytesIO()
     with rc_context({"svg.hashsalt": "mmnnx"}):

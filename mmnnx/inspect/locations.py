@@ -1,4 +1,4 @@
-"""Where each array lives: what arrays say themselves, or what a TaskSharding says about them."""
+"""Where each array lives, by its own sharding or by a TaskSharding."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from mmnnx import _compat
 from mmnnx.inspect.units import ranges_text
 from mmnnx.sharding.mesh import current_multimesh, program_devices
-from mmnnx.sharding.placement import Match, Path, PlacementError, TaskSharding, parts_of
-from mmnnx.sharding.task import Task, placed_tasks
+from mmnnx.sharding.path_filter import Path, parts_of
+from mmnnx.sharding.placement import Match, PlacementError, TaskSharding
+from mmnnx.sharding.registered_tasks import placed_tasks
+from mmnnx.sharding.task import Task
 
 
 @dataclass(frozen=True)
 class Home:
-    """Devices that hold state, each of them a shard of it.
+    """A submesh where state lives between calls; each of its devices holds a shard.
 
     Attributes:
-      task: the names of the tasks whose state is there, else what there is to say of the submesh: its slice
-        of the MultiMesh ("stage=0"), "all", or its devices.
+      task: the names of the tasks whose state is there. Without tasks, the submesh: its slice of the
+        MultiMesh ("stage=0"), "all", or its devices.
       axes: the axes of the submesh that are longer than one, with their sizes.
       devices: numbers as `TaskMesh` counts them.
     """
@@ -43,8 +45,8 @@ class Placed:
     shard_bytes: int
 
 
-def in_order(homes: Iterable[Home]) -> tuple[list[Home], list[Home]]:
-    """Homes by their devices, and apart from the others those that span several (scalars live on all)."""
+def sort_homes(homes: Iterable[Home]) -> tuple[list[Home], list[Home]]:
+    """Homes sorted by their devices, and apart from them those that contain others (scalars live on all)."""
     found = sorted(set(homes), key=lambda home: (home.devices, home.task))
     sets = [frozenset(home.devices) for home in found]
     wide = [home for home, own in zip(found, sets) if any(other < own for other in sets)]
@@ -52,10 +54,10 @@ def in_order(homes: Iterable[Home]) -> tuple[list[Home], list[Home]]:
 
 
 class Homes:
-    """Finds homes; made inside `with MultiMesh(...):`, if there is one.
+    """Finds the homes of arrays. Make it inside `with MultiMesh(...):`, if there is one.
 
     Args:
-      sharding: where state is going to live; None for what arrays say themselves.
+      sharding: says where state is going to live; None for the arrays' own shardings.
     """
 
     def __init__(self, sharding: TaskSharding | None = None):
@@ -66,11 +68,11 @@ class Homes:
         self._numbers = {device: n for n, device in enumerate(program_devices())}
         self._homes: dict[Any, Home] = {}
         self._matched: set[int] = set()
-        self._asked = False  # about state that rules have to place
+        self._needed_rules = False  # whether some state had to be placed by a rule
         self._parameters: dict[Path, tuple[Match, tuple[int, ...]]] = {}
 
     def find(self, paths: Sequence[Path], value: Any, arrays: Sequence[Any]) -> list[Placed | None]:
-        """Where the arrays of a Variable live, or an array that is its own `value`; None where unknown.
+        """Where the arrays of `value`, a Variable or an array itself, live; None where unknown.
 
         Args:
           paths: all paths that lead to it.
@@ -87,14 +89,14 @@ class Homes:
         return [self._placed(x, self._everywhere(), "all") if x.shape == () else None for x in arrays]
 
     def check_used(self) -> None:
-        """Raise PlacementError for rules that placed nothing, as `mm.jit` does."""
-        if self.sharding is not None and self._asked:
+        """Raises PlacementError for rules that placed nothing, as `mm.jit` does."""
+        if self.sharding is not None and self._needed_rules:
             self.sharding.check_used(self._matched)
 
     def _match(
         self, sharding: TaskSharding, paths: Sequence[Path], value: Any, arrays: Sequence[Any]
     ) -> Match | None:
-        """The rule of `mm.jit`: slots follow their parameters, scalars need no rule."""
+        """As `mm.jit` does it: optimizer state follows its parameter, scalars need no rule."""
         shape = tuple(arrays[0].shape) if arrays else ()
         if _compat.is_optimizer_state(value):
             match = sharding.lookup_optimizer_state(paths, value, self._parameters)
@@ -120,7 +122,7 @@ class Homes:
             raise errors[0]
         found = min(matches, key=lambda match: match.index)
         self._matched.update(match.index for match in matches)
-        self._asked = True
+        self._needed_rules = True
         self._parameters.update(dict.fromkeys(paths, (found, shape)))
         return found
 

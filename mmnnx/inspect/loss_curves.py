@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def draw_loss(rows: Iterable[Mapping[str, float]]) -> Figure:
-    """Training and validation loss, in bits a byte, over the steps.
+    """Training and validation loss, in bits per byte, over the steps.
 
-    ``rows`` are those of metrics.jsonl: with ``step``, and ``loss`` (nats a byte) or ``val_bits_per_byte``.
+    ``rows`` are those of metrics.jsonl: with ``step``, and ``loss`` (nats per byte) or ``val_bits_per_byte``.
 
     >>> draw_loss([{"step": 1, "loss": 5.5}, {"step": 1, "val_bits_per_byte": 7.9}]).savefig("loss.png")
     """

@@ -1,4 +1,4 @@
-"""What an NNX object holds: its nodes, and its arrays with their sizes and homes. Nothing is computed."""
+"""The nodes and arrays of an NNX object, with their sizes and homes. Nothing is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from mmnnx.inspect.locations import Homes, Placed
-from mmnnx.sharding.placement import Path
+from mmnnx.sharding.path_filter import Path
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Piece:
 
     Attributes:
       path: of its Variable, or its own.
-      kind: the type of its Variable (all of an Rngs are "RngState"), or "Array".
-      shape, dtype: its own; PRNG keys have their logical shape.
+      kind: the type of its Variable (for those of an Rngs "RngState"), or "Array".
+      shape, dtype: of PRNG keys, their logical ones.
       size, bytes: of the whole array.
-      placed: where it lives; None for what lives nowhere in particular.
+      placed: where it lives; None if it is not placed.
     """
 
     path: Path
@@ -42,12 +42,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that an NNX object holds.
+    """The nodes and arrays of an NNX object.
 
     Attributes:
       nodes: by path, each Module and other node, in Flax's order (children before parents).
-      pieces: its arrays; one that several paths lead to is there once, under the first.
-      shared: paths of Modules and Variables that are there already: the other path, and the type.
+      pieces: its arrays, each once, under the first path that leads to it.
+      shared: for each further path to a Module or Variable: the first path, and the type.
     """
 
     nodes: dict[Path, Any]
@@ -55,8 +55,8 @@ class Contents:
     shared: dict[Path, tuple[Path, type]]
 
 
-def take_stock(obj: Any, homes: Homes) -> Contents:
-    """Lists what `obj`, an NNX object with real or abstract arrays, holds.
+def list_state(obj: Any, homes: Homes) -> Contents:
+    """Lists the nodes and arrays of `obj`, an NNX object with real or abstract arrays.
 
     Raises:
       TypeError: not an NNX object.
@@ -89,7 +89,7 @@ def take_stock(obj: Any, homes: Homes) -> Contents:
 
 
 def on_devices(pieces: Iterable[Piece]) -> dict[int, int]:
-    """Bytes on each device that holds some of these, by its number."""
+    """Bytes of these arrays on each device that holds some of them, by its number."""
     found: Counter[int] = Counter()
     for piece in pieces:
         if piece.placed is not None:
@@ -119,5 +119,5 @@ def _kind(value: Any) -> str:
 
 
 def _others(path: Path, aliases: Iterable[tuple[Path, Path]]) -> Iterator[Path]:
-    """The other paths to what is at `path`: it, or something above it, may be shared."""
+    """The other paths to what is at `path`: it or a node above it may be shared."""
     return (other + path[len(first) :] for first, other in aliases if path[: len(first)] == first)

@@ -1,4 +1,4 @@
-"""What `mm.tabulate` found, and how `rich` draws it."""
+"""The table of `mm.tabulate`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mmnnx.inspect.locations import Home, in_order
+from mmnnx.inspect.locations import Home, sort_homes
 from mmnnx.inspect.model_state import Piece, on_devices
 from mmnnx.inspect.module_calls import Call
-from mmnnx.inspect.units import bytes_text, count_text, path_text, ranges_text
-from mmnnx.sharding.placement import Path
+from mmnnx.inspect.units import bytes_text, count_text, ranges_text
+from mmnnx.sharding.path_filter import Path, path_text
 
 WIDTH = 240
 """Columns that `str()` and notebooks have; wider cells are folded."""
 LINES = 12
-"""Lines that list the Variables of one row, or their specs."""
+"""Lines of a row that list Variables, or their specs."""
 NAMES = 3
-"""Tasks that a row names; of more it names the first and the last."""
+"""Tasks that a row names; if there are more, it names the first and the last."""
 
 HTML = (
     "<pre style=\"white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu Sans Mono',"
@@ -33,16 +33,16 @@ HTML = (
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says of one Module, or of the whole (path ()).
+    """The row of one Module, or of the whole model (path ()).
 
     Attributes:
       path: its path.
       type: the name of its class.
-      calls: what went in and came out, each different call once.
+      calls: its inputs and outputs; calls of the same types count once.
       pieces: the arrays it holds itself.
       below: these and those of all Modules in it.
-      shared: the Variables that it holds and another row counts: own path, the other path, kind.
-      same_as: for a Module that is there already: its other path. It holds nothing then.
+      shared: its Variables that another row counts: path in the Module, path in that row, kind.
+      same_as: for a Module that another row has: its path there. This row holds nothing then.
     """
 
     path: Path
@@ -72,11 +72,11 @@ class ModelTable:
 
     @property
     def by_home(self) -> Mapping[Home | None, tuple[Piece, ...]]:
-        """What lives where, in the order of the devices; None is for what lives nowhere in particular."""
+        """The arrays of each home, in the order of the devices; None is for arrays that are not placed."""
         found: dict[Home | None, list[Piece]] = {}
         for piece in self.pieces:
             found.setdefault(piece.placed.home if piece.placed is not None else None, []).append(piece)
-        narrow, wide = in_order(home for home in found if home is not None)
+        narrow, wide = sort_homes(home for home in found if home is not None)
         return {home: tuple(found[home]) for home in (*narrow, *wide, None) if home in found}
 
     @property
@@ -103,7 +103,7 @@ class ModelTable:
 
 
 def make_tables(found: ModelTable) -> Group:
-    """The table of modules, and below it, for a model that is placed, those of tasks and of devices."""
+    """The table of modules and, if the model is placed, those of tasks and of devices."""
     kinds = sorted({piece.kind for piece in found.pieces})
     placed = any(piece.placed is not None and piece.placed.spec for piece in found.pieces)
     parts = [_modules(found, kinds, placed)]
@@ -113,7 +113,7 @@ def make_tables(found: ModelTable) -> Group:
 
 
 def plain(renderable: Group) -> str:
-    """As text, whatever the terminal."""
+    """As text without colours, whatever the terminal."""
     console = Console(
         file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False
     )
@@ -144,7 +144,7 @@ def _modules(found: ModelTable, kinds: Sequence[str], placed: bool) -> Table:
         table.columns[-2].footer = ranges_text(found.by_device)
         table.columns[-1].footer = _device_bytes(found.pieces)
     for row in found.rows:
-        same = "" if row.same_as is None else f"\nas {path_text(row.same_as) or 'the whole'}"
+        same = "" if row.same_as is None else f"\nas {path_text(row.same_as) or 'the whole model'}"
         cells = [Text(path_text(row.path)), Text.assemble(row.type, (same, "dim"))]
         cells += _calls(row) if calls else ()
         cells += [_state(row, kind) for kind in kinds]
@@ -157,7 +157,7 @@ def _modules(found: ModelTable, kinds: Sequence[str], placed: bool) -> Table:
 
 
 def _calls(row: Row) -> list[Text]:
-    """Inputs and outputs, those of one call beside each other."""
+    """Inputs and outputs; those of one call begin on the same line."""
     inputs: list[str] = []
     outputs: list[str] = []
     for call in row.calls:
@@ -168,22 +168,22 @@ def _calls(row: Row) -> list[Text]:
 
 
 def _state(row: Row, kind: str) -> Text:
-    """The Variables of one kind, and the size of all there are below."""
+    """The Variables of one kind, and the size of all of that kind below."""
     lines = [f"{_name(row, p)}: {p}" for p in row.pieces if p.kind == kind and kind != "RngState"]
     lines += [f"{path_text(at)}: as {path_text(first)}" for at, first, k in row.shared if k == kind]
-    text = _lines(_cut(lines))
+    text = _lines(_shortened(lines))
     size = _size([p for p in row.below if p.kind == kind])
     return text.append("\n" if text and size else "").append_text(size)
 
 
 def _where(row: Row) -> list[Text]:
-    """Task, spec, devices, bytes on each: of what the row holds, and all but the spec of what is below."""
+    """Task, spec, devices, bytes on each. Specs are of the row's own Variables, the rest of all below too."""
     homes = {p.placed.home for p in row.below if p.placed is not None}
-    narrow, wide = (list(dict.fromkeys(home.task for home in some)) for some in in_order(homes))
+    narrow, wide = (list(dict.fromkeys(home.task for home in some)) for some in sort_homes(homes))
     tasks = narrow if len(narrow) <= NAMES else [f"{narrow[0]} … {narrow[-1]} ({len(narrow)})"]
     specs = [(_name(row, p), p.placed.spec) for p in row.pieces if p.placed is not None]
     same = len({spec for _, spec in specs}) == 1
-    lines = [specs[0][1]] if same else _cut([f"{name}: {spec}" for name, spec in specs])
+    lines = [specs[0][1]] if same else _shortened([f"{name}: {spec}" for name, spec in specs])
     devices = ranges_text(device for home in homes for device in home.devices)
     return [Text("\n".join([*tasks, *wide])), _lines(lines), Text(devices), Text(_device_bytes(row.below))]
 
@@ -208,18 +208,18 @@ def _devices(found: ModelTable) -> Table:
     table = Table(title="Devices")
     for heading in ("devices", "task", "bytes on each"):
         table.add_column(heading, overflow="fold")
-    alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
+    rows: dict[tuple[tuple[str, ...], int], list[int]] = {}
     homes = [home for home in found.by_home if home is not None]
     for device, held in found.by_device.items():
         tasks = tuple(dict.fromkeys(home.task for home in homes if device in home.devices))
-        alike.setdefault((tasks, held), []).append(device)
-    for (tasks, held), devices in alike.items():
+        rows.setdefault((tasks, held), []).append(device)
+    for (tasks, held), devices in rows.items():
         table.add_row(ranges_text(devices), Text(", ".join(tasks)), bytes_text(held))
     return table
 
 
 def _device_bytes(pieces: Iterable[Piece]) -> str:
-    """Bytes on each of the devices that hold these; where that differs, the most."""
+    """Bytes on each device that holds these arrays; if that differs, the peak, after "≤"."""
     held = on_devices(pieces).values()
     if not held:
         return ""
@@ -237,7 +237,7 @@ def _name(row: Row, piece: Piece) -> str:
     return path_text(piece.path[len(row.path) :])
 
 
-def _cut(lines: list[str]) -> list[str]:
+def _shortened(lines: list[str]) -> list[str]:
     return lines if len(lines) <= LINES else [*lines[: LINES - 1], f"… {len(lines) - LINES + 1} more"]
 
 

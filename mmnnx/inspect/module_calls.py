@@ -1,4 +1,4 @@
-"""What goes into and comes out of each Module when a model is called, found by tracing it abstractly."""
+"""The inputs and outputs of each Module when a model is called, found by an abstract trace."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from flax import nnx
 
 from mmnnx.inspect.model_state import array_text, is_array
 from mmnnx.mpmd.jit.contexts import ignore_transforms
-from mmnnx.sharding.placement import Path
+from mmnnx.sharding.path_filter import Path, path_text
 
 LINES = 6
-"""Arrays that are named of one call's inputs, or outputs."""
+"""Lines for the inputs, or the outputs, of one call."""
 
 _TAG = "_mmnnx_call_tag"
-_watching: ContextVar[_Watch | None] = ContextVar("mmnnx_watching_calls", default=None)
+_recording: ContextVar[_Recorder | None] = ContextVar("mmnnx_recording_calls", default=None)
 _lock = threading.RLock()  # classes are changed while a model is traced
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a Module: a line for each array that went in and came out, as far as `LINES`."""
+    """One call of a Module: a line for each input and each output, at most `LINES` each."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
-def watch_calls(
+def record_calls(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "__call__"
 ) -> dict[Path, list[Call]]:
-    """The calls of Modules while ``model.method(*args, **kwargs)`` runs, by path, in order of their begin.
+    """The calls of Modules while ``model.method(*args, **kwargs)`` runs, by path, in the order they begin.
 
-    Nothing is computed. The path of `model` itself is (). Calls of a Module that look alike are one. Inside
-    `nnx.vmap` and `nnx.scan` shapes are those of one iteration.
+    Nothing is computed. The path of `model` itself is (). Calls of a Module with the same types count once.
+    Inside `nnx.vmap` and `nnx.scan` shapes are those of one iteration.
 
     Args:
       model: an NNX object with real or abstract arrays. It is not changed.
-      args, kwargs: arrays, `jax.ShapeDtypeStruct`s and NNX objects are traced; what else there is, such as a
-        Python bool, is passed as it is.
+      args, kwargs: arrays, `jax.ShapeDtypeStruct`s and NNX objects are traced; other values, such as a Python
+        bool, are passed as they are.
 
     Raises:
       TypeError: there is no such method.
@@ -58,7 +58,7 @@ def watch_calls(
         return _trace(model, args, kwargs, method, distinct=True)
     except Exception as error:
         try:
-            # Tags make Modules differ that were equal, and the model may need them equal, to stack them, say.
+            # Tags make equal Modules differ, and the model may need them equal, to stack them for example.
             return _trace(model, args, kwargs, method, distinct=False)
         except Exception:
             error.add_note(f"while {type(model).__name__}.{method} was traced with the inputs of mm.tabulate")
@@ -68,7 +68,7 @@ def watch_calls(
 def _trace(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: str, *, distinct: bool
 ) -> dict[Path, list[Call]]:
-    watch = _Watch(distinct)
+    recorder = _Recorder(distinct)
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=nnx.graph.is_graph_node)
     objects = {n: x for n, x in enumerate(leaves) if nnx.graph.is_graph_node(x)}
     arrays = {n: _shape_of(x) for n, x in enumerate(leaves) if is_array(x)}
@@ -78,17 +78,17 @@ def _trace(
         copied, copies = nnx.merge(graphdef, state)
         given = [copies.get(n, arrays.get(n, x)) for n, x in enumerate(leaves)]
         args, kwargs = jax.tree.unflatten(structure, given)
-        watch.tag(copied)
-        with watch.record((), args, kwargs) as done:
+        recorder.tag(copied)
+        with recorder.record((), args, kwargs) as done:
             done(getattr(copied, method)(*args, **kwargs))
 
-    token = _watching.set(watch)
+    token = _recording.set(recorder)
     try:
-        with _lock, _watched_classes(model), ignore_transforms():
+        with _lock, _recorded_classes(model), ignore_transforms():
             jax.eval_shape(run, jax.tree.map(_shape_of, state), arrays)
     finally:
-        _watching.reset(token)
-    return watch.calls
+        _recording.reset(token)
+    return recorder.calls
 
 
 def _shape_of(x: Any) -> Any:
@@ -96,15 +96,15 @@ def _shape_of(x: Any) -> Any:
 
 
 class _Tag:
-    """Tells which Module of the model a copy is of; it is static, so every transformation carries it along.
+    """The path of a Module, as a static attribute, which every transformation carries along to copies.
 
-    Those of two traces differ, or a jitted function that was traced before would not be traced again.
+    Tags of two traces differ: otherwise JAX would not trace a jitted function again in the second one.
     """
 
-    def __init__(self, path: Path, watch: _Watch):
+    def __init__(self, path: Path, recorder: _Recorder):
         self.path = path
-        self._key = (id(watch), path if watch.distinct else None)
-        self._watch = watch  # so that its id stays its own
+        self._key = (id(recorder), path if recorder.distinct else None)
+        self._recorder = recorder  # kept alive, so that no other object gets its id
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Tag) and self._key == other._key
@@ -114,8 +114,8 @@ class _Tag:
 
 
 @dataclass
-class _Watch:
-    """What one trace has shown."""
+class _Recorder:
+    """The calls that one trace has made."""
 
     distinct: bool
     calls: dict[Path, list[Call]] = field(default_factory=dict)
@@ -128,8 +128,8 @@ class _Watch:
 
     @contextlib.contextmanager
     def record(self, path: Path, args: Any, kwargs: Any) -> Iterator[Callable[[Any], None]]:
-        """Yields what is to be called with the outputs."""
-        calls = self.calls.setdefault(path, [])  # now, for the order
+        """Yields a function to be called with the outputs."""
+        calls = self.calls.setdefault(path, [])  # paths are in the order in which calls begin
         inputs = _lines((*args, *([kwargs] if kwargs else [])))
 
         def done(outputs: Any) -> None:
@@ -144,7 +144,7 @@ class _Watch:
             self._open.pop()
 
     def within(self, path: Path) -> bool:
-        """Whether that Module is being called: what a `super().__call__()` asks."""
+        """Whether that Module is being called, so that a `super().__call__()` is not recorded."""
         return path in self._open
 
 
@@ -153,29 +153,29 @@ def _can_be_called(node: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _watched_classes(model: Any) -> Iterator[None]:
-    """Let every `__call__` of the classes in `model` be recorded, where this context watches."""
+def _recorded_classes(model: Any) -> Iterator[None]:
+    """Inside, every `__call__` of the classes in `model` is recorded by the recorder of this context."""
     found = {type(node) for _, node in nnx.iter_graph(model, graph=True) if _can_be_called(node)}
     name = "__call__"
     bases = {base for cls in found for base in cls.__mro__}
     originals = {base: vars(base)[name] for base in bases if name in vars(base)}
     try:
         for cls, original in originals.items():
-            type.__setattr__(cls, name, _watched(original))
+            type.__setattr__(cls, name, _recorded(original))
         yield
     finally:
         for cls, original in originals.items():
             type.__setattr__(cls, name, original)
 
 
-def _watched(original: Any) -> Callable[..., Any]:
+def _recorded(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        watch, tag = _watching.get(), getattr(self, _TAG, None)
+        recorder, tag = _recording.get(), getattr(self, _TAG, None)
         bound = original.__get__(self, type(self))
-        if watch is None or tag is None or watch.within(tag.path):
+        if recorder is None or tag is None or recorder.within(tag.path):
             return bound(*args, **kwargs)
-        with watch.record(tag.path, args, kwargs) as done:
+        with recorder.record(tag.path, args, kwargs) as done:
             outputs = bound(*args, **kwargs)
             done(outputs)
             return outputs
@@ -184,19 +184,19 @@ def _watched(original: Any) -> Callable[..., Any]:
 
 
 def _lines(tree: Any) -> tuple[str, ...]:
-    """A line for each leaf, behind the names (not the numbers) that lead to it."""
+    """A line for each leaf, with the names (not the numbers) in its path in front."""
     lines = []
     for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=nnx.graph.is_graph_node)[0]:
         names = [str(name) for key in path if isinstance(name := _name(key), str)]
         node = nnx.graph.is_graph_node(x)
         text = array_text(x) if is_array(x) else type(x).__name__ if node else repr(x)
         text = text if len(text) <= 40 else text[:39] + "…"
-        lines.append(f"{'/'.join(names)}: {text}" if names else text)
+        lines.append(f"{path_text(names)}: {text}" if names else text)
     if len(lines) > LINES:
         lines[LINES - 1 :] = [f"… {len(lines) - LINES + 1} more"]
     return tuple(lines)
 
 
 def _name(key: Any) -> Any:
-    """The key, index or attribute that one entry of a JAX path stands for."""
+    """The key, index or attribute in one entry of a JAX path."""
     return next((getattr(key, a) for a in ("key", "name", "idx") if hasattr(key, a)), None)

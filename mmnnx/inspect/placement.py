@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from flax import nnx
 
 from mmnnx.inspect.figure_bytes import check_picture_suffix, picture_bytes
-from mmnnx.inspect.locations import Home, Homes, in_order
-from mmnnx.inspect.model_state import Piece, on_devices, take_stock
+from mmnnx.inspect.locations import Home, Homes, sort_homes
+from mmnnx.inspect.model_state import Piece, list_state, on_devices
 from mmnnx.inspect.placement_picture import draw_placement
 from mmnnx.inspect.submesh import Part, Submesh
 from mmnnx.inspect.units import bytes_text, ranges_text
@@ -33,7 +33,7 @@ class PlacementView:
       names: what the models are called.
       submeshes: the boxes.
       memory: bytes that a device has, if known.
-      unplaced: bytes of what lives nowhere in particular.
+      unplaced: bytes of arrays that are not placed.
     """
 
     names: tuple[str, ...]
@@ -43,11 +43,11 @@ class PlacementView:
 
     @property
     def title(self) -> str:
-        """What is shown, and the bytes on the fullest device."""
+        """The models, the number of devices, and the peak of bytes per device."""
         most = max(submesh.most for submesh in self.submeshes)
         devices = len({device for submesh in self.submeshes for device in submesh.devices})
         text = f"{' and '.join(self.names)} on {devices} device{'s' * (devices > 1)}"
-        text += f", the fullest with {bytes_text(most)}" if devices > 1 else f": {bytes_text(most)}"
+        text += f", peak per device {bytes_text(most)}" if devices > 1 else f": {bytes_text(most)}"
         if self.memory is not None:
             text += f" of {bytes_text(self.memory)}"
         return text + (f"; {bytes_text(self.unplaced)} not placed" if self.unplaced else "")
@@ -55,8 +55,8 @@ class PlacementView:
     def figure(self) -> Figure:
         """The picture: a box for each submesh with its devices, what they hold, and a bar of their memory.
 
-        The bar is as long as the memory of a device, or as the fullest device holds where that is not known;
-        it is red where there is more than a device has room for.
+        The whole bar is the memory of a device or, if that is not given, the peak over all devices. It is red
+        if the state does not fit.
         """
         return self._figure
 
@@ -101,17 +101,17 @@ def show_placement(
     memory: float | None = None,
     mesh: MultiMesh | None = None,
 ) -> PlacementView:
-    """A picture of where state lives: submeshes with their devices, what these hold, and how full they are.
+    """A picture of where state lives: submeshes, their devices, what these hold, and how full they are.
 
-    Nothing is computed. Bytes are those of the state between steps; activations and gradients come on top.
+    Nothing is computed. Bytes are those of the state between steps, without activations and gradients.
 
     Args:
       *models: NNX objects, such as a model and its optimizer, real or of `nnx.eval_shape`.
       sharding: a TaskSharding that says where state is going to live, for models that are not placed yet.
-        Slots of an optimizer follow their parameters. Default: what the arrays say.
+        Optimizer state follows its parameters. Default: the arrays' own shardings.
       memory: bytes that one device has.
-      mesh: whose slices and tasks give the submeshes their names, and whose free devices are shown. Default:
-        the current MultiMesh, if there is one.
+      mesh: the MultiMesh whose slices and tasks name the submeshes, and whose free devices are shown.
+        Default: the current MultiMesh, if there is one.
 
     Returns:
       A `PlacementView`, which a notebook shows; it has `figure()` and `save(path)`.
@@ -127,7 +127,7 @@ def show_placement(
     if not models:
         raise ValueError("show_placement needs a model: mm.show_placement(model, optimizer)")
     if isinstance(models[-1], TaskSharding):
-        raise TypeError("a TaskSharding is no model: give it as sharding=")
+        raise TypeError("a TaskSharding is not a model: give it as sharding=")
     if memory is not None and (isinstance(memory, str) or not memory > 0):
         raise ValueError(f"memory= is the bytes that one device has, not {memory!r}")
     if not isinstance(mesh, MultiMesh | None):
@@ -138,7 +138,7 @@ def show_placement(
         named = [
             (f"{name}: " * (len(names) > 1), model, piece)
             for name, model in zip(names, models)
-            for piece in take_stock(model, homes).pieces
+            for piece in list_state(model, homes).pieces
         ]
         homes.check_used()
     found = [(name, model, piece) for name, model, piece in named if piece.placed is not None]
@@ -155,14 +155,14 @@ def show_placement(
 
 
 def _submeshes(found: Sequence[tuple[str, Any, Piece]], multimesh: MultiMesh | None) -> Iterable[Submesh]:
-    """A box for each set of devices, but none for state that is on the devices of several others."""
+    """A box for each set of devices that state lives on, except sets that contain others."""
     held = on_devices(piece for _, _, piece in found)
-    narrow, wide = in_order(piece.placed.home for _, _, piece in found if piece.placed is not None)
+    narrow, wide = sort_homes(piece.placed.home for _, _, piece in found if piece.placed is not None)
     boxes: dict[tuple[int, ...], list[Home]] = {}
     for home in narrow:
         boxes.setdefault(home.devices, []).append(home)
     left = sorted(set(held).difference(*boxes))
-    for home in sorted(wide, key=lambda home: len(home.devices)):  # devices that hold nothing of their own
+    for home in sorted(wide, key=lambda home: len(home.devices)):  # devices that have no smaller home
         mine = tuple(device for device in left if device in home.devices)
         left = [device for device in left if device not in home.devices]
         if mine:
@@ -177,7 +177,7 @@ def _submeshes(found: Sequence[tuple[str, Any, Piece]], multimesh: MultiMesh | N
 
 
 def _parts(found: Sequence[tuple[str, Any, Piece]], devices: tuple[int, ...]) -> tuple[Part, ...]:
-    """What there is on these devices."""
+    """The parts of models on these devices."""
     groups: dict[str, tuple[set[int], list[Piece]]] = {}
     for name, model, piece in found:
         if piece.placed is None or set(devices).isdisjoint(piece.placed.home.devices):
@@ -189,12 +189,12 @@ def _parts(found: Sequence[tuple[str, Any, Piece]], devices: tuple[int, ...]) ->
     parts = []
     for name, (indices, pieces) in groups.items():
         most = max(size for device, size in on_devices(pieces).items() if device in devices)
-        parts.append(Part(f"{name}/{ranges_text(indices)}" if indices else name, most, name))
+        parts.append(Part(f"{name}.{ranges_text(indices)}" if indices else name, most, name))
     return tuple(sorted(parts, key=lambda part: -part.bytes))
 
 
 def _part(model: Any, piece: Piece) -> tuple[str, int | None]:
-    """The top-level part of a model that an array is in, and its number in that, where parts are numbered."""
+    """The top-level part of a model that an array is in, and the array's index in it, if it is a list."""
     path = piece.path
     if isinstance(model, nnx.Optimizer) and path[0] == "opt_state":
         return next((key for key in path[1:] if isinstance(key, str)), "opt_state"), None
@@ -202,7 +202,7 @@ def _part(model: Any, piece: Piece) -> tuple[str, int | None]:
 
 
 def _names(models: Sequence[Any]) -> list[str]:
-    """The classes of models, numbered where one is there twice."""
+    """The classes of models, numbered if a class occurs more than once."""
     names = [type(model).__name__ for model in models]
     seen: dict[str, int] = {}
     for n, name in enumerate(names):

@@ -22,20 +22,20 @@ TITLE = 0.42
 
 COLUMNS = 4
 NAME, SMALL = 0.098, 0.066
-"""Inches that a letter takes at most on average: of a name, of other text."""
+"""The average width of a letter, in inches: of a name, of other text."""
 
 FILLED = ("#005998", "#3d8bc4", "#86b7dc", "#2f8f83", "#8cc9bd", "#c4cad1")
-"""Colours of the parts, those of the most bytes first, and of all others."""
+"""Colours of the parts, largest first; the last is for all others."""
 OVER = ("#8f1414", "#bf4138", "#de8276", "#b5651d", "#e0b083", "#c4cad1")
-"""The same where a device has no room for them."""
+"""The same for devices whose state does not fit."""
 GREY, EMPTY, EDGE = "#6b6b6b", "#eceff2", "#b5bcc4"
 
 
 def draw_placement(title: str, boxes: Sequence[Submesh], memory: int | None) -> Figure:
     """A box for each submesh, in order of their devices.
 
-    In a box: the name of its tasks, its axes, a square for each device, a bar of the bytes on the fullest
-    device, and the parts behind it, largest first, each with its bytes on a device and its colour in the bar.
+    In a box: the names of its tasks, its axes, a square for each device, a bar of the peak of bytes per
+    device, and below it the parts, largest first, each with its bytes per device and its colour in the bar.
 
     >>> view = mm.show_placement(model)
     >>> draw_placement(view.title, view.submeshes, view.memory).savefig("placement.png")
@@ -127,7 +127,7 @@ def _draw_box(
 
 
 def _ranks(boxes: Sequence[Submesh]) -> dict[str, int]:
-    """A colour for each part, the same in every box, as far as there are colours."""
+    """The rank of each part by bytes, by which it has its colour, the same in every box."""
     total: Counter[str] = Counter()
     for box in boxes:
         for part in box.parts:

@@ -1,4 +1,4 @@
-"""Schedules side by side: what each costs in time and memory on the same meshes."""
+"""Schedules simulated on the same meshes: what each costs in time and memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mmnnx.mpmd.schedule import Stages, Table, check_table, get_schedule, read_s
 
 @dataclass(frozen=True)
 class Simulated:
-    """A schedule, played through.
+    """A schedule and its simulation.
 
     Attributes:
       name: of the schedule.
-      stages: what it was played on.
+      stages: the stages and their meshes.
       table: its actions.
-      timeline: when each ran.
+      timeline: when each runs.
     """
 
     name: str
@@ -34,17 +34,17 @@ class Simulated:
 
     @functools.cached_property
     def period(self) -> float:
-        return round(self.timeline.period, 9)  # sums of the same costs in another order are equal
+        return round(self.timeline.period, 9)  # so that sums of the same costs in any order are equal
 
     @functools.cached_property
     def memory(self) -> tuple[float, ...]:
-        """For each mesh, the most residuals it holds, one being those of all its stages for a microbatch."""
+        """For each mesh, its peak of saved activations, in microbatches of all its stages."""
         held, stages = self.timeline.in_flight(), Counter(self.stages.meshes)
         return tuple(held[f"mesh{mesh}"] / stages[mesh] for mesh in sorted(stages))
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sorts schedules: the shortest `Timeline.period` first, and of these the least memory."""
+        """A sort key: the shortest `Timeline.period` first, of equal ones that with the least memory."""
         return self.period, max(self.memory)
 
 
@@ -57,11 +57,11 @@ def by_name(
       name: of the schedule.
       meshes: number of TaskMeshes.
       microbatches: number of microbatches.
-      interleave: stages on each mesh, for schedules that go round the meshes. In a V there are always two.
+      interleave: stages on each mesh, for schedules with looped placement. With V-shaped placement it is two.
       costs: time that a mesh takes for each phase of all its stages.
 
     Raises:
-      ValueError: for an unknown name, or a schedule that is not for such sizes; says why.
+      ValueError: for an unknown name, or a schedule that cannot be used for these sizes.
 
     >>> by_name("interleaved-1f1b", 4, 8, 2, UNIT_COSTS).timeline.period
     28.5
@@ -74,7 +74,7 @@ def by_name(
         layouts = [Stages.chain([*down] * interleave), Stages.chain([*down, *reversed(down)])]
 
     def tables(number: int) -> tuple[list[tuple[Stages, Table]], list[ValueError]]:
-        """What it makes of each layout, or why it does not."""
+        """The table for each placement of stages that it can be used with, and the errors for the others."""
         made: list[tuple[Stages, Table]] = []
         refused = []
         for stages in layouts:
@@ -86,10 +86,10 @@ def by_name(
 
     made, refused = tables(microbatches)
     if not made:
-        # The layout that suits it is the one that it takes when there are plenty of microbatches.
+        # Raise the error for the placement that it takes when there are enough microbatches.
         suited, _ = tables(4 * meshes)
         raise refused[layouts.index(suited[0][0]) if suited else 0]
-    return _play(name, *made[0], microbatches, costs)
+    return _simulated(name, *made[0], microbatches, costs)
 
 
 def from_csv(
@@ -117,10 +117,10 @@ def from_csv(
         raise ValueError(f"{path}: there is a stage {max(mesh_of)}, but no stage {missing[0]}")
     stages = Stages.chain([mesh_of[stage] for stage in sorted(mesh_of)])
     number = microbatches or 1 + max(a.microbatch for row in table for a in row)
-    return _play(str(path), stages, table, number, costs)
+    return _simulated(str(path), stages, table, number, costs)
 
 
-def _play(name: str, stages: Stages, table: Table, number: int, costs: Mapping[str, float]) -> Simulated:
+def _simulated(name: str, stages: Stages, table: Table, number: int, costs: Mapping[str, float]) -> Simulated:
     check_table(table, stages, number, name)
     try:
         return Simulated(name, stages, table, simulate(table, stages, costs))

@@ -1,4 +1,4 @@
-"""A submesh as pictures show it: its devices, and the parts of models that it holds."""
+"""A submesh as `mm.show_placement` shows it: its devices, and the parts of models on them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from mmnnx.inspect.units import bytes_text, ranges_text
 
 PARTS = 5
-"""Parts of a submesh that are named."""
+"""Parts of a submesh that are listed."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a submesh holds of one top-level part of a model: ``blocks/0-1``.
+    """What a submesh holds of one top-level part of a model, such as ``blocks.0-1``.
 
     Attributes:
-      name: of the part, behind that of the model where there are several.
-      bytes: on each device; where they differ, the most.
-      group: the name without the numbers, which other submeshes may have as well; "" for several parts.
+      name: of the part, after that of the model if there are several.
+      bytes: on each device; if they differ, the peak.
+      group: the name without the indices, the same on all submeshes; "" for several parts together.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Submesh:
       name: of its tasks, or of its slice of the MultiMesh; "free" for devices that hold nothing.
       axes: its axes that are longer than one, with their sizes.
       devices: numbers as `TaskMesh` counts them.
-      parts: what is on these devices, whichever submesh it belongs to, largest first.
+      parts: what is on these devices, also of larger submeshes, largest first.
       bytes: on each device, by its number.
     """
 
@@ -45,16 +45,16 @@ class Submesh:
 
     @property
     def most(self) -> int:
-        """Bytes on the fullest device."""
+        """The peak of bytes per device."""
         return max(self.bytes.values(), default=0)
 
     @property
     def device_text(self) -> str:
-        """The numbers of its devices, runs as ranges: "devices 0-7"."""
+        """The numbers of its devices: "devices 0-7"."""
         return f"device{'s' * (len(self.devices) > 1)} {ranges_text(self.devices)}"
 
     def memory_text(self, memory: int | None) -> str:
-        """How full its devices are, in words, where each has `memory` bytes."""
+        """How full its devices are, if each has `memory` bytes."""
         if not self.parts:
             return "nothing"
         text = ("" if len(set(self.bytes.values())) == 1 else "at most ") + bytes_text(self.most)
@@ -66,7 +66,7 @@ class Submesh:
         return f"{text}, {self.most / memory:.0%} of {bytes_text(memory)}"
 
     def main_parts(self) -> tuple[Part, ...]:
-        """The largest parts, at most `PARTS`; others, and those of less than a thousandth, as one."""
+        """At most `PARTS` parts, largest first; the others, and those below a thousandth, together as one."""
         large = [part for part in self.parts if 1000 * part.bytes >= self.most]
         shown = large if len(large) <= PARTS and large == list(self.parts) else large[: PARTS - 1]
         rest = self.parts[len(shown) :]

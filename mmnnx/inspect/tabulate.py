@@ -1,4 +1,4 @@
-"""``mm.tabulate``: what a model is made of, what it computes, and where it lives, as a table."""
+"""``mm.tabulate``: the modules of a model, their inputs and outputs, and where they live, as a table."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 from flax import nnx
 
 from mmnnx.inspect.locations import Homes
-from mmnnx.inspect.model_state import Contents, Piece, take_stock
+from mmnnx.inspect.model_state import Contents, Piece, list_state
 from mmnnx.inspect.model_table import ModelTable, Row
-from mmnnx.inspect.module_calls import Call, watch_calls
-from mmnnx.sharding.placement import Path, TaskSharding
+from mmnnx.inspect.module_calls import Call, record_calls
+from mmnnx.sharding.path_filter import Path
+from mmnnx.sharding.placement import TaskSharding
 
 
 def tabulate(
@@ -26,24 +27,24 @@ def tabulate(
 ) -> ModelTable:
     """The modules of a model: types, inputs and outputs, parameters, and where these live.
 
-    As `nnx.tabulate`, with the task, the spec, the devices and the bytes on each device, and with totals for
-    each task and each device. Nothing is computed and no array is made: inputs and outputs come from an
-    abstract trace, during which the `__call__` of each Module is watched.
+    It is `nnx.tabulate` with the task, the spec, the devices and the bytes on each device, and with totals
+    for each task and each device. Nothing is computed and no array is made: inputs and outputs come from an
+    abstract trace that records the `__call__` of each Module.
 
-    Each array counts once: where Modules or Variables are shared, the row of the first path (in Flax's order)
-    has them and the others say "as" and that path. A Module without calls is in the table too. Keys and
-    counts of random numbers are those of the Module that has them.
+    Each array counts once: shared Modules and Variables are in the row of their first path (in Flax's order),
+    and the other rows say "as" and that path. A Module without calls has a row too. PRNG keys and counts are
+    in the row of the Module that holds them.
 
-    Call it inside `with MultiMesh(...):` to see the names of tasks; the arrays know only their devices.
-    Where several tasks have state on one submesh, all their names are there.
+    Call it inside `with MultiMesh(...):` to see the names of tasks; the arrays know only their devices. If
+    several tasks have state on one submesh, all their names are shown.
 
     Args:
       model: an NNX object, such as a Module or an `nnx.Optimizer`, real or of `nnx.eval_shape`.
       *inputs, **kwargs: what to call it with: arrays, `jax.ShapeDtypeStruct`s, NNX objects, or Python values,
-        which stay as they are. Without any, and without `method`, it is not called.
-      depth: rows for paths of this many keys at most; what is deeper counts in the row above it.
+        which are passed as they are. Without any, and without `method`, it is not called.
+      depth: the longest path, in keys, that has a row; deeper modules count in the row above them.
       sharding: a TaskSharding that says where state is going to live, for a model that is not placed yet.
-        Default: what the arrays say.
+        Default: the arrays' own shardings.
       method: the method to call. Default: `__call__`.
 
     Returns:
@@ -61,10 +62,10 @@ def tabulate(
     if depth is not None and depth < 0:
         raise ValueError(f"depth= is the length of the longest paths to show, from 0, not {depth}")
     homes = Homes(sharding)
-    contents = take_stock(model, homes)
+    contents = list_state(model, homes)
     homes.check_used()
     traced = bool(inputs or kwargs or method)
-    calls = watch_calls(model, inputs, kwargs, method or "__call__") if traced else {}
+    calls = record_calls(model, inputs, kwargs, method or "__call__") if traced else {}
     rows = _rows(contents, calls, math.inf if depth is None else depth)
     return ModelTable(type(model).__name__, rows, contents.pieces, traced)
 
@@ -114,7 +115,7 @@ def _rows(contents: Contents, calls: Mapping[Path, Sequence[Call]], depth: float
 
 
 def _has_row(node: Any, stateful: bool) -> bool:
-    """Modules have rows; of what an optimizer is made of, what has a name, such as optax's named tuples."""
+    """Modules have rows, and so have the named tuples, and the like, of optimizer state."""
     return isinstance(node, nnx.Module) or (stateful and type(node) not in (tuple, list, dict))
 
 

@@ -1,4 +1,4 @@
-"""``mm.timeline``: what a program does when, to look at."""
+"""``mm.timeline``: the timeline of a program as text, as a picture, or as a trace."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mmnnx.inspect.chrome_trace import chrome_trace
 from mmnnx.inspect.figure_bytes import PICTURES, picture_bytes
 from mmnnx.inspect.timeline_picture import draw_timeline
-from mmnnx.inspect.timeline_rows import rows
-from mmnnx.inspect.timeline_text import Drawing, draw_text
+from mmnnx.inspect.timeline_rows import mesh_rows
+from mmnnx.inspect.timeline_text import TimelineText, draw_text
 from mmnnx.mpmd.ir.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FEW = 800  # boxes that a notebook shows as SVG; more are smaller, and faster to show, as PNG
+MAX_SVG_EVENTS = 800  # a notebook shows more of them as PNG, which is smaller and faster to show
 
 
 class Simulates(Protocol):
-    """A `Program`, say."""
+    """Such as a `Program`."""
 
     def simulate(self) -> Timeline: ...
 
 
 class Measured(Protocol):
-    """A profile, say."""
+    """Such as a `Profile`."""
 
     @property
     def timeline(self) -> Timeline: ...
@@ -73,7 +73,7 @@ class TimelineView:
         self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
     ) -> dict[str, Any]:
         bundle: dict[str, Any] = {"text/plain": str(self)}
-        if len(self.timeline.events) > FEW:
+        if len(self.timeline.events) > MAX_SVG_EVENTS:
             bundle["image/png"] = picture_bytes(self.figure, ".png")
         else:
             bundle["image/svg+xml"] = picture_bytes(self.figure, ".svg").decode()
@@ -82,12 +82,12 @@ class TimelineView:
     def __str__(self) -> str:
         return draw_text(self.timeline, title=self.title).plain
 
-    def __rich__(self) -> Drawing:
-        return Drawing(self.timeline, self.title)
+    def __rich__(self) -> TimelineText:
+        return TimelineText(self.timeline, self.title)
 
 
 def timeline(x: Timeline | Simulates | Measured, *, title: str = "") -> TimelineView:
-    """The timeline of a program (simulated), of a profile (measured), or one given, to look at.
+    """Shows the timeline of a program (simulated), of a profile (measured), or a `Timeline`.
 
     Raises:
       TypeError: for anything else.
@@ -105,7 +105,7 @@ def timeline(x: Timeline | Simulates | Measured, *, title: str = "") -> Timeline
             f"mm.timeline shows a Program, a profile or a Timeline, not {type(x).__name__}; "
             "the Program of a function f that is mm.jit-ed is f.program(*args)"
         )
-    rows(found)  # raises for one with nothing to draw
+    mesh_rows(found)  # raises for one with nothing to draw
     return TimelineView(found, title)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mmnnx.inspect.phase_styles import LOOKS, ink, shade, words
-from mmnnx.inspect.timeline_rows import rows, stage_ranks, unit
+from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name, text_colour
+from mmnnx.inspect.timeline_rows import mesh_rows, stage_ranks, time_unit
 from mmnnx.mpmd.ir.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 WIDTHS = (7.0, 16.0)  # inches: what a page and a notebook show without scrolling
 HEIGHT = 9.0  # inches that all rows share at most
-MANY = 10_000  # boxes beyond which vector formats hold them as an image
+MAX_VECTOR_EVENTS = 10_000  # vector formats hold more of them as an image
 SMALLEST = 5.0  # points: smaller numbers are left out
 
 
 def draw_timeline(timeline: Timeline, *, title: str = "") -> Figure:
-    """Meshes as rows, time along x; boxes coloured by phase and numbered by microbatch; white is idle.
+    """Meshes as rows, time along x; boxes coloured by phase and numbered by microbatch; white is bubble.
 
-    Rows come in the order in which microbatches first reach the meshes. Where a mesh has several stages,
-    later ones are lighter. Work that takes no time is not drawn, and numbers are left out where boxes are too
-    narrow for them. Idle time is in % of one `Timeline.period`.
+    Rows are in the order in which microbatches first reach the meshes. On a mesh with several stages later
+    ones are lighter. Events that take no time are not drawn, and numbers that do not fit their boxes are left
+    out. The bubble is in % of the steady-state step time, `Timeline.period`.
 
     Raises:
       ValueError: when nothing takes time.
@@ -33,11 +33,11 @@ def draw_timeline(timeline: Timeline, *, title: str = "") -> Figure:
     from matplotlib.collections import PolyCollection  # slow to import
     from matplotlib.figure import Figure
 
-    by_mesh = rows(timeline)
+    by_mesh = mesh_rows(timeline)
     ranks = stage_ranks(by_mesh)
     events = [(y, e) for y, mine in enumerate(by_mesh.values()) for e in mine]
     began = min(e.start for _, e in events)
-    per_unit, name = unit(timeline)
+    per_unit, name = time_unit(timeline)
     span = (max(e.end for _, e in events) - began) / per_unit
 
     def boxes(phase: str) -> list[tuple[float, float, int, str, str]]:
@@ -48,13 +48,13 @@ def draw_timeline(timeline: Timeline, *, title: str = "") -> Figure:
                 (e.end - e.start) / per_unit,
                 y,
                 "" if e.microbatch is None else str(e.microbatch),
-                shade(phase, *ranks[e.mesh, e.stage]),
+                phase_colour(phase, *ranks[e.mesh, e.stage]),
             )
             for y, e in events
             if e.phase == phase
         ]
 
-    drawn = {phase: found for phase in LOOKS if (found := boxes(phase))}
+    drawn = {phase: found for phase in STYLES if (found := boxes(phase))}
     lengths = sorted(length for found in drawn.values() for _, length, _, label, _ in found if label)
     short = lengths[len(lengths) // 4] if lengths else span
     margin = 0.35 + 0.075 * max(map(len, by_mesh))
@@ -73,7 +73,7 @@ def draw_timeline(timeline: Timeline, *, title: str = "") -> Figure:
             facecolors=[colour for *_, colour in found],
             edgecolors="white",
             linewidths=[min(0.7, 0.1 * length * points) for _, length, _, _, _ in found],
-            rasterized=len(events) > MANY,
+            rasterized=len(events) > MAX_VECTOR_EVENTS,
             label=phase,
         )
         axes.add_collection(collection)
@@ -88,7 +88,7 @@ def draw_timeline(timeline: Timeline, *, title: str = "") -> Figure:
                     ha="center",
                     va="center_baseline",
                     fontsize=size,
-                    color=ink(colour),
+                    color=text_colour(colour),
                     clip_on=True,
                 )
 
@@ -106,14 +106,18 @@ def draw_timeline(timeline: Timeline, *, title: str = "") -> Figure:
 
 
 def _legend(figure: Figure, axes: Axes, timeline: Timeline, phases: list[str], several: bool) -> None:
-    """Names the phases, and says how much of the time is idle."""
+    """The names of the phases, and the bubble."""
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=shade(phase), label=words(phase)) for phase in phases]
+    handles = [Patch(color=phase_colour(phase), label=phase_name(phase)) for phase in phases]
     if several:
         handles.append(Patch(color="none", label="lighter: a later stage of the mesh"))
     handles.append(
-        Patch(facecolor="white", edgecolor="#999999", label=f"idle ({timeline.bubble:.1%} of a period)")
+        Patch(
+            facecolor="white",
+            edgecolor="#999999",
+            label=f"bubble ({timeline.bubble:.1%} of the steady-state step time)",
+        )
     )
     wide = sum(0.55 + 0.066 * len(str(handle.get_label())) for handle in handles) < figure.get_figwidth()
     figure.legend(

@@ -1,4 +1,4 @@
-"""What every picture of a timeline shows: meshes as rows, in the order of the pipeline."""
+"""The rows of a timeline, one for each mesh, in the order of the pipeline; and its unit of time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mmnnx.mpmd.ir.timeline import Event, Timeline
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
-def rows(timeline: Timeline) -> dict[str, list[Event]]:
+def mesh_rows(timeline: Timeline) -> dict[str, list[Event]]:
     """The events that take time, by mesh, meshes in the order in which microbatches first reach them.
 
     Raises:
@@ -25,7 +25,7 @@ def rows(timeline: Timeline) -> dict[str, list[Event]]:
 
 
 def stage_ranks(events: dict[str, list[Event]]) -> dict[tuple[str, int | None], tuple[int, int]]:
-    """For each (mesh, stage): which of that mesh's stages it is, from 0, and how many the mesh has."""
+    """For each (mesh, stage): its number among the stages of that mesh, from 0, and how many the mesh has."""
     ranks: dict[tuple[str, int | None], tuple[int, int]] = {}
     for mesh, mine in events.items():
         stages = sorted({e.stage for e in mine if e.stage is not None})
@@ -34,10 +34,10 @@ def stage_ranks(events: dict[str, list[Event]]) -> dict[tuple[str, int | None], 
     return ranks
 
 
-def unit(timeline: Timeline) -> tuple[float, str]:
-    """A unit in which the times are handy to read: how many of the timeline's own it is, and its name.
+def time_unit(timeline: Timeline) -> tuple[float, str]:
+    """The unit to show times in: its size in the timeline's own unit, and its name.
 
-    >>> unit(Timeline((Event("a", 0.0, 0.02, "forward", 0, "f"),), unit="s"))
+    >>> time_unit(Timeline((Event("a", 0.0, 0.02, "forward", 0, "f"),), unit="s"))
     (0.001, 'ms')
     """
     if timeline.unit != "s":
@@ -45,7 +45,7 @@ def unit(timeline: Timeline) -> tuple[float, str]:
     return next((s for s in SECONDS if timeline.period >= s[0]), SECONDS[-1])
 
 
-def period(timeline: Timeline) -> str:
-    """`Timeline.period` to read: "33 units", "12.7 ms"."""
-    size, name = unit(timeline)
+def step_time_text(timeline: Timeline) -> str:
+    """The steady-state step time, `Timeline.period`, as text: "33 units", "12.7 ms"."""
+    size, name = time_unit(timeline)
     return f"{timeline.period / size:.4g} {name}"

@@ -1,4 +1,4 @@
-"""The picture of a pipeline in a terminal."""
+"""A timeline as text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
-from mmnnx.inspect.phase_styles import LOOKS, ink, shade, words
-from mmnnx.inspect.timeline_rows import period, rows, stage_ranks
+from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name, text_colour
+from mmnnx.inspect.timeline_rows import mesh_rows, stage_ranks, step_time_text
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 
 
 @dataclass(frozen=True)
-class Drawing:
+class TimelineText:
     """A timeline as `rich` shows it: as wide as the terminal allows."""
 
     timeline: Timeline
@@ -29,9 +29,9 @@ class Drawing:
 def draw_text(timeline: Timeline, *, title: str = "", width: int = 100) -> Text:
     """Meshes as rows, time along x, in lines of `width` columns at most.
 
-    A box is the letter of its phase, with the number of the microbatch where there is room; small letters are
-    every other stage of a mesh that has several. Blank is idle. Where boxes are narrower than columns, these
-    show phases in proportion to their time. Coloured by phase where `rich` shows colours.
+    A box is the letter of its phase, with the number of the microbatch if there is room. On a mesh with
+    several stages every other one has small letters. Blank is bubble. If boxes are narrower than columns, the
+    columns show phases in proportion to their time. Coloured by phase where `rich` shows colours.
 
     Raises:
       ValueError: when nothing takes time.
@@ -40,9 +40,9 @@ def draw_text(timeline: Timeline, *, title: str = "", width: int = 100) -> Text:
     >>> print(draw_text(simulate(get_schedule("1f1b").table(stages, 3), stages)))
     mesh0 F0F1    B0--F2B1--    B2--
     mesh1   F0B0--F1B1--F2B2--
-    F forward  B backward  blank: idle, 25.0% of a period of 12 units
+    F forward  B backward  blank: bubble, 25.0%; steady-state step time 12 units
     """
-    by_mesh = rows(timeline)
+    by_mesh = mesh_rows(timeline)
     ranks = stage_ranks(by_mesh)
     events = [e for mine in by_mesh.values() for e in mine]
     names = max(map(len, by_mesh))
@@ -57,14 +57,14 @@ def draw_text(timeline: Timeline, *, title: str = "", width: int = 100) -> Text:
         done = 0
         for e, first, last in (_boxes if whole else _samples)(mine, began, columns):
             nth, of = ranks[mesh, e.stage]
-            colour = shade(e.phase, nth, of)
-            label = LOOKS[e.phase].letter.lower() if nth % 2 else LOOKS[e.phase].letter
+            colour = phase_colour(e.phase, nth, of)
+            label = STYLES[e.phase].letter.lower() if nth % 2 else STYLES[e.phase].letter
             if whole:
                 number = "" if e.microbatch is None else str(e.microbatch)
-                fits = (e.end - e.start) * columns > 0.99 + len(number)  # so boxes of a length look alike
+                fits = (e.end - e.start) * columns > 0.99 + len(number)  # equal for boxes of equal length
                 label = (label + number if fits else label).ljust(last - first, "-")
             text.append(" " * (first - done))
-            text.append(label, Style(color=ink(colour), bgcolor=colour))
+            text.append(label, Style(color=text_colour(colour), bgcolor=colour))
             done = last
         text.append("\n")
     text.append_text(_legend(timeline, events, any(of > 1 for _, of in ranks.values()), width))
@@ -72,16 +72,20 @@ def draw_text(timeline: Timeline, *, title: str = "", width: int = 100) -> Text:
 
 
 def _legend(timeline: Timeline, events: list[Event], several: bool, width: int) -> Text:
-    """Names the phases, and says how much is idle, in lines of `width` columns at most."""
+    """The names of the phases, the bubble and the step time, in lines of `width` columns at most."""
     shown = {e.phase for e in events}
     parts = [
-        Text.assemble((look.letter, Style(color=ink(look.dark), bgcolor=look.dark)), f" {words(phase)}")
-        for phase, look in LOOKS.items()
+        Text.assemble(
+            (style.letter, Style(color=text_colour(style.dark), bgcolor=style.dark)), f" {phase_name(phase)}"
+        )
+        for phase, style in STYLES.items()
         if phase in shown
     ]
     if several:
         parts.append(Text("small: every other stage of a mesh"))
-    parts.append(Text(f"blank: idle, {timeline.bubble:.1%} of a period of {period(timeline)}"))
+    parts.append(
+        Text(f"blank: bubble, {timeline.bubble:.1%}; steady-state step time {step_time_text(timeline)}")
+    )
     legend, used = Text(), 0
     for part in parts:
         gap = "" if not used else "  " if used + 2 + len(part) <= width else "\n"
@@ -91,10 +95,10 @@ def _legend(timeline: Timeline, events: list[Event], several: bool, width: int) 
 
 
 def _columns(events: list[Event], room: int, wanted: int) -> tuple[float, bool]:
-    """Columns for a unit of time, and whether boxes are whole numbers of them (else: many boxes to a column).
+    """Columns per unit of time, and whether a box has at least a column (otherwise many boxes share one).
 
-    Where all lengths are multiples of the shortest, boxes of a length are equally wide, with no more columns
-    than a letter and a number need, `wanted`. Others share all the room there is.
+    If all lengths are multiples of the shortest, boxes of one length are equally wide, and no wider than a
+    letter and a number need, `wanted`. Otherwise they take all the room there is.
     """
     span = max(e.end for e in events) - min(e.start for e in events)
     lengths = sorted(e.end - e.start for e in events if e.microbatch is not None)
@@ -110,7 +114,7 @@ def _columns(events: list[Event], room: int, wanted: int) -> tuple[float, bool]:
 
 
 def _boxes(mine: list[Event], began: float, columns: float) -> list[tuple[Event, int, int]]:
-    """(event, its first column, the column after its last) of those that are a column wide at least."""
+    """(event, its first column, the column after its last) of events at least a column wide."""
     found = [
         (e, math.floor((e.start - began) * columns + 0.5), math.floor((e.end - began) * columns + 0.5))
         for e in mine
@@ -119,10 +123,10 @@ def _boxes(mine: list[Event], began: float, columns: float) -> list[tuple[Event,
 
 
 def _samples(mine: list[Event], began: float, columns: float) -> list[tuple[Event, int, int]]:
-    """(event, column, column + 1) of one event for each column that is not shown as idle.
+    """(event, column, column + 1) of one event for each column that is not shown as bubble.
 
-    What is shown of the many that a column stands for is what has been shown least for its time so far: so
-    over a few columns, phases and idle time have their true shares.
+    Of the events in a column, the one is shown whose phase has been shown least in proportion to its time so
+    far. Over a few columns, phases and bubble have their true shares.
     """
     shares: defaultdict[int, defaultdict[Event | None, float]] = defaultdict(lambda: defaultdict(float))
     first_of: dict[tuple[str, int | None], Event] = {}  # stands for all of its phase and stage

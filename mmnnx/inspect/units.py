@@ -15,7 +15,7 @@ def count_text(count: int) -> str:
     ('5,790', '8.03 B')
     """
     for unit, name in _COUNTS:
-        if count >= 0.9995 * unit:  # 999,600 would else read "1,000 K"
+        if count >= 0.9995 * unit:  # so that 999,600 is not "1,000 K"
             value = count / unit
             return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {name}"
     return f"{count:,}"
@@ -34,7 +34,7 @@ def bytes_text(size: int) -> str:
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """Numbers in ascending order, runs as ranges.
+    """Numbers in ascending order, consecutive ones as ranges.
 
     >>> ranges_text([0, 1, 2, 3, 8])
     '0-3, 8'
@@ -46,8 +46,3 @@ def ranges_text(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def path_text(path: Iterable[object]) -> str:
-    """A path as Flax writes it in its tables: keys with slashes between them."""
-    return "/".join(map(str, path))

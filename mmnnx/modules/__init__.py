@@ -1,4 +1,10 @@
-"""Flax NNX modules and models, their weights annotated with logical axis names."""
+"""Flax NNX modules and models, their weights annotated with logical axis names.
+
+What comes in: sizes, as arguments or in a config, and `nnx.Rngs`. What goes out: plain NNX modules to use, to
+subclass or to copy from.
+What always holds: they know nothing of pipelines; outside of `mm.jit` and tasks their annotations do nothing.
+Read first: `lm.py`, then `linear.py` and `logical.py` for the axis names, `stack.py` for scanned layers.
+"""
 
 from flax.nnx import Dropout
 

@@ -19,7 +19,7 @@ from mmnnx.modules.rotary import RotaryScaling, rotary
 class Attention(nnx.Module):
     """Scaled dot-product attention (arXiv:1706.03762) with its four projections, on `jax.nn`.
 
-    A subclass overrides `attend`, which gets queries, keys and values by head, and what may see what.
+    A subclass overrides `attend`, which gets queries, keys and values by head, and the mask.
 
     Args:
       width: features of input and output.
@@ -32,7 +32,7 @@ class Attention(nnx.Module):
       window: each token sees the nearest `window` keys up to its own, and, unless causal, as many from its
         own onwards.
       rotary_base: base of rotary positions. Default: no rotary positions.
-      rotary_scaling: what is done to their frequencies.
+      rotary_scaling: the scaling of their frequencies.
       qk_norm: queries and keys are normalised, by head and before rotation, by an RMSNorm (as in Qwen3).
       norm_epsilon: its epsilon.
       bias: whether the projections to query, key and value have biases.
@@ -140,7 +140,7 @@ class Attention(nnx.Module):
         causal: bool,
         window: int | None,
     ) -> jax.Array:
-        """What each query gets: [batch, queries, heads, head_dim].
+        """The attended values of each query: [batch, queries, heads, head_dim].
 
         Args:
           query: [batch, queries, heads, head_dim], normalised and rotated, not yet scaled.
@@ -198,7 +198,7 @@ class Attention(nnx.Module):
         """
         self._check(x, memory, segment_ids, memory_segment_ids, cache)
         source = x if memory is None else memory
-        # Lengths are left to XLA: sharded like the sequence around, unless the heads take its mesh axis.
+        # XLA shards the length dimension, like the sequence around, unless the heads take its mesh axis.
         query = self._by_head(self.query(x), self.heads_axes)
         key = self._by_head(self.key(source), self.kv_heads_axes)
         value = self._by_head(self.value(source), self.kv_heads_axes)

@@ -79,7 +79,7 @@ class EncoderBlock(Block):
 
 
 class DecoderBlock(Block):
-    """A block of `LM` with attention to what the encoder made between its two parts."""
+    """A block of `LM` with attention to the encoder's output between its two halves."""
 
     def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -113,13 +113,12 @@ class Side(nnx.Module):
 
 
 class EncoderDecoder(nnx.Module):
-    """From a source and a target so far to what follows in the target.
+    """From a source and the beginning of a target to the next tokens of the target.
 
     As T5 1.1 it has pre-norm blocks with RMSNorm, gated feed-forward layers, no biases and one embedding for
     both sides; positions are rotary instead of T5's learned biases.
-    `mm.pipeline_sharding(model, 4, ["encoder.blocks", "decoder.blocks"])` places it: what the encoder makes
-    is sent on to each stage of the decoder. Subclasses may override `make_encoder_block` and
-    `make_decoder_block`.
+    `mm.pipeline_sharding(model, 4, ["encoder.blocks", "decoder.blocks"])` places it; the encoder's output is
+    sent to each stage of the decoder. Subclasses may override `make_encoder_block` and `make_decoder_block`.
 
     Example:
       >>> config = EncoderDecoderConfig(encoder_layers=1, decoder_layers=1)
@@ -165,11 +164,11 @@ class EncoderDecoder(nnx.Module):
         return self.decode(self.encode(source), source, target)
 
     def encode(self, source: jax.Array) -> jax.Array:
-        """What the encoder makes of `source`: [batch, source length, width]."""
+        """The encoder's output for `source`: [batch, source length, width]."""
         return self.encoder(self.embed(source), mask=self.seen(source))
 
     def decode(self, memory: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-        """Logits of what follows each token of `target`, from what `encode` made of `source`."""
+        """Logits of the token after each token of `target`, from the output of `encode` for `source`."""
         x = self.decoder(self.embed(target), memory, mask=self.seen(source))
         logits = self.embed.attend(x) if self.config.tied else self.head(x)
         return constrain(logits.astype(jnp.float32), "batch", "sequence", "vocab")
@@ -196,6 +195,6 @@ class EncoderDecoder(nnx.Module):
 
 
 def attention(config: LMConfig, rngs: nnx.Rngs, **options: Any) -> Attention:
-    """Attention that sees all of what it is given, at first adding nothing."""
+    """Attention without a mask of its own, whose output is zero at first."""
     zeros = nnx.initializers.zeros
     return Attention(config.width, config.heads, out_init=zeros, rngs=rngs, **options, **types(config))

@@ -30,13 +30,13 @@ def generate(
     lengths: Any = None,
     capacity: int | None = None,
 ) -> jax.Array:
-    """What a language model goes on with after a prompt.
+    """The tokens that a language model generates after a prompt.
 
-    The prompt is read by one call of `mm.jit`, and each token is made by another. They are compiled once for
-    each shape, also over calls: a model of the same structure, a batch, a prompt length, a capacity. The KV
-    cache of a layer stays on the mesh of that layer, where each call overwrites it; tokens are chosen on the
-    mesh that makes the logits. A model that is placed is used where it is; call this where its MultiMesh is
-    current, as for any function of `mm.jit`. Dropout does what it did: `model.eval()` switches it off.
+    One call of `mm.jit` reads the prompt, and another one makes each token. They are compiled once for each
+    model structure, batch, prompt length and capacity, also over several calls of `generate`. The KV cache of
+    a layer stays on the mesh of that layer and is overwritten there; tokens are chosen on the mesh of the
+    logits. A placed model is used where it is: call this while its MultiMesh is current, as for any function
+    of `mm.jit`. Dropout stays as it is set: `model.eval()` switches it off.
 
     Args:
       model: an `LM`, or anything with these two: `model.init_cache(batch, capacity)`, a pytree of empty
@@ -44,10 +44,10 @@ def generate(
         tokens at once and for one. The length of a `KVCache` is the number of tokens before `tokens`.
       prompt: int [batch, length], at least one token.
       max_new_tokens: how many to make for each row.
-      temperature: what logits are divided by; 0 takes the likeliest token.
-      top_k: only the likeliest so many tokens are drawn from.
-      top_p: only the likeliest tokens that have so much probability together are drawn from (nucleus
-        sampling, arXiv:1904.09751), after `top_k`.
+      temperature: logits are divided by it; 0 takes the likeliest token.
+      top_k: tokens are drawn from the `top_k` likeliest.
+      top_p: tokens are drawn from the likeliest ones whose probabilities sum up to `top_p` (nucleus sampling,
+        arXiv:1904.09751), after `top_k`.
       rng: a key. Needed to draw, that is with a temperature above 0.
       eos: the token that ends a row: after it the row is filled up with it.
       lengths: int [batch], how many tokens of each row of the prompt count; the others, on the right, are
@@ -134,8 +134,8 @@ def _step(
 ) -> Any:
     """(the token [batch, 1] after `token`, the next cache without its lengths).
 
-    The caches held so many tokens before `token`: a scalar, or [batch]. That is given from outside, where it
-    is known: what every stage counts alike need not be computed, returned and placed.
+    `held`, a scalar or [batch], is the number of tokens in the caches. It is an argument because the caller
+    knows it: so no stage computes it, returns it and has to place it.
     """
     logits, cache = model(token, cache=_map(_with_length, cache, held))
     logits = logits[:, -1:]
@@ -149,7 +149,7 @@ def _step(
     return chosen.astype(jnp.int32), _map(_without_length, cache)
 
 
-# Kept, so that equal calls find what earlier ones compiled.
+# Module-level, so that equal calls use what earlier ones compiled.
 _STATIC = ("top_k", "greedy", "eos")
 _prefill = jit(_read, static_argnames=("capacity", *_STATIC))
 _decode = jit(_step, static_argnames=_STATIC, donate_argnames="cache")

@@ -1,8 +1,7 @@
 """A decoder-only transformer language model of the shape of Llama and Qwen: one config, one file.
 
-It is an ordinary Flax NNX model and knows nothing of pipelines. What it offers them is names: each weight
-carries the logical names of its axes (`vocab`, `embed`, `heads`, `kv_heads`, `mlp`), which a
-`mmnnx.Task` maps to the axes of its mesh.
+It is an ordinary Flax NNX model and knows nothing of pipelines. Each weight records the logical names of its
+axes (`vocab`, `embed`, `heads`, `kv_heads`, `mlp`), which a `mmnnx.Task` maps to the axes of its mesh.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class LMConfig:
       param_dtype: what weights are kept in.
       head_dim: features of a head. Default: width / heads.
       rotary_base: base of the wavelengths of rotary positions.
-      rotary_scaling: what is done to their frequencies.
-      norm_eps: what norms add to the mean square.
+      rotary_scaling: the scaling of their frequencies.
+      norm_eps: the epsilon of norms.
       bias: queries, keys and values have biases (Qwen2).
       qk_norm: queries and keys are normalised (Qwen3).
-      window: each token sees the last so many, itself included. Default: all.
+      window: each token sees the last `window` tokens, itself included. Default: all.
       scan: blocks are stacked and scanned, which compiles one for all (see `Stack`): True, or the number of
         segments, one or more for each stage of a pipeline.
       remat: the backward computes each block again: True, or a policy of `jax.checkpoint`.
@@ -226,7 +225,7 @@ class LM(nnx.Module):
         return self.logits(x), cache
 
     def hidden(self, tokens: jax.Array, *, cache: Any = None, **options: Any) -> Any:
-        """What the last block makes of `tokens`: [batch, length, width]; with a cache, (that, the next)."""
+        """The output of the last block: [batch, length, width]; with a cache, (that, the next cache)."""
         x = constrain(self.embed(tokens), "batch", "sequence", "embed")
         if self.config.scan:
             return self.blocks(x, cache=cache, **options)

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx.sharding.logical import to_spec, with_sharding_constraint
-from mmnnx.sharding.task import current_task, splitting
+from mmnnx.sharding.task_scope import current_task, splitting
 
 FREE = PartitionSpec.UNCONSTRAINED
 
@@ -36,11 +36,11 @@ def named(init: nnx.Initializer, *axes: str | tuple[str, ...] | None) -> nnx.Ini
 
 
 def constrain(x: jax.Array, *names: Any) -> jax.Array:
-    """`x`, its dimensions sharded as the rules of the task around it say; `x` itself outside of tasks.
+    """`x` with its dimensions sharded by the rules of the enclosing task; `x` itself outside of tasks.
 
-    Left to XLA, where replication would undo what it has propagated, is each dimension whose name neither
-    the rules nor the mesh of the task know, and each whose size its mesh axes do not divide (eight key-value
-    heads over sixteen devices). A name whose mesh axes an earlier dimension has taken is replicated.
+    A dimension is left to XLA if neither the rules nor the mesh of the task know its name, or if its mesh
+    axes do not divide its size (eight key-value heads over sixteen devices): replication would undo the
+    sharding that XLA propagates. A name whose mesh axes an earlier dimension has taken is replicated.
 
     Args:
       x: an array.
@@ -84,7 +84,7 @@ def _fill(names: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
 
 
 def _parts(entry: Any, mesh: jax.sharding.Mesh) -> int:
-    """Into how many parts an entry of a spec cuts its dimension."""
+    """The number of parts that an entry of a spec divides its dimension into."""
     if entry is None or entry is FREE:
         return 1
     return math.prod(mesh.shape[axis] for axis in ((entry,) if isinstance(entry, str) else entry))

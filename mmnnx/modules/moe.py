@@ -19,7 +19,7 @@ EXPERT_INIT = nnx.initializers.lecun_normal(batch_axis=0)  # the experts' axis i
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEAux:
-    """What a router did with the tokens of one call: a pytree of float32 arrays.
+    """Statistics and losses of a router over the tokens of one call: a pytree of float32 arrays.
 
     Attributes:
       load_balancing: scalar, the loss of the Switch Transformer (arXiv:2101.03961, eq. 4-6): experts times
@@ -41,18 +41,18 @@ class MoE(nnx.Module):
     The router is a linear layer in float32; its softmax over experts, normalised over the chosen ones, weighs
     their outputs. (For top_k=1 it is not normalised, as in Switch: that would leave 1, and no gradient.)
 
-    Without `capacity_factor` no token is dropped: every expert computes every token and the weights, nought
-    where it was not chosen, select. That takes experts / top_k times the work of the chosen pairs, and
-    experts x tokens x mlp activations, but no sorting and nothing uneven: over a mesh axis each device
-    computes its own experts and one all-reduce joins them. (`jax.lax.ragged_dot` on stock CPU is this
-    same product over top_k times the rows.)
+    Without `capacity_factor` no token is dropped: every expert computes every token, with weight 0 where it
+    was not chosen. That takes experts / top_k times the work of the chosen pairs, and experts x tokens x mlp
+    activations, but no sorting, and every device has equal work: over a mesh axis each device computes its
+    own experts, and one all-reduce sums them. (`jax.lax.ragged_dot` on stock CPU is this same product over
+    top_k times the rows.)
 
     With it each row of the batch is a group, and an expert takes `capacity(sequence)` of its assignments: the
-    first choices of all tokens in order, then the second choices, and so on; a token over that passes through
-    with nothing from that expert (GShard, arXiv:2006.16668). Work is capacity_factor times that of the chosen
-    pairs; the two one-hot arrays that dispatch and combine are [batch, sequence, experts, capacity].
+    first choices of all tokens in order, then the second choices, and so on. A token beyond that gets nothing
+    from that expert (GShard, arXiv:2006.16668). Work is capacity_factor times that of the chosen pairs; the
+    two one-hot arrays that dispatch and combine are [batch, sequence, experts, capacity].
 
-    What `aux` says is of the tokens of one call: under `mm.microbatch`, of one microbatch.
+    The `MoEAux` is over the tokens of one call: under `mm.microbatch`, of one microbatch.
 
     Args:
       width: features of a token.
@@ -121,7 +121,7 @@ class MoE(nnx.Module):
         self.down = nnx.Param(out_of(rngs.params(), (experts, mlp, width), param_dtype))
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, MoEAux]:
-        """The experts' weighted outputs, of the shape of `x`, and what the router did."""
+        """The experts' weighted outputs, of the shape of `x`, and the `MoEAux` of the router."""
         if x.ndim != 3 or x.shape[-1] != self.width:
             raise ValueError(f"MoE: x is [batch, sequence, {self.width}], not {list(x.shape)}")
         logits = self.router(x)
@@ -171,7 +171,7 @@ class MoE(nnx.Module):
     def _slots(self, assigned: jax.Array) -> jax.Array:
         """The slot of each assignment in its expert, one-hot [batch, sequence, top_k, capacity].
 
-        Nought for those that found it full.
+        Zero for those that found it full.
         """
         by_choice = assigned.swapaxes(1, 2)
         flat = by_choice.reshape(assigned.shape[0], -1, self.experts)

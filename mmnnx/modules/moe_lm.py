@@ -48,9 +48,9 @@ class MoELMConfig(LMConfig):
 
 
 class MoEBlock(Block):
-    """A block of `LM` that carries along what routers did, with experts or a dense layer.
+    """A block of `LM` with experts or a dense layer, which sums up the `MoEAux` of routers.
 
-    It maps ([batch, length, width], `MoEAux`) to the same; what its own router did is added.
+    It maps ([batch, length, width], `MoEAux`) to the same, and adds that of its own router.
     """
 
     def __init__(self, config: MoELMConfig, *, sparse: bool, rngs: nnx.Rngs):
@@ -83,11 +83,11 @@ class MoEBlock(Block):
 class MoELM(LM):
     """`LM` with experts (Mixtral's shape, arXiv:2401.04088, where every block has them and none is dropped).
 
-    Each block's losses ride along with the activations to the loss: two scalars at each boundary of stages.
-    They are of the tokens of one call, and no means over rows: under `mm.microbatch` the mean of the
+    The router losses of each block are sent with the activations: two scalars at each boundary of stages.
+    They are computed over the tokens of one call, not row by row: under `mm.microbatch` the mean of the
     microbatches' losses is not quite that of the whole batch. With a `capacity_factor` a token's experts may
-    depend on those before it in its row, and on later ones that take a slot by an earlier choice: a cached
-    decode is then not the full forward. Generate without one.
+    depend on the tokens before it in its row, and on later ones whose earlier choices take a slot: decoding
+    with a cache then differs from the full forward. Generate without one.
 
     Example:
       >>> model = MoELM(MoELMConfig(layers=2), rngs=nnx.Rngs(0))
@@ -105,7 +105,7 @@ class MoELM(LM):
         return MoEBlock(self.config, sparse=sparse, rngs=rngs)
 
     def routed(self, tokens: jax.Array, *, cache: Any = None, **options: Any) -> Any:
-        """What the last block makes of `tokens`, [batch, length, width], and the sum of what routers did.
+        """The output of the last block, [batch, length, width], and the sum over blocks of their `MoEAux`.
 
         With a cache, (that, the next cache). `options` are those of `Block`.
         """
@@ -117,7 +117,7 @@ class MoELM(LM):
         return apply_layers(self.blocks, carried, cache=cache, remat=self.config.remat, **options)
 
     def hidden(self, tokens: jax.Array, *, cache: Any = None, **options: Any) -> Any:
-        """What the last block makes of `tokens`: [batch, length, width]; with a cache, (that, the next)."""
+        """The output of the last block: [batch, length, width]; with a cache, (that, the next cache)."""
         if cache is None:
             return self.routed(tokens, **options)[0]
         (x, _), cache = self.routed(tokens, cache=cache, **options)
@@ -126,5 +126,5 @@ class MoELM(LM):
     def loss(self, tokens: jax.Array) -> jax.Array:
         """Mean cross-entropy of `tokens[:, 1:]`, in nats a token, and the weighted losses of the routers."""
         x, aux = self.routed(tokens[:, :-1])
-        told = optax.softmax_cross_entropy_with_integer_labels(self.logits(x), tokens[:, 1:]).mean()
-        return told + self.config.load_balancing * aux.load_balancing + self.config.router_z * aux.router_z
+        loss = optax.softmax_cross_entropy_with_integer_labels(self.logits(x), tokens[:, 1:]).mean()
+        return loss + self.config.load_balancing * aux.load_balancing + self.config.router_z * aux.router_z

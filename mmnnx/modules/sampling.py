@@ -1,4 +1,4 @@
-"""How a token is chosen by its logits: the likeliest, or drawn from those that are likely enough."""
+"""Sampling: which tokens may be drawn, by their logits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def filter_logits(
     Args:
       logits: [..., vocab].
       temperature: what they are divided by, above 0.
-      top_k: only the likeliest so many are kept, if there are more.
-      top_p: of these, only the likeliest whose probabilities sum up to `top_p` or, with the last, beyond; at
-        least one.
+      top_k: the `top_k` likeliest tokens are kept.
+      top_p: of these, the fewest likeliest tokens are kept whose probabilities sum up to `top_p` at least.
 
     Returns:
       float32 [..., vocab].
@@ -50,7 +49,7 @@ def check_choice(temperature: float, top_k: int | None, top_p: float | None, rng
 
     Raises:
       ValueError: one out of range, a key that is lacking, or options for drawing where nothing is drawn.
-      TypeError: a key that is none.
+      TypeError: `rng` is not a key.
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature}: it is 0 (the likeliest token) or above")

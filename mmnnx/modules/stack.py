@@ -63,7 +63,7 @@ class Stack(nnx.Module):
         return sum(len(segment) for segment in self.segments)
 
     def __call__(self, x: Any, *args: Any, cache: Sequence[Any] | None = None, **kwargs: Any) -> Any:
-        """What the layers make of `x`, one after the other. See `apply_layers`."""
+        """Calls the layers one after the other. See `apply_layers`."""
         return apply_layers(self.segments, x, *args, cache=cache, **kwargs)
 
     def init_cache(self, *args: Any) -> list[Any]:
@@ -97,7 +97,7 @@ class Segment(nnx.Module):
             before = dict(_values(state))  # the layer takes over the Variables of `state`
             layer = nnx.merge(graphdef, state)
             x, cache = _apply(layer, x, args, cache, kwargs)
-            # What it wrote (BatchNorm averages, counters of keys); a scan would copy all that it returns.
+            # Only what the layer wrote (BatchNorm averages, counters of keys): a scan copies its results.
             changes = {path: new for path, new in _values(nnx.state(layer)) if new is not before[path]}
             return x, (changes, cache)
 
@@ -172,8 +172,8 @@ def _lengths(length: int, segments: int | Sequence[int]) -> list[int]:
     if isinstance(segments, int):
         if not 1 <= segments <= length:
             raise ValueError(f"{length} layers cannot be divided into {segments} segments")
-        cuts = [length * n // segments for n in range(segments + 1)]
-        return [end - start for start, end in pairwise(cuts)]
+        ends = [length * n // segments for n in range(segments + 1)]
+        return [end - start for start, end in pairwise(ends)]
     if min(segments, default=0) < 1 or sum(segments) != length:
         raise ValueError(f"segments of {', '.join(map(str, segments))} layers do not make {length} layers")
     return list(segments)

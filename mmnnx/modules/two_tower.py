@@ -74,7 +74,7 @@ class TwoTowerConfig:
 class TextEncoder(nnx.Module):
     """Causal transformer blocks over tokens, int [batch, length <= config.length], to [batch, width].
 
-    A text is what its last token that is no padding has seen. Subclasses may override `make_block`.
+    The features of a text are those of its last token before padding. Subclasses may override `make_block`.
 
     Example:
       >>> TextEncoder(TextConfig(layers=2), rngs=nnx.Rngs(0))(jnp.array([[5, 7, 0, 0]])).shape
@@ -122,12 +122,12 @@ class TwoTower(nnx.Module):
     })
     ```
 
-    Each tower may be a pipeline of its own: `mm.path("image", "blocks", range(0, 2))` and so on. What both
-    meet in is `log_scale` and the loss.
+    Each tower may be a pipeline of its own: `mm.path("image", "blocks", range(0, 2))` and so on. They share
+    `log_scale` and the loss.
 
-    The loss of a batch is not the mean of the losses of its parts: under `mm.microbatch` the texts that an
-    image is told apart from are those of its own microbatch, and the loss is nearer zero. Choose
-    microbatches as large as the contrast that is wanted.
+    The loss of a batch is not the mean of the losses of its parts: under `mm.microbatch` an image is
+    contrasted only with the texts of its own microbatch, and the loss is nearer zero. Choose microbatches as
+    large as the contrast should be.
 
     Example:
       >>> config = TwoTowerConfig(ViTConfig(layers=1), TextConfig(layers=1))

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.task import Task, current_task, ignoring, splitting
+from mmnnx.sharding.task import Task
+from mmnnx.sharding.task_scope import current_task, ignoring, splitting
 
 autosharding: ContextVar[bool | None] = ContextVar("mmnnx_autosharding", default=None)
 """Where names in constraints are logical: None, inside tasks; True, outside as well; False, nowhere."""
@@ -75,7 +76,7 @@ def logical_spec(variable: Any, task: Task, mesh: Mesh) -> PartitionSpec | None:
     """The spec that the axis metadata of a Variable stands for on the mesh of `task`; None without metadata.
 
     The metadata is what `nnx.with_partitioning` or `nnx.Param(..., out_sharding=...)` records, with the
-    Variable's own `sharding_rules`, if any, asked after those of the task.
+    Variable's own `sharding_rules`, if any, used after those of the task.
 
     Example:
       >>> mesh = Mesh(jax.devices()[:1], ("model",))
@@ -110,8 +111,8 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
 
     Inside a task the names in `spec` are translated by its `logical_axes`, then its `extra_axes`; axis names
     of its mesh stand for themselves; a name without a mapping is replicated. Outside `mm.jit` a task may run
-    on any one device, so there it does nothing. Outside a task it is `jax.lax.with_sharding_constraint`, as
-    it is for whatever in `spec` is a Sharding rather than a PartitionSpec.
+    on any one device, so there the constraint does nothing. Outside a task, and for each Sharding in `spec`,
+    it is `jax.lax.with_sharding_constraint`.
 
     Args:
       x: an array or a pytree of arrays.

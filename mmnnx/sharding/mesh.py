@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from mmnnx.sharding.registry import Matcher, Registry
 
-# Per thread and re-entrant: each entry carries what to undo when it is left.
+# Per thread and re-entrant: each entry has its ExitStack, closed when it is left.
 _entered: ContextVar[tuple[tuple[MultiMesh, ExitStack], ...]] = ContextVar("mmnnx_multimesh", default=())
 
 
@@ -29,7 +29,7 @@ def current_multimesh() -> MultiMesh | None:
 
 
 def program_devices() -> list[jax.Device]:
-    """What device numbers count: the current MultiMesh's devices in order, else `jax.devices()`."""
+    """The devices in the order of their numbers: those of the current MultiMesh, else `jax.devices()`."""
     multimesh = current_multimesh()
     return list(multimesh.devices.flat) if multimesh is not None else jax.devices()
 
@@ -38,8 +38,8 @@ def program_devices() -> list[jax.Device]:
 def resolve_specs_on(mesh: Mesh) -> Iterator[None]:
     """Make bare PartitionSpecs mean axes of `mesh`, and retrace functions that were traced for another mesh.
 
-    `jax.set_mesh` is not used: under it JAX refuses arrays that live on fewer devices than the mesh has,
-    which is what every task's arrays do. `with mesh:` allows them, but warns that it is the older way.
+    `jax.set_mesh` is not used: under it JAX refuses arrays on fewer devices than the mesh has, and the arrays
+    of every task are. `with mesh:` allows them, but warns that it is deprecated.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -54,9 +54,9 @@ class MultiMesh:
     """A global mesh whose slices are the submeshes of tasks.
 
     Entered with `with`, it is the mesh that `Task(mesh_slice=...)` slices, and the one whose axes a bare
-    PartitionSpec names. Variables made inside are not sharded at once by their axis metadata (Flax's eager
-    sharding): a `TaskSharding` says where they live. It also answers whatever a `jax.sharding.Mesh` answers
-    (`shape`, `size`, `devices`, ...), and two are equal when their meshes are.
+    PartitionSpec names. Flax's eager sharding is off inside: a `TaskSharding` says where Variables live. It
+    has the attributes of its `jax.sharding.Mesh` (`shape`, `size`, `devices`, ...), and two are equal when
+    their meshes are.
 
     Args:
       axis_sizes: size of each axis. Default: the shape of `devices`.
@@ -144,7 +144,7 @@ class MultiMesh:
         undo.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "mesh":  # not yet set, as while unpickling: asking self.mesh again would not end
+        if name == "mesh":  # not yet set, as while unpickling: self.mesh would recurse
             raise AttributeError(name)
         return getattr(self.mesh, name)
 
@@ -247,7 +247,7 @@ class TaskMesh:
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """`mesh` with Auto axes: where XLA, not the type of each array, decides what is not constrained."""
+    """`mesh` with Auto axes: XLA decides the sharding of what is not constrained."""
     return Mesh(mesh.devices, mesh.axis_names)
 
 

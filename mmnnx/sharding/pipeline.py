@@ -14,7 +14,8 @@ import jax
 from flax import nnx
 
 from mmnnx._compat import attribute_order
-from mmnnx.sharding.placement import Path, PlacementError, TaskSharding, path
+from mmnnx.sharding.path_filter import Path, path, path_text
+from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.sharding.rules import LogicalRules, did_you_mean
 from mmnnx.sharding.task import AxisRules, Task
 
@@ -29,34 +30,35 @@ def pipeline_sharding(
     rules: AxisRules | None = None,
     weights: Sequence[float] | None = None,
 ) -> TaskSharding:
-    """A TaskSharding that spreads a model's stack of layers over stages, a run of layers each.
+    """A TaskSharding that partitions a model's layers over stages, consecutive layers on each.
 
-    Of all ways to cut the stack, every stage having at least one layer, it takes one whose largest stage is
-    smallest; of these the most even; of these one with shorter runs first, since early stages keep the
-    residuals of most microbatches. Each Variable is sharded within its stage by its own logical axis names.
-    State that several parts share lives with the first of them. Random keys outside of the layers
-    (`nnx.Rngs`) get no rule, unless they are named: they are copied to every mesh.
+    Of all partitions with at least one layer in each stage, it takes one whose largest stage is smallest; of
+    these the most even; of these one whose early stages are shorter, since those keep saved activations of
+    the most microbatches. Each Variable is sharded within its stage by its own logical axis names. State that
+    several parts share lives with the first of them. Random keys outside of the layers (`nnx.Rngs`) get no
+    rule, unless they are named: they are copied to every mesh.
 
     Args:
       model: an NNX module, real or abstract (`nnx.eval_shape`).
       stages: how many, for Tasks "stage0", "stage1", ... on slices of the current MultiMesh along its axis
         "stage"; or the Tasks themselves.
-      layers: where the list of layers is: "blocks", "decoder.blocks", or a tuple of keys. A
+      layers: the path of the list of layers: "blocks", "decoder.blocks", or a tuple of keys. A
         `mmnnx.modules.Stack` there stands for the list of its segments, an `nnx.Sequential` for its layers. A
-        Python list of such places is several stacks, one after the other: what was made between two of them
-        lives with the nearest layer of the submodule that it shares with one, else with the layer before.
+        Python list of such paths is several stacks, one after the other. What `__init__` made between two
+        stacks lives with the nearest layer of that stack with which it shares a submodule, else with the
+        layer before it.
       first: what lives with the first stage, such as ("embed",) or "decoder.embed". Default: all that
         `__init__` made before the layers.
       last: what lives with the last stage. Default: all that `__init__` made after the layers.
       rules: the `logical_axes` of the Tasks that are made; see `logical_rules`.
       weights: a number for each layer (each segment of a Stack) to balance by, such as its measured time.
-        What is first or last then weighs nothing. Default: parameters (elements of `nnx.Param`), also those
-        of what is first and last.
+        What `first` and `last` name then counts nothing. Default: the number of parameters (elements of
+        `nnx.Param`), where `first` and `last` count too.
 
     Raises:
-      PlacementError: the model has no such attribute; what is there is no list of layers; fewer layers that
-        hold state than stages; an attribute in both `first` and `last`, or one that holds layers; state that
-        is in neither, where both sides were named; an order of attributes that is lost.
+      PlacementError: the model has no such attribute, or it is no list of layers; there are fewer layers with
+        state than stages; an attribute is in both `first` and `last`, or holds layers; both are given, and
+        state is in neither; the order in which `__init__` made the attributes is not known.
       ValueError: no stages; `rules` next to Tasks; weights of another number, negative or not finite.
       TypeError: `stages` that are no Tasks.
 
@@ -91,7 +93,7 @@ def pipeline_sharding(
     _attach(parts, named, len(own_state))
     parts = [part for part in parts if part.state and part.layer >= 0]
     if sum(own_state) < len(tasks):
-        where = " and ".join(".".join(map(str, keys)) for keys in stacks)
+        where = " and ".join(path_text(keys) for keys in stacks)
         raise PlacementError(
             f"{sum(own_state)} of {len(own_state)} layers in {where} hold state of their own, too few for "
             f"{len(tasks)} stages: use fewer stages or more layers (of a mmnnx.modules.Stack, more segments=)"
@@ -106,7 +108,7 @@ def pipeline_sharding(
 
 
 def balance(sizes: Sequence[Any], stages: int, holding: Sequence[bool] | None = None) -> list[int]:
-    """Where to cut a sequence into runs whose largest is smallest, then most even, then shortest first.
+    """Partitions a sequence into runs: the largest as small as can be, then most even, then shortest first.
 
     Args:
       sizes: the size of each item, not negative.
@@ -125,18 +127,18 @@ def balance(sizes: Sequence[Any], stages: int, holding: Sequence[bool] | None = 
     totals = {(i, j): t for i in range(count) for j, t in enumerate(accumulate(sizes[i:]), i + 1)}
 
     def best(cost: Any, join: Any) -> tuple[Any, list[int]]:
-        """The least cost of all runs joined, by dynamic programming over the number of runs."""
+        """The least total cost and the ends of the runs, by dynamic programming over the number of runs."""
         table = [math.inf] * (count + 1)
         table[0] = -math.inf if join is max else 0
-        cuts: list[list[int]] = []
+        starts: list[list[int]] = []
         for _ in range(stages):
             start = [
                 min(range(j), key=lambda i: join(table[i], cost(i, j)), default=0) for j in range(count + 1)
             ]
             table = [math.inf] + [join(table[start[j]], cost(start[j], j)) for j in range(1, count + 1)]
-            cuts.append(start)
+            starts.append(start)
         ends = [count]
-        for start in reversed(cuts[1:]):
+        for start in reversed(starts[1:]):
             ends.append(start[ends[-1]])
         return table[count], ends[::-1]
 
@@ -159,7 +161,7 @@ class _Part:
       path: where it is in the model.
       stack: the list that it is an item of, if it is a layer.
       state: the Variables and arrays in it that no part before it holds.
-      layer: the number of the layer whose stage it lives with; -1 for what needs no place.
+      layer: the number of the layer whose stage it lives with; -1 if it needs no rule.
     """
 
     path: Path
@@ -174,7 +176,7 @@ class _Part:
 
 
 def _parts(model: Any, stacks: Sequence[Path], named: dict[str, list[Path] | None]) -> list[_Part]:
-    """The layers, numbered, what is named, and what lies beside them, as the `__init__`s made it."""
+    """The numbered layers, the named parts and those beside them, in the order that `__init__` made them."""
     opened = {keys[:n] for keys in stacks for n in range(len(keys) + 1)}
     opened |= {keys[:n] for side in named.values() for keys in side or () for n in range(len(keys))}
     ordered = None in named.values() or len(stacks) > 1
@@ -204,9 +206,9 @@ def _parts(model: Any, stacks: Sequence[Path], named: dict[str, list[Path] | Non
 
 
 def _attach(parts: Sequence[_Part], named: dict[str, list[Path] | None], count: int) -> None:
-    """Says of each part that is no layer which layer it lives with."""
+    """Sets, for each part that is no layer, the layer that it lives with."""
     ends = {"first": 0, "last": count - 1}
-    strays = []
+    unnamed = []
     for n, part in enumerate(parts):
         if part.stack is not None or not part.state:
             continue
@@ -226,9 +228,9 @@ def _attach(parts: Sequence[_Part], named: dict[str, list[Path] | None], count: 
             side = "last" if after is None else "first"
             part.layer = ends[side]
             if named[side] is not None:
-                strays.append(".".join(map(str, part.path)))
-    if strays:
-        raise PlacementError(f"{', '.join(strays)} would live nowhere: name it in first= or last=")
+                unnamed.append(path_text(part.path))
+    if unnamed:
+        raise PlacementError(f"{', '.join(unnamed)} would live nowhere: name it in first= or last=")
 
 
 def _shared(path: Path, other: Path) -> int:
@@ -276,7 +278,7 @@ def _find(model: Any, what: str, place: str | tuple[str | int, ...]) -> tuple[Pa
             kinds = nnx.Pytree | nnx.Variable | list | tuple | dict
             names = [name for name, (_, child) in children.items() if isinstance(child, kinds)]
             raise PlacementError(
-                f"{what} has {place!r}, and {'.'.join(map(str, found)) or type(model).__name__} has no "
+                f"{what} has {place!r}, and {path_text(found) or type(model).__name__} has no "
                 f"{wanted!r}{did_you_mean(str(wanted), names)}: it has {', '.join(names) or 'nothing'}"
             )
         key, node = children[str(wanted)]
@@ -301,11 +303,11 @@ def _stack(model: Any, place: str | tuple[str | int, ...]) -> Path:
 
 
 def _check_apart(places: Sequence[tuple[str, Path]]) -> None:
-    """Refuses layers that hold others, or a name among or above layers; a name may lie in another one."""
+    """Refuses layers inside other layers, and names inside or around layers; names may lie inside names."""
     for (what, keys), (other, longer) in permutations(places, 2):
         if longer[: len(keys)] == keys and (keys == longer or "layers=" in (what, other)):
             raise PlacementError(
-                f"{'.'.join(map(str, longer))} of {other} lies in {'.'.join(map(str, keys))} of {what}: "
+                f"{path_text(longer)} of {other} lies in {path_text(keys)} of {what}: "
                 "each part of the model has one place"
             )
 
@@ -336,7 +338,7 @@ def _warn_unused(rules: LogicalRules, model: Any) -> None:
 def _placement(parts: Sequence[_Part], tasks: Sequence[Task], stage_of: Sequence[int]) -> TaskSharding:
     """One rule for each run of layers and for each other part, in the order of the model.
 
-    That order matters: of several rules for shared state the first decides.
+    The order matters: of several rules for shared state the first decides.
     """
     rules = []
 

@@ -1,12 +1,10 @@
-"""Where state lives: path patterns, and `TaskSharding`, which gives each Variable a task and a sharding."""
+"""`TaskSharding`: rules that give each piece of state a task and a sharding."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import EllipsisType
 from typing import Any
 
 import jax
@@ -14,112 +12,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.sharding.logical import logical_spec
+from mmnnx.sharding.path_filter import Path, PathPattern, is_catch_all, path_text
 from mmnnx.sharding.task import Task
-
-Path = tuple[Any, ...]
 
 
 class PlacementError(ValueError):
     """State that a TaskSharding cannot place as it says; raised before anything runs."""
-
-
-# --------------------------------------------------------------------------------------------------- paths
-
-
-@dataclass(frozen=True, repr=False)
-class PathPattern:
-    """An NNX filter made by `path`."""
-
-    keys: tuple[Any, ...]
-
-    def __call__(self, path: Path, value: Any = None) -> bool:
-        """Whether the pattern covers `path` from its start."""
-        return _covers(self._names, tuple(map(str, path)))
-
-    @functools.cached_property
-    def _names(self) -> tuple[frozenset[str] | EllipsisType, ...]:
-        return tuple(map(_names, self.keys))
-
-    def __repr__(self) -> str:
-        return f"path({', '.join('...' if key is ... else repr(key) for key in self.keys)})"
-
-
-def path(*keys: Any) -> PathPattern:
-    """An NNX filter for all state whose path begins as the pattern says.
-
-    Args:
-      *keys: each an attribute name or index, a range, set, tuple or list of them (any one of these), or
-        `...` for any run of keys, also an empty one. 0 and "0" are the same key.
-
-    Returns:
-      A filter: it can be called with (path, value), compared and hashed. `path("embed")` is all that lies
-      under `embed`; `path(...)` is everything.
-
-    Raises:
-      TypeError: a key that is none of these.
-      ValueError: a negative index.
-
-    Example:
-      >>> kernels = path("blocks", range(0, 2), ..., "kernel")
-      >>> kernels(("blocks", 1, "mlp", "kernel"), None), kernels(("blocks", 2, "kernel"), None)
-      (True, False)
-    """
-    return PathPattern(tuple(map(_normal_key, keys)))
-
-
-def is_catch_all(filter: Any) -> bool:
-    """Whether an NNX filter is the one for all that is left: `...`, True or `path(...)`.
-
-    Example:
-      >>> is_catch_all(...), is_catch_all(path("embed"))
-      (True, False)
-    """
-    if isinstance(filter, PathPattern):
-        return all(key is ... for key in filter.keys)
-    return filter is ... or filter is True or isinstance(filter, nnx.filterlib.Everything)
-
-
-def _normal_key(key: Any) -> Any:
-    if isinstance(key, int) and key < 0:
-        raise ValueError(f"path() has no use for {key}: indices are counted from the front")
-    if key is ... or isinstance(key, str | int | range):
-        return key
-    if isinstance(key, set | frozenset | tuple | list) and all(isinstance(k, str | int) for k in key):
-        return frozenset(key) if isinstance(key, set | frozenset) else tuple(key)
-    raise TypeError(
-        f"path() takes attribute names, indices, ranges or sets of them, and `...`, not {key!r}"
-        + (": write range(start, stop)" if isinstance(key, slice) else "")
-    )
-
-
-def _names(key: Any) -> frozenset[str] | EllipsisType:
-    """The path keys that one key of a pattern stands for, as text: State has 0 where another tree has "0"."""
-    if key is ...:
-        return key
-    return frozenset([str(key)] if isinstance(key, str | int) else map(str, key))
-
-
-def _covers(pattern: tuple[Any, ...], path: tuple[str, ...]) -> bool:
-    if not pattern:
-        return True
-    first, rest = pattern[0], pattern[1:]
-    if first is ...:
-        return any(_covers(rest, path[skipped:]) for skipped in range(len(path) + 1))
-    return bool(path) and path[0] in first and _covers(rest, path[1:])
-
-
-def parts_of(path: Path) -> list[Path]:
-    """What of the path of an optimizer's slot may be the path of its parameter: the longest, and last, first.
-
-    Example:
-      >>> parts_of(("mu", "w", 0))
-      [('mu', 'w', 0), ('w', 0), ('mu', 'w'), (0,), ('w',), ('mu',)]
-    """
-    count = len(path)
-    return [path[n : n + size] for size in range(count, 0, -1) for n in range(count - size, -1, -1)]
-
-
-# ----------------------------------------------------------------------------------------------- placement
 
 
 @dataclass(frozen=True)
@@ -130,7 +28,7 @@ class Match:
       task: its task.
       sharding: its sharding on the task's mesh.
       index: which rule of the TaskSharding said so, from 0.
-      own: whether the rule is for this state: a slot of an optimizer may have that of its parameter.
+      own: whether the rule is for this state itself; optimizer state may have the rule of its parameter.
     """
 
     task: Task
@@ -145,14 +43,15 @@ class TaskSharding(nnx.StateSharding):
     Args:
       rules: a mapping from NNX filters (`path(...)` makes one from a path pattern) to (task, spec), or an
         iterable of such pairs. The first filter that matches decides. A spec shards the leading dimensions
-        over axes of the task's mesh, the rest being replicated; a spec of None, or a Task alone, means: what
-        the Variable's own logical axis metadata comes to under the task's `logical_axes`, else replicated.
+        over axes of the task's mesh and replicates the rest. With a spec of None, or a Task alone, the
+        Variable's own logical axis names are translated by the task's `logical_axes`; without names it is
+        replicated.
 
     Raises:
       TypeError: a key that is no filter, or a value that is not (Task, PartitionSpec | None).
 
     Example:
-      >>> from mmnnx.sharding import TaskMesh
+      >>> from mmnnx.sharding import TaskMesh, path
       >>> one = Task("one", mesh=TaskMesh(devices=[0], axis_names=("model",)))
       >>> placement = TaskSharding({path(..., "kernel"): (one, PartitionSpec(None, "model")), ...: one})
       >>> placement.lookup(("dense", "kernel"), jax.numpy.ones((2, 4))).sharding.spec
@@ -198,32 +97,32 @@ class TaskSharding(nnx.StateSharding):
         return self._match(index, path, variable)
 
     def lookup_optimizer_state(
-        self, paths: Sequence[Path], slot: nnx.Variable, parameters: Collection[Path] = ()
+        self, paths: Sequence[Path], variable: nnx.Variable, parameters: Collection[Path] = ()
     ) -> Match | None:
-        """Where a slot of an optimizer lives: by a rule of its own, else by that of its parameter.
+        """Where a Variable of an optimizer lives: by a rule of its own, else by that of its parameter.
 
-        A rule is the slot's own if it would not match the parameter, which has the end of its path.
+        Its path ends with the path of its parameter. A rule is its own if it does not match the parameter.
 
         Args:
           paths: all paths to it, such as ("opt_state", 0, "mu", "dense", "kernel").
-          slot: the slot.
-          parameters: the paths of parameters, as far as they are known. Where none of them is the end of the
-            slot's path, any end may be.
+          variable: the Variable.
+          parameters: the paths of parameters, as far as they are known. If none of them is the end of its
+            path, any end may be the parameter's path.
 
         Returns:
-          None where no rule matches it or its parameter. By the rule of a parameter whose spec does not fit a
-          slot, that is replicated over the mesh.
+          None if no rule matches it or its parameter. By a parameter's rule whose spec does not fit this
+          Variable, the Variable is replicated over the mesh.
 
         Raises:
           PlacementError: a rule of its own does not fit, as for `lookup`.
         """
-        parameter = nnx.Param(slot.get_raw_value())
+        parameter = nnx.Param(variable.get_raw_value())
         ends = [path[n:] for path in paths for n in range(1, len(path))]
         ends = [end for end in ends if end in parameters][:1] or ends  # the longest comes first
-        matching = {i for path in paths if (i := self._first_match(path, slot)) is not None}
+        matching = {i for path in paths if (i := self._first_match(path, variable)) is not None}
         own = [i for i in matching if not any(self._predicates[i](end, parameter) for end in ends)]
         if own:
-            return self._match(min(own), paths[0], slot)
+            return self._match(min(own), paths[0], variable)
         found = {i: end for end in ends if (i := self._first_match(end, parameter)) is not None}
         # A rule for all that is left matches any end of the path, whatever rule the parameter has.
         particular = [i for i in found if not is_catch_all(self._filters[i])]
@@ -247,9 +146,9 @@ class TaskSharding(nnx.StateSharding):
         return Match(task, NamedSharding(mesh, spec), index)
 
     def map_prefix(self, path: Path, variable: Any) -> NamedSharding:
-        """The sharding of the state at `path`, where NNX asks a StateSharding for it.
+        """The sharding of the state at `path`, which NNX calls for a StateSharding.
 
-        NNX also asks about the shards that the inside of a shard_map sees, so sizes are not checked here.
+        NNX calls it for the shards inside a shard_map too, so sizes are not checked here.
         """
         index = self._first_match(path, variable)
         if index is None:
@@ -261,7 +160,7 @@ class TaskSharding(nnx.StateSharding):
     def check_used(self, matched: set[int]) -> None:
         """Raise PlacementError for rules that placed nothing, given the indices of those that did.
 
-        A rule for all that is left may find nothing left.
+        A rule for all that is left may place nothing.
         """
         unused = [
             (filter, task)
@@ -370,7 +269,7 @@ def _describe(path: Path, variable: Any) -> str:
     value = _value(variable)
     kind = f"{type(variable).__name__}, " if isinstance(variable, nnx.Variable) else ""
     arrays = [f"{_dtype(leaf)}{list(_shape(leaf))}" for leaf in jax.tree.leaves(value)]
-    return f"{'.'.join(map(str, path)) or 'the state'} ({kind}{', '.join(arrays)})"
+    return f"{path_text(path) or 'the state'} ({kind}{', '.join(arrays)})"
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Rules that turn the names of scopes into tasks: what `register_task` fills and `find_task` asks."""
+"""Rules from names of scopes to tasks, which `register_task` fills and `find_task` reads."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ class Rule:
             raise ValueError(f"register {self.matcher!r} with one of callback= and task=")
         if self.callback is not None and not callable(self.callback):
             raise TypeError(f"callback= for matcher {self.matcher!r} cannot be called: {self.callback!r}")
-        if self.task is not None and not hasattr(self.task, "axis_rules"):  # Task is made of what is here
+        if self.task is not None and not hasattr(self.task, "axis_rules"):  # Task itself imports this module
             raise TypeError(f"task= for matcher {self.matcher!r} is a Task, not {self.task!r}")
 
     def matches(self, name: str) -> bool:
-        """Whether one component of a name stack is meant, whole."""
+        """Whether the rule is for this name, one whole component of a name stack."""
         return name == self.matcher or re.fullmatch(self.matcher, name) is not None
 
     def apply(self, name: str, backprop: bool) -> Any:
-        """What the rule says about a scope; the caller checks that it is a Task."""
+        """The Task for a scope; the caller checks that it is one."""
         return self.task if self.callback is None else self.callback(name, backprop)
 
 
 class Registry:
     """Rules in the order they were registered; the first that matches a name wins.
 
-    `content` is all that it holds, to compare: what was derived from other content is out of date. Two
-    registries of equal content, as two equal MultiMeshes have them, say the same.
+    `content` is all that it holds, as a key for caches: registries of equal content give equal answers.
     """
 
     def __init__(self) -> None:
         self.content: Hashable = ()
         self._rules: list[Rule] = []
         self._placed: dict[Hashable, dict[str | None, Any]] = {}
-        self._found: dict[str, Rule | None] = {}  # find() is asked about each equation of a program
+        self._found: dict[str, Rule | None] = {}  # find() is called for each equation of a program
 
     def add(self, matcher: Matcher, callback: Callable[[str, bool], Any] | None, task: Any) -> None:
         """Append a rule; TypeError or ValueError unless it is a regex with exactly one of the others."""
@@ -60,14 +59,14 @@ class Registry:
         self._changed()
 
     def place(self, where: Hashable, task: Any) -> None:
-        """Remember that there is state of a task; it takes the place of one of the same name."""
+        """Remember that a task has state on a mesh; it replaces a task of the same name."""
         tasks = self._placed.setdefault(where, {})
         if tasks.get(task.name) != task:
             tasks[task.name] = task
             self._changed()
 
     def placed(self, where: Hashable) -> tuple[Any, ...]:
-        """The tasks that have state there."""
+        """The tasks that have state on a mesh."""
         return tuple(self._placed.get(where, {}).values())
 
     def clear(self) -> None:

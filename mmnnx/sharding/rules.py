@@ -34,8 +34,8 @@ class LogicalRules(Mapping[str, Axes]):
     """From logical axes to mesh axes, as `logical_rules` makes them: an immutable mapping.
 
     Attributes:
-      given: the names given by keyword that weights may have: a model that has none of them is worth a
-        warning.
+      given: the names given by keyword that weights may have. `pipeline_sharding` warns about those that the
+        model has not.
     """
 
     def __init__(self, axes: Mapping[str, Axes], given: Iterable[str] = ()):
@@ -110,8 +110,8 @@ def logical_rules(
         The axes that activations have, "batch" and "sequence", are sharded where a module computes inside of
         a task scope (`mm.task`). Where state alone is placed, as by `pipeline_sharding`, say how the batch is
         sharded: `mm.microbatch(..., arg_shardings=PartitionSpec("data"))`, or give it sharded.
-      known: a model, real or abstract (`nnx.eval_shape`), whose logical names are known besides those of
-        `mmnnx.modules`; or such names, for axes that a model has in constraints alone.
+      known: a model, real or abstract (`nnx.eval_shape`), whose logical names may be used besides those of
+        `mmnnx.modules`; or such names, for axes that a model has only in constraints.
       mesh_axes: other mesh axes for those that the presets use: `{"model": "x"}`, a tuple of axes, or None.
       **axes: rules that override those of the presets or add to them: a mesh axis, several, or None to
         replicate.

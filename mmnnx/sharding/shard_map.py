@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
-from mmnnx.sharding.task import current_task
+from mmnnx.sharding.task_scope import current_task
 
 
 def shard_map(

@@ -1,4 +1,4 @@
-"""The accelerators of this machine, shared out among processes by one that must not hold them itself."""
+"""The accelerators of this machine, divided among processes by a parent process that must not hold them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mmnnx.train.errors import UserError
 
 
 def share_accelerators(devices: int, processes: int) -> list[dict[str, str]]:
-    """For each process the variables that give it its share of ``devices``: of this machine's GPUs, or of
-    virtual CPU devices where there are not as many.
+    """For each process, environment variables that give it its share of ``devices``: of this machine's GPUs
+    or, if there are fewer, of virtual CPU devices.
 
-    Raises UserError for accelerators that JAX cannot share out by a variable.
+    Raises UserError for accelerators that JAX cannot divide by a variable.
 
     >>> share_accelerators(8, 4)[3]  # on a machine with eight GPUs
     {'JAX_LOCAL_DEVICE_IDS': '6,7'}
@@ -25,8 +25,8 @@ def share_accelerators(devices: int, processes: int) -> list[dict[str, str]]:
         return [{"JAX_PLATFORMS": "cpu"}] * processes
     if platform not in ("gpu", "cuda", "rocm"):
         raise UserError(
-            f"--processes shares out GPUs or CPU devices, and this machine has {count} of {platform}: use "
-            "one process, or JAX_PLATFORMS=cpu"
+            f"--processes divides GPUs or CPU devices, and this machine has {count} of {platform}: use one "
+            "process, or JAX_PLATFORMS=cpu"
         )
     share = devices // processes
     numbers = [range(n * share, (n + 1) * share) for n in range(processes)]
@@ -34,7 +34,7 @@ def share_accelerators(devices: int, processes: int) -> list[dict[str, str]]:
 
 
 def _accelerators() -> tuple[str, int]:
-    """Their kind and number, as JAX finds them in another process, which then lets go of them."""
+    """Their kind and number, which JAX looks up in another process, so that this one does not hold them."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     installed = plugins or any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not installed:

@@ -12,17 +12,17 @@ import tyro
 
 from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.config import TrainConfig
-from mmnnx.train.errors import Diverged, Interrupted, ToldElsewhere, UserError
+from mmnnx.train.errors import Diverged, Interrupted, ReportedElsewhere, UserError
 from mmnnx.train.local_processes import DIVERGED, MISTAKE, follow_launcher, supervise
 from mmnnx.train.lockstep import VARIABLES, is_first, join
 from mmnnx.train.loop import train
 from mmnnx.train.run_folder import RunFolder
 
 
-def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
-    """Run ``mmnnx train`` with these options; `tell` is given what went wrong.
+def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
+    """Run ``mmnnx train`` with these options; errors are passed to `print_error`.
 
-    Returns the exit status: 0; 1 if a process of several failed; 2 for a mistake in what was asked; 3 if
+    Returns the exit status: 0; 1 if a process of several failed; 2 for a mistake in the options; 3 if
     training diverged; 130 after Ctrl-C; 143 after SIGTERM.
     """
     follow_launcher()
@@ -31,24 +31,24 @@ def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
         config = parse(options)
         if config.processes > 1 and not started:
             config.validate()
-            return supervise(options, config, tell)
+            return supervise(options, config, print_error)
         join(config.cluster)
     except UserError as error:
-        tell(str(error))
+        print_error(str(error))
         return MISTAKE
-    return _train(config, tell)
+    return _train(config, print_error)
 
 
-def _train(config: TrainConfig, tell: Callable[[str], None]) -> int:
+def _train(config: TrainConfig, print_error: Callable[[str], None]) -> int:
     folder = config.folder()
-    tell_once = tell if is_first() else lambda text: None  # what becomes of all processes alike
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # what orbax logs as an error is told in a line
+    print_error_once = print_error if is_first() else lambda text: None  # for what all processes raise
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # errors that orbax logs are printed in a line below
     try:
         train(config)
-    except ToldElsewhere:
+    except ReportedElsewhere:
         return MISTAKE
     except (UserError, CheckpointError) as error:
-        tell(str(error))
+        print_error(str(error))
         return MISTAKE
     except Diverged as error:
         saved = (
@@ -56,27 +56,27 @@ def _train(config: TrainConfig, tell: Callable[[str], None]) -> int:
             if error.saved is None
             else f"the checkpoint of step {error.saved} is kept"
         )
-        tell_once(f"{error}; stopped, {saved} in {folder}. A lower --learning-rate or --clip may help")
+        print_error_once(f"{error}; stopped, {saved} in {folder}. A lower --learning-rate or --clip may help")
         return DIVERGED
     except Interrupted as error:
-        tell_once(f"{error}; to go on: mmnnx train --resume --out {shlex.quote(str(folder))}")
+        print_error_once(f"{error}; to go on: mmnnx train --resume --out {shlex.quote(str(folder))}")
         return 128 + error.signal
     except KeyboardInterrupt:
-        tell_once("stopped at once; what was not in a checkpoint is lost")
+        print_error_once("stopped at once; what was not in a checkpoint is lost")
         return 130
     return 0
 
 
 def parse(options: Sequence[str]) -> TrainConfig:
-    """The config that command-line ``options`` describe; in a run resumed, what they leave out is as it was.
+    """The config of command-line ``options``; in a resumed run, options that are left out are as they were.
 
-    Raises UserError for a run that cannot be resumed so, SystemExit for options that make no sense.
+    Raises UserError for a run that cannot be resumed with them, SystemExit for options that cannot be parsed.
     """
     config = tyro.cli(TrainConfig, args=options, prog="mmnnx train")
     if not config.resume:
         return config
     _, saved = RunFolder.open(config.folder())
-    before = dataclasses.replace(saved, cluster=False)  # how this process was started, it was not told before
+    before = dataclasses.replace(saved, cluster=False)  # how this process was started is not kept
     resumed = tyro.cli(TrainConfig, args=options, default=before, prog="mmnnx train")
     resumed.check_resumes(saved)
     return resumed

@@ -1,4 +1,4 @@
-"""Everything a run is told, in one dataclass; its comments are the text of ``mmnnx train --help``."""
+"""All options of a run in one dataclass; its comments are the text of ``mmnnx train --help``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class TrainConfig:
     steps: int = 200
     """Number of optimizer steps, counted from the start of the run."""
     seed: int = 0
-    """Decides the first weights, the order of the data and the text sampled at the end."""
+    """Seed of the initial weights, of the order of the data and of the text sampled at the end."""
     eval_every: int = 50
-    """Measure the validation loss and save a checkpoint every this many steps."""
+    """Steps between two validations, each of which saves a checkpoint too."""
     sample: int = 200
     """Bytes of text to generate at the end; 0 for none."""
 
@@ -51,11 +51,11 @@ class TrainConfig:
     processes: int = 1
     """Processes on this machine to run in, each with an equal share of the devices."""
     cluster: bool = False
-    """Be one of the processes that Slurm, Open MPI or another launcher known to JAX has started."""
+    """This is one of the processes that Slurm, Open MPI or another launcher known to JAX has started."""
     microbatches: int = 8
-    """Equal parts the batch is cut into, to go through the pipeline one behind the other."""
+    """Equal parts the batch is divided into, which go through the pipeline one after the other."""
     schedule: Literal["1f1b", "gpipe", "eager-1f1b", "wavefront", "zero-bubble-h1", "zero-bubble-h2"] = "1f1b"
-    """Order in which a stage takes the microbatches' forwards and backwards."""
+    """Order in which a stage runs the microbatches' forwards and backwards."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type to compute in. Weights and optimizer state are float32 either way."""
 
@@ -149,7 +149,7 @@ class TrainConfig:
         share_of_devices(self.stages * self.tensor, self.processes)
 
     def to_json(self) -> str:
-        """The config as text; paths absolute, so that a run can be resumed from anywhere."""
+        """The config as JSON; its paths are absolute, so that a run can be resumed from any folder."""
         return json.dumps({name: _plain(value) for name, value in vars(self).items()}, indent=2) + "\n"
 
     @classmethod
@@ -167,7 +167,7 @@ class TrainConfig:
         return cls(**{**values, **paths})
 
     def check_resumes(self, saved: TrainConfig) -> None:
-        """Raise UserError unless this config only changes how long, where or in what order is computed."""
+        """Raise UserError if this config changes more than how long, where or in what order it computes."""
         free = {"name", "out", "resume", "steps", "eval_every", "sample"}
         free |= {"stages", "tensor", "processes", "cluster", "microbatches", "schedule"}
         for field in dataclasses.fields(self):
@@ -180,7 +180,7 @@ class TrainConfig:
 
 
 def share_of_devices(devices: int, processes: int) -> int:
-    """How many of ``devices`` each of ``processes`` has. Raises UserError if they cannot all have as many.
+    """The number of ``devices`` for each of ``processes``. Raises UserError if they do not divide evenly.
 
     >>> share_of_devices(8, 4)
     2

@@ -1,4 +1,4 @@
-"""Text to batches of bytes: which files, which of them are held out, and in what order they come."""
+"""From text to batches of bytes: the files, those held out for validation, and the order of sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELD_OUT = 20  # one file in this many; of a single file, the last part in this 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text as bytes, uint8 [size]: what is trained on, and what is held out to validate with."""
+    """Text as bytes, uint8 [size]: for training, and held out for validation."""
 
     train: np.ndarray
     valid: np.ndarray
@@ -27,15 +27,15 @@ class Corpus:
 
     @property
     def checksum(self) -> int:
-        """A number that tells this text from any other."""
+        """The CRC-32 of the text."""
         return zlib.crc32(self.valid.data, zlib.crc32(self.train.data))
 
 
 def load_corpus(path: Path | None = None) -> Corpus:
     """Read a file or a folder of UTF-8 text; None is the source text of Python's standard library.
 
-    In a folder, hidden files and those that are not UTF-8 text are passed over. A file is held out when the
-    checksum of its path inside the folder says so: adding files moves none from one side to the other.
+    In a folder, hidden files and those that are not UTF-8 text are skipped. Whether a file is held out
+    depends only on the checksum of its path in the folder, so adding files moves no other file.
 
     Raises UserError when the path is missing, unreadable, empty or holds no text.
 
@@ -99,8 +99,8 @@ def _split_file(path: Path) -> Corpus:
     if not is_text(content):
         raise UserError(f"--data {path}: this is not UTF-8 text (a binary file?); name a text file")
     text = np.frombuffer(content, np.uint8)
-    cut = len(text) - max(1, len(text) // HELD_OUT)
-    return Corpus(text[:cut], text[cut:], 1)
+    end = len(text) - max(1, len(text) // HELD_OUT)
+    return Corpus(text[:end], text[end:], 1)
 
 
 def _join(texts) -> np.ndarray:
@@ -108,7 +108,7 @@ def _join(texts) -> np.ndarray:
 
 
 class Windows:
-    """``text`` cut into sequences of ``length`` tokens and the one that follows, int32 [length + 1]."""
+    """``text`` as consecutive sequences of ``length`` tokens and the one after them, int32 [length + 1]."""
 
     def __init__(self, text: np.ndarray, length: int):
         self.text, self.length = text, length
@@ -122,9 +122,9 @@ class Windows:
 
 
 def train_batches(corpus: Corpus, batch: int, length: int, seed: int) -> grain.DatasetIterator:
-    """Endless batches int32 [batch, length + 1] of training text, shuffled anew each time round.
+    """Endless batches int32 [batch, length + 1] of training text, shuffled anew in each epoch.
 
-    The iterator's ``get_state()`` and ``set_state()`` say and set where it stands.
+    The iterator's ``get_state()`` and ``set_state()`` get and set its position.
     Raises UserError when the text is shorter than one batch.
     """
     windows = Windows(corpus.train, length)

@@ -14,18 +14,18 @@ from mmnnx.train.errors import UserError
 
 
 def choose_devices(count: int) -> np.ndarray:
-    """``count`` devices, as many of each process, in order of processes: the first accelerators that each
-    has or, where there are fewer, virtual CPU devices.
+    """``count`` devices, equally many of each process, in order of processes: the first accelerators of each
+    or, if there are fewer, virtual CPU devices.
 
-    Must come before anything makes JAX look for devices: it cannot make CPU devices later, and a UserError
-    says so. Where accelerators are passed over, the CPU becomes JAX's default device; in several processes,
-    whose devices must be of one kind, that is a UserError too.
+    Call it before JAX looks for devices: later JAX cannot make CPU devices, which is a UserError. If the
+    accelerators are too few, the CPU becomes JAX's default device; with several processes, whose devices must
+    be of one kind, that is a UserError too.
     """
     _, processes = _compat.own_process()
     share = share_of_devices(count, processes)
     if processes > 1:
         ensure_xla_threads(share)
-    with contextlib.suppress(RuntimeError):  # JAX has started; it may have what we need all the same
+    with contextlib.suppress(RuntimeError):  # JAX has started; it may have enough devices all the same
         jax.config.update("jax_num_cpu_devices", share)
     devices = _first(share, jax.devices())
     if len(devices) < count and processes == 1:

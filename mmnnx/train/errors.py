@@ -1,4 +1,4 @@
-"""What can go wrong in a run and is not a bug: each is told in one line."""
+"""Errors of a run that are not bugs; each is reported in one line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import signal
 
 
 class UserError(Exception):
-    """Something the user asked for cannot be done; the message says what, and what to change."""
+    """The options of a run cannot be carried out; the message says why, and what to change."""
 
 
-class ToldElsewhere(UserError):
-    """A UserError that another process of the run tells the user."""
+class ReportedElsewhere(UserError):
+    """A UserError that another process of the run reports."""
 
 
 class Diverged(Exception):

@@ -1,7 +1,7 @@
 """The processes of a run on this machine: started, watched, and ended together.
 
-The process that does this uses no JAX. Their standard input is a pipe from it: when it is gone, whatever
-became of it, they read the end of the pipe and go too.
+The process that starts them uses no JAX. Their standard input is a pipe from it: when it ends, in any way,
+they read the end of the pipe and end too.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from mmnnx.train.config import TrainConfig
 from mmnnx.train.run_folder import RunFolder
 
 MISTAKE, DIVERGED = 2, 3
-ENDINGS = {0, MISTAKE, DIVERGED, 128 + signal.SIGINT, 128 + signal.SIGTERM}
-"""Exit statuses to which the processes of a run come together; the first process has told the user why."""
+EXPECTED_STATUSES = {0, MISTAKE, DIVERGED, 128 + signal.SIGINT, 128 + signal.SIGTERM}
+"""Exit statuses that all processes of a run agree on; the first process has reported why."""
 
-MOMENT = 5.0
-"""Seconds that the others have, once a process has failed, to say where they are and to leave."""
+GRACE_PERIOD = 5.0
+"""Seconds that the others have to report where they are and to end, once a process has failed."""
 
 LAUNCHER = "MMNNX_LAUNCHER"  # the process id of what started this process
 
 Process = subprocess.Popen[str]
 
 
-def supervise(options: Sequence[str], config: TrainConfig, tell: Callable[[str], None]) -> int:
+def supervise(options: Sequence[str], config: TrainConfig, print_error: Callable[[str], None]) -> int:
     """Runs `mmnnx train` with these options in ``config.processes`` processes on this machine.
 
-    The first one writes to the terminal as a single process would; errors of the others come through with
-    their number in front. Ctrl-C and SIGTERM are passed on; a second one ends them all at once. If one fails,
-    the others are gone within `MOMENT` seconds.
+    The first one writes to the terminal as a single process would; errors of the others are printed with
+    their number in front. Ctrl-C and SIGTERM are forwarded; a second one kills them all. If one fails, the
+    others end within `GRACE_PERIOD` seconds.
 
-    Returns the exit status that they agree on; 1 if one failed, and `tell` is given which and how.
+    Returns the exit status that they agree on, or 1 if one failed, which is reported by `print_error`.
 
-    Raises UserError for accelerators that cannot be shared out.
+    Raises UserError for accelerators that cannot be divided.
     """
     environment = os.environ | {
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
@@ -51,17 +51,17 @@ def supervise(options: Sequence[str], config: TrainConfig, tell: Callable[[str],
     }
     shares = share_accelerators(config.stages * config.tensor, config.processes)
     processes: list[Process] = []
-    asked: list[signal.Signals] = []
-    with contextlib.ExitStack() as stack, _passing_on(processes, asked):
+    received: list[signal.Signals] = []
+    with contextlib.ExitStack() as stack, _forwarding_signals(processes, received):
         for number, share in enumerate(shares):
             own = environment | share | {"JAX_PROCESS_ID": str(number)}
             processes.append(stack.enter_context(_process(number, options, own)))
         number, status = _wait(processes)
-    if asked:
-        if status not in ENDINGS:
-            tell("stopped at once; what was not in a checkpoint is lost")
-        return 128 + asked[0]
-    if status in ENDINGS:
+    if received:
+        if status not in EXPECTED_STATUSES:
+            print_error("stopped at once; what was not in a checkpoint is lost")
+        return 128 + received[0]
+    if status in EXPECTED_STATUSES:
         return status
     folder = RunFolder(config.folder())
     left = (
@@ -70,17 +70,17 @@ def supervise(options: Sequence[str], config: TrainConfig, tell: Callable[[str],
         else f"the checkpoint of step {folder.saved} is kept; to go on: mmnnx train --resume --out "
         f"{shlex.quote(str(folder.path))}"
     )
-    tell(f"process {number} (process id {processes[number].pid}) {_how(status)}; ended the others, {left}")
+    pid = processes[number].pid
+    print_error(f"process {number} (process id {pid}) {_exit_text(status)}; ended the others, {left}")
     return 1
 
 
 def follow_launcher() -> None:
-    """Ends this process when the one that started it is gone; does nothing in one that `supervise` did not
-    start."""
+    """Ends this process when the one that started it ends, if `supervise` started it."""
 
     def wait() -> None:
-        os.read(0, 1)  # nothing ever comes but the end
-        os.write(2, b"mmnnx: the process that started this one is gone: so is this\n")
+        os.read(0, 1)  # returns only at the end of the pipe
+        os.write(2, b"mmnnx: the process that started this one has ended, and so does this one\n")
         os._exit(1)
 
     if LAUNCHER in os.environ:
@@ -88,7 +88,7 @@ def follow_launcher() -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens to."""
+    """A free TCP port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -96,9 +96,9 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def _process(number: int, options: Sequence[str], environment: dict[str, str]) -> Iterator[Process]:
-    """Starts one process, which is gone in the end.
+    """Starts one process, and kills it at the end.
 
-    It is in a group of its own: Ctrl-C on the terminal reaches it through `supervise` alone.
+    It is in a process group of its own: Ctrl-C on the terminal reaches it only through `supervise`.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "mmnnx", "train", *options],
@@ -126,18 +126,18 @@ def _relay(number: int, lines: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def _passing_on(processes: list[Process], asked: list[signal.Signals]) -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM ask the processes to save and stop, and at the second time kill them.
+def _forwarding_signals(processes: list[Process], received: list[signal.Signals]) -> Iterator[None]:
+    """Inside, the first Ctrl-C or SIGTERM makes the processes save and stop, the second one kills them.
 
-    All that they get is SIGTERM, which ends them in silence where they are not yet ready to be asked.
+    They get SIGTERM for the first, whichever it was; before they handle it, it ends them without a message.
     """
 
-    def pass_on(number: int, _: object) -> None:
-        asked.append(signal.Signals(number))
+    def forward(number: int, _: object) -> None:
+        received.append(signal.Signals(number))
         for process in processes:
-            process.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
+            process.send_signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -146,18 +146,18 @@ def _passing_on(processes: list[Process], asked: list[signal.Signals]) -> Iterat
 
 
 def _wait(processes: list[Process]) -> tuple[int, int]:
-    """Waits for all to end, but a moment alone once one has failed.
+    """Waits for all to end; once one has failed, at most `GRACE_PERIOD` seconds.
 
-    Returns the number and the status of the one that decided it: the first to end with what they all come
-    to, or to fail. The status is that of `Popen`, or -SIGSTOP of one that somebody stopped, whereupon the
-    others failed.
+    Returns the number and the status of the process that decided how the run ends: the first with an expected
+    status, or the first to fail. The status is that of `Popen`, or -SIGSTOP if it was stopped by a signal and
+    the others failed for that.
     """
     decided, deadline = None, float("inf")
     while None in [process.poll() for process in processes] and time.monotonic() < deadline:
         if decided is None:
             decided = _decided(processes)
-            if decided and decided[1] not in ENDINGS:
-                deadline = time.monotonic() + MOMENT
+            if decided and decided[1] not in EXPECTED_STATUSES:
+                deadline = time.monotonic() + GRACE_PERIOD
         time.sleep(0.05)
     return decided or _decided(processes) or (0, 0)
 
@@ -168,7 +168,7 @@ def _decided(processes: list[Process]) -> tuple[int, int] | None:
     if not statuses:
         return None
     for number, status in statuses.items():
-        if status in ENDINGS:
+        if status in EXPECTED_STATUSES:
             return number, status
     for number, process in enumerate(processes):
         if process.returncode is None and _is_stopped(process):
@@ -177,13 +177,13 @@ def _decided(processes: list[Process]) -> tuple[int, int] | None:
 
 
 def _is_stopped(process: Process) -> bool:
-    """Whether somebody has stopped it; False on macOS before Python 3.13, which cannot tell."""
+    """Whether a signal has stopped it; False on macOS before Python 3.13, which has no `os.waitid`."""
     if not hasattr(os, "waitid"):
         return False
     return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _how(status: int) -> str:
+def _exit_text(status: int) -> str:
     """How a process ended, from its `Popen.returncode`, or -SIGSTOP."""
     if status >= 0:
         return f"failed with exit status {status}"

@@ -1,4 +1,4 @@
-"""What the processes of a run do as one."""
+"""What the processes of a run do together: they join at the start, and raise the same errors."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from collections.abc import Iterator
 
 import mmnnx as mm
 from mmnnx import _compat
-from mmnnx.train.errors import ToldElsewhere, UserError
+from mmnnx.train.errors import ReportedElsewhere, UserError
 from mmnnx.train.local_processes import LAUNCHER
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_HOUR = 3600 * 1000  # ms; that a process is gone is found out elsewhere, and much sooner
+_HOUR = 3600 * 1000  # ms; a process that has died is noticed elsewhere, and much sooner
 _numbers = itertools.count()
 
 
 def join(cluster: bool) -> None:
-    """Joins the other processes of the run, if the environment says that there are any.
+    """Joins the other processes of the run, if environment variables say that there are any.
 
-    Where the user started this process, it says at which address it hands arrays to the others.
+    If the user started this process, the address at which it sends arrays to the others is logged.
 
     Args:
-      cluster: whether to ask Slurm, Open MPI and the others that JAX knows.
+      cluster: whether JAX should look for the processes of Slurm, Open MPI and other launchers it knows.
 
     Raises:
-      UserError: where what is said of the processes is not enough, or makes no sense.
+      UserError: if the variables are incomplete or wrong.
     """
     if not cluster and not any(name in os.environ for name in VARIABLES):
         return
-    if LAUNCHER not in os.environ:  # else all that listens does so on loopback
+    if LAUNCHER not in os.environ:  # otherwise all ports are on loopback
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("mmnnx: %(message)s"))
         log = logging.getLogger("mmnnx")
@@ -45,34 +45,33 @@ def join(cluster: bool) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process speaks and writes for all."""
+    """Whether this process prints and writes for all."""
     return _compat.own_process()[0] == 0
 
 
 @contextlib.contextmanager
-def as_one(*errors: type[Exception]) -> Iterator[None]:
-    """An error of these types that one process raises inside is a UserError in every process, of which one
-    tells it: the first that raised it.
+def raise_in_all(*errors: type[Exception]) -> Iterator[None]:
+    """Inside, an error of these types in one process is a UserError in every process.
 
-    Every process goes through it; none leaves it before all have come.
+    The first process that raised it reports it. Every process must enter, and none leaves before all have.
 
-    >>> with as_one(UserError):
+    >>> with raise_in_all(UserError):
     ...     corpus = load_corpus(path)
     """
-    said = ""
+    text = ""
     try:
         yield
     except errors as error:
         if _compat.own_process()[1] == 1:
             raise
-        said = str(error)
+        text = str(error)
     number, count = _compat.own_process()
     if count == 1:
         return
     store, key = _compat.key_value_store(), f"mmnnx/errors/{next(_numbers)}"
-    if said:
-        store.key_value_set(f"{key}/{number}", said)
+    if text:
+        store.key_value_set(f"{key}/{number}", text)
     store.wait_at_barrier(key, _HOUR)
     if found := {int(path.rpartition("/")[2]): text for path, text in store.key_value_dir_get(f"{key}/")}:
-        teller = min(found)
-        raise (UserError if teller == number else ToldElsewhere)(found[teller])
+        reporter = min(found)
+        raise (UserError if reporter == number else ReportedElsewhere)(found[reporter])

@@ -18,34 +18,34 @@ from mmnnx.train.config import TrainConfig
 from mmnnx.train.data import load_corpus, train_batches, valid_batches
 from mmnnx.train.devices import choose_devices
 from mmnnx.train.errors import Diverged, Interrupted, UserError
-from mmnnx.train.lockstep import as_one, is_first
+from mmnnx.train.lockstep import is_first, raise_in_all
 from mmnnx.train.metrics import Meter
 from mmnnx.train.progress import Display
 from mmnnx.train.run_folder import RunFolder
 from mmnnx.train.sample import sample
 from mmnnx.train.signals import Stop
-from mmnnx.train.step import create, describe, make_train_step, make_validate, place
+from mmnnx.train.step import create, make_abstract, make_train_step, make_validate, place
 
 
 def train(config: TrainConfig) -> RunFolder:
-    """Train the model that ``config`` describes; returns the folder that holds the run.
+    """Train the model that ``config`` describes; returns the folder of the run.
 
-    In each of several processes after `mm.initialize()` it does that process's part; the first one speaks
-    and writes for all.
+    With several processes, every process calls it after `mm.initialize()`; the first one prints and writes
+    for all.
 
-    Raises UserError before anything runs if the config cannot be carried out, Diverged if a loss is not
-    finite, and Interrupted after Ctrl-C or SIGTERM, once the run is saved: in every process alike.
+    Raises, in every process: UserError before anything runs if the config cannot be carried out, Diverged if
+    a loss is not finite, and Interrupted after Ctrl-C or SIGTERM, once the run is saved.
 
     >>> train(TrainConfig(out=Path("run"), stages=1, tensor=1, steps=10)).rows()[-1]
     {'step': 10, 'val_bits_per_byte': 4.9}
     """
     first, claimed = is_first(), contextlib.ExitStack()
-    with as_one(UserError):
+    with raise_in_all(UserError):
         config.validate()
         corpus = load_corpus(config.data)
         batches = train_batches(corpus, config.batch, config.sequence, config.seed)
         held_out = valid_batches(corpus, config.batch, config.sequence)
-    with as_one(UserError):  # from here on JAX starts, which takes all processes
+    with raise_in_all(UserError):  # JAX starts here, which needs all processes
         mesh, placement = place(config, choose_devices(config.stages * config.tensor))
         folder = RunFolder(config.folder())
         if first and not config.resume:
@@ -59,17 +59,17 @@ def train(config: TrainConfig) -> RunFolder:
             claimed.callback(folder.claim().release)
 
     with claimed, mesh, Checkpoints(folder.checkpoints, best="val_bits_per_byte") as checkpoints:
-        model, optimizer = describe(config) if start else create(config, placement)
+        model, optimizer = make_abstract(config) if start else create(config, placement)
         nodes = {"model": model, "optimizer": optimizer}
         if start:
-            with as_one(UserError, CheckpointError):
+            with raise_in_all(UserError, CheckpointError):
                 data = checkpoints.restore(nodes, start, sharding=placement).data
                 if data["text"] != corpus.checksum:
                     raise UserError(
                         f"the text of the run in {folder.path} has changed since; start another with --name"
                     )
             batches.set_state(data["batches"])
-        with as_one(UserError):
+        with raise_in_all(UserError):
             if first:
                 folder.begin(config, start)
         train_step, validate = make_train_step(config), make_validate(held_out)
@@ -77,7 +77,7 @@ def train(config: TrainConfig) -> RunFolder:
         with (
             Display(config.steps, start, quiet=not first) as display,
             Stop() as stop,
-            telling_last(checkpoints),
+            with_last_checkpoint(checkpoints),
         ):
             size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
             display.say(
@@ -123,8 +123,8 @@ def train(config: TrainConfig) -> RunFolder:
 
 
 @contextlib.contextmanager
-def telling_last(checkpoints: Checkpoints) -> Iterator[None]:
-    """A run that diverges says what it leaves."""
+def with_last_checkpoint(checkpoints: Checkpoints) -> Iterator[None]:
+    """Inside, a `Diverged` error gets the step of the latest checkpoint."""
     try:
         yield
     except Diverged as error:
@@ -134,7 +134,7 @@ def telling_last(checkpoints: Checkpoints) -> Iterator[None]:
 
 
 def describe_devices(mesh: mm.MultiMesh) -> str:
-    """What runs it: "cpu devices", and of how many processes if there are several."""
+    """Such as "cpu devices of 4 processes"; a single process is not mentioned."""
     processes = len({device.process_index for device in mesh.devices.flat})
-    among = f" of {processes} processes" if processes > 1 else ""
-    return f"{mesh.devices.flat[0].platform} devices{among}"
+    of = f" of {processes} processes" if processes > 1 else ""
+    return f"{mesh.devices.flat[0].platform} devices{of}"

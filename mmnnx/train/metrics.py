@@ -1,4 +1,4 @@
-"""The losses of a run: fetched, checked, written down and shown."""
+"""The losses of a run: fetched, checked, recorded and shown."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mmnnx.train.run_folder import RunFolder
 
 
 class Meter:
-    """Writes down and shows the losses.
+    """Records and shows the losses.
 
     Each is fetched after the next step is dispatched, so that the devices never wait for the host. Speeds
     are means over ten steps, fewer after a validation. Raises Diverged at the first loss that is not finite,
-    in every process that has one. ``folder`` is None where another process writes.
+    in every process that has one. ``folder`` is None if another process writes.
     """
 
     def __init__(self, folder: RunFolder | None, display: Display, tokens: int):

@@ -1,4 +1,4 @@
-"""How a run shows itself: a live bar on a terminal, plain lines anywhere else."""
+"""The progress of a run: a live bar on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Display:
         self._bar.stop()
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """A step is done; ``loss`` in nats a byte."""
-        if step == self._start + 1:  # it held the compilation, which says nothing of the steps to come
+        """Show that a step is done; ``loss`` in nats per byte."""
+        if step == self._start + 1:  # it included compilation, so its time says nothing about later steps
             self._began = time.monotonic()
             left = "?"
         else:
@@ -47,7 +47,7 @@ class Display:
             self.say(f"step {step}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line above the bar."""
         self.console.print(text, markup=False, soft_wrap=True)
 
 

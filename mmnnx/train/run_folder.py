@@ -1,4 +1,4 @@
-"""What a run leaves on disk."""
+"""The folder of a run on disk."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mmnnx.train.errors import UserError
 class RunFolder:
     """A folder with config.json, metrics.jsonl, the checkpoints and the pictures of one run.
 
-    metrics.jsonl has one row a step: ``{"step", "loss", "tokens_per_second"}``, the loss in nats a byte, and
-    one row a validation: ``{"step", "val_bits_per_byte"}``. Of the processes of a run one alone writes here.
+    metrics.jsonl has a row for each step, ``{"step", "loss", "tokens_per_second"}``, the loss in nats per
+    byte, and one for each validation, ``{"step", "val_bits_per_byte"}``. Only one process of a run writes it.
     """
 
     def __init__(self, path: Path):
@@ -31,10 +31,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: TrainConfig) -> RunFolder:
-        """A new folder with its config. Raises UserError if it holds something, or cannot be written."""
+        """A new folder with its config. Raises UserError if it is not empty, or cannot be written."""
         path = config.folder()
         with _written(path, "; choose another --out"):
-            # What a process killed in the middle of its first file has left is nothing.
+            # A .new file is left of a process that was killed while it wrote its first file.
             names = {p.name for p in path.iterdir() if p.suffix != ".new"} if path.is_dir() else set()
             if names - {LOCK} or (path.exists() and not path.is_dir()):
                 raise UserError(
@@ -61,13 +61,13 @@ class RunFolder:
 
     @property
     def saved(self) -> int | None:
-        """The step of the latest checkpoint, told without starting JAX; None without any."""
+        """The step of the latest checkpoint, found without starting JAX; None without checkpoints."""
         return max(steps_in(self.checkpoints), default=None)
 
     def claim(self) -> FileLock:
-        """Holds the run, until the lock is released or this process ends.
+        """Locks the run until the lock is released or this process ends.
 
-        Raises UserError if another process has it, or the folder cannot be written.
+        Raises UserError if another process holds the lock, or the folder cannot be written.
         """
         with self.written():
             lock = claim(self.path)
@@ -76,7 +76,7 @@ class RunFolder:
         return lock
 
     def begin(self, config: TrainConfig, start: int) -> None:
-        """Write config.json, and forget the rows of steps after ``start``: they were taken but not saved.
+        """Write config.json, and drop the metrics of steps after ``start``, which are in no checkpoint.
 
         Raises UserError if they cannot be written.
         """
@@ -91,11 +91,11 @@ class RunFolder:
             file.write(json.dumps(row) + "\n")
 
     def written(self) -> contextlib.AbstractContextManager[None]:
-        """Has what cannot be written to the folder inside be a UserError, as on a disk that is full."""
+        """Inside, an OSError, as on a full disk, is a UserError."""
         return _written(self.path)
 
     def rows(self) -> list[dict[str, float]]:
-        """The rows of metrics.jsonl; one that was cut off in the middle, or is damaged, does not count."""
+        """The rows of metrics.jsonl without those that are incomplete or damaged."""
         if not self.metrics.exists():
             return []
         found = []
@@ -114,7 +114,7 @@ def _written(path: Path, advice: str = "") -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Puts a text in a file; a process killed at any moment leaves the old one whole, or the new one."""
+    """Writes a file atomically: a process killed at any moment leaves the old content or the new one."""
     new = path.with_name(path.name + ".new")
     new.write_text(text)
     os.replace(new, path)

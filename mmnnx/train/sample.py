@@ -13,10 +13,10 @@ from mmnnx.modules.generate import generate
 def sample(
     model: nnx.Module, prompt: bytes, count: int, window: int, *, seed: int = 0, temperature: float = 0.8
 ) -> bytes:
-    """`prompt` and `count` bytes that the model continues it with, looking back over at most `window` bytes.
+    """`prompt` and the `count` bytes that the model generates after it, from at most `window` bytes before.
 
-    When the window is full, its second half is the prompt of what comes next. An empty prompt stands for the
-    start of a line. Every process gets the same text.
+    When the window is full, its second half is the next prompt. An empty prompt stands for the start of a
+    line. Every process gets the same text.
     """
     text, key = bytearray(prompt or b"\n"), jax.random.key(seed)
     total = len(text) + count

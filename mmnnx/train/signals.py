@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after a step, and every process of it after the same one."""
+"""Ctrl-C and SIGTERM stop a run after a step, every process after the same one."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from mmnnx import _compat
 
 _numbers = itertools.count()
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LOOK = 0.5  # seconds between two looks at whether another process was asked
-_POLL = 0.02  # seconds between two looks at how far the others are
-_ONCE = 1.0  # seconds in which signals are one: systemd asks every process, and a launcher passes it on
+_SIGNAL_POLL = 0.5  # seconds between two looks for a signal in another process
+_STEP_POLL = 0.02  # seconds between two looks at the steps of the others
+_SAME_SIGNAL = 1.0  # seconds in which signals count as one: systemd sends it, and a launcher forwards it
 
 
 class Stop:
-    """Whether a run was asked to stop, by Ctrl-C or SIGTERM, in this process or in any other of it.
+    """Whether a run must stop: Ctrl-C or SIGTERM came to this process or to another process of the run.
 
-    Inside, the first signal is only noted; one that comes more than a second later does what it would do
-    without (Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process). Every process must make it, and ask
-    it in every step.
+    Inside, the first signal is only recorded; one that comes more than a second later has its usual effect
+    (Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process). Every process must make a Stop, and call it
+    in every step.
 
-    Once a process is asked, a thread in each says how far it is: the step after that of the furthest one is
-    the last. No process takes another step before that is known, and none has to for it to be: one that
-    waits for another in the middle of a step is spoken for by its thread.
+    Once a signal has come, a thread in each process publishes its last step: the run stops one step after the
+    furthest of these. No process begins another step before that is known. The threads publish even while a
+    process waits for another one in the middle of a step.
 
     Attributes:
-      signal: what asked, in whichever process; None until this process knows of it.
+      signal: the signal that came, to any process; None until this process knows of it.
 
     Raises:
       ValueError: when entered in a thread other than the main one, which alone gets signals.
@@ -53,9 +53,9 @@ class Stop:
         self._passed = -1  # the last step after which this process went on
         self._last = sys.maxsize  # the step to stop after, once the processes have agreed on it
         self._lock = threading.Lock()
-        self._asked = False  # from here on this process goes no further than the others
+        self._stopping = False  # from here on this process waits for the agreement
         self._agreed, self._woken, self._over = threading.Event(), threading.Event(), False
-        self._thread = threading.Thread(target=self._speak, name="mmnnx-stop", daemon=True)
+        self._thread = threading.Thread(target=self._agree, name="mmnnx-stop", daemon=True)
         self._before: dict[signal.Signals, Any] = {}
         self._first: float | None = None  # when a signal came to this process
 
@@ -82,17 +82,17 @@ class Stop:
         if not jax.distributed.is_initialized():
             return self.signal is not None
         with self._lock:
-            if not self._asked:
+            if not self._stopping:
                 self._passed = step
                 return False
-        self._agreed.wait()  # where a second signal gets through
+        self._agreed.wait()  # a second signal interrupts this
         return step >= self._last
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if self._first is None:
             self._first, self.signal = time.monotonic(), signal.Signals(number)
             self._woken.set()
-        elif time.monotonic() - self._first > _ONCE:
+        elif time.monotonic() - self._first > _SAME_SIGNAL:
             self._restore()
             signal.raise_signal(number)
 
@@ -101,33 +101,33 @@ class Stop:
             signal.signal(number, handler)
         self._before = {}
 
-    # What follows runs in the thread.
+    # The methods below run in the thread.
 
-    def _speak(self) -> None:
-        """Says how far this process is once one is asked, or at its end that it needs no waiting for."""
+    def _agree(self) -> None:
+        """Publishes the last step of this process once a signal came; without one, its end."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # without a coordinator all processes end
-            while not (self._is_asked() or self._over):
-                self._woken.wait(_LOOK)
+            while not (self._has_signal() or self._over):
+                self._woken.wait(_SIGNAL_POLL)
             if self.signal is None:
-                return self._say("passed", sys.maxsize)
+                return self._publish("passed", sys.maxsize)
             with self._lock:
-                self._asked, passed = True, self._passed
-            self._say("signal", self.signal)
-            self._say("passed", passed)
-            while len(said := self._said("passed")) < _compat.own_process()[1] and not self._over:
-                time.sleep(_POLL)
-            self._last = max(said) + 1
+                self._stopping, passed = True, self._passed
+            self._publish("signal", self.signal)
+            self._publish("passed", passed)
+            while len(steps := self._published("passed")) < _compat.own_process()[1] and not self._over:
+                time.sleep(_STEP_POLL)
+            self._last = max(steps) + 1
         self._agreed.set()
 
-    def _is_asked(self) -> bool:
+    def _has_signal(self) -> bool:
         if self.signal is None:
-            self.signal = next(map(signal.Signals, self._said("signal")), None)
+            self.signal = next(map(signal.Signals, self._published("signal")), None)
         return self.signal is not None
 
-    def _say(self, what: str, number: int) -> None:
+    def _publish(self, what: str, number: int) -> None:
         key = f"{self._key}/{what}/{_compat.own_process()[0]}"
         _compat.key_value_store().key_value_set(key, str(int(number)))
 
-    def _said(self, what: str) -> list[int]:
+    def _published(self, what: str) -> list[int]:
         found = _compat.key_value_store().key_value_dir_get(f"{self._key}/{what}/")
         return [int(number) for _, number in found]

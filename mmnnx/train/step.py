@@ -1,4 +1,4 @@
-"""What is trained and how one step is taken: the part of a run that is JAX."""
+"""The model, the optimizer, the train step and the validation of a run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from mmnnx.train.config import TrainConfig
 def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.TaskSharding]:
     """The mesh of ``config.stages * config.tensor`` devices, and where on it each weight of the model lives.
 
-    Each stage has a run of the blocks, of parameters as equal as can be; the first also the embedding, the
-    last the output layer. Inside a stage the axes of tensor parallelism are split over the stage's devices.
+    Each stage has consecutive blocks, their parameters balanced over stages. The first also has the
+    embedding, the last the output layer. Inside a stage the axes of tensor parallelism are split over its
+    devices.
     """
     mesh = mm.MultiMesh(
         axis_sizes=(config.stages, config.tensor),
@@ -49,13 +50,13 @@ def model_config(config: TrainConfig) -> LMConfig:
 
 
 def create(config: TrainConfig, placement: mm.TaskSharding) -> tuple[LM, nnx.Optimizer]:
-    """A new model, each weight made where it lives, and its optimizer. Call inside the mesh."""
+    """A new model and its optimizer, each array initialised on its devices. Call it inside the mesh."""
     model = mm.jit(lambda: make_model(config), out_shardings=placement)()
     return model, mm.jit(lambda model: make_optimizer(config, model))(model)
 
 
-def describe(config: TrainConfig) -> tuple[LM, nnx.Optimizer]:
-    """The same without arrays, to be restored."""
+def make_abstract(config: TrainConfig) -> tuple[LM, nnx.Optimizer]:
+    """The same as abstract nodes, to be restored."""
     model = nnx.eval_shape(lambda: make_model(config))
     return model, nnx.eval_shape(lambda: make_optimizer(config, make_model(config)))
 
@@ -94,7 +95,7 @@ def loss_fn(model: LM, tokens: jax.Array) -> jax.Array:
 def make_train_step(config: TrainConfig) -> Jit:
     """``train_step(model, optimizer, tokens) -> loss``: one update in place, by the mean over microbatches.
 
-    The state of model and optimizer is donated: the new takes the memory of the old.
+    The state of model and optimizer is donated.
     """
     grad_fn = mm.microbatch(
         nnx.value_and_grad(loss_fn),
@@ -114,7 +115,7 @@ def make_train_step(config: TrainConfig) -> Jit:
 
 
 def make_validate(held_out: np.ndarray) -> Callable[[LM], float]:
-    """``validate(model)``: mean loss in bits a byte over batches ``held_out`` [count, batch, length + 1]."""
+    """``validate(model)``: mean loss in bits per byte over ``held_out`` [count, batch, length + 1]."""
     eval_step = mm.jit(loss_fn)
 
     def validate(model: LM) -> float:

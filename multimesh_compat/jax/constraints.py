@@ -16,9 +16,9 @@ _autosharding_around = jax.make_user_context()  # a key of JAX's caches
 
 @contextlib.contextmanager
 def autoshard(autoshard: bool = True) -> Iterator[None]:
-    """Whether names in sharding constraints are logical: what no mesh axis stands for is replicated then.
+    """Whether names in sharding constraints are logical: then names without a mesh axis mean replication.
 
-    Outside this context they are inside tasks and in functions given to `parallelize`, and not elsewhere.
+    Without this context they are logical inside tasks and in functions given to `parallelize`, nowhere else.
 
     Example:
       >>> with autoshard(False):
@@ -35,9 +35,9 @@ def autoshard(autoshard: bool = True) -> Iterator[None]:
 def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     """Constrains how the arrays of `x` are sharded, in logical axis names.
 
-    Inside a task, names are translated by its `logical_axes`; axes of its mesh stand for themselves; what has
-    no axis is replicated. In a function given to `parallelize`, or within `autoshard`, the same holds outside
-    tasks, over all devices of the program; elsewhere it is `jax.lax.with_sharding_constraint`.
+    Inside a task, names are translated by its `logical_axes`; axes of its mesh stand for themselves; other
+    names mean replication. In a function given to `parallelize`, or within `autoshard`, the same holds
+    outside tasks, over all devices of the program. Elsewhere it is `jax.lax.with_sharding_constraint`.
 
     Args:
       x: an array or a pytree of arrays.

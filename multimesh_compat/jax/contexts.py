@@ -1,4 +1,4 @@
-"""Contexts that say how programs are split. All nest, and hold in the thread that opens them."""
+"""Contexts that set how functions are partitioned. They nest, and hold in the thread that opens them."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def enable_fast_path(enable: bool = True, context_value: bool | None = None) -> 
 
 @contextlib.contextmanager
 def enable_recomputation(enable: bool = True, context_value: bool | None = None) -> Iterator[None]:
-    """Whether each task that needs a value made of the batch alone computes it (`mm.enable_recomputation`).
+    """Whether each task computes for itself what depends on the batch alone (`mm.enable_recomputation`).
 
-    Switched off, it is computed once and sent.
+    Switched off, such a value is computed once and sent.
 
     Args:
       enable: whether they do.
@@ -106,7 +106,7 @@ def context(
     enable_task_fusion: bool | None = None,
     only_fuse_loop_tasks: bool | None = None,
 ) -> Iterator[None]:
-    """Several contexts in one: each that is given is opened with its value; None leaves what is set around.
+    """Several contexts in one: each is opened with the value given; None leaves it as it is outside.
 
     Args:
       autoshard, enable_recomputation, enable_fast_path, ignore_transforms, enable_task_fusion,

@@ -12,7 +12,7 @@ import numpy as np
 import mmnnx as mm
 from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.task import ignoring
+from mmnnx.sharding.task_scope import ignoring
 from multimesh_compat.jax.constraints import autoshard
 from multimesh_compat.jax.contexts import fast_path
 from multimesh_compat.jax.unsplit import tracing_shapes
@@ -34,8 +34,8 @@ def parallelize(
     Args:
       fun: a pure function of parameters, then an input batch; either may be missing. Both are pytrees.
       init_params: makes the parameters. It is traced, and the parameters are made sharded.
-      get_input_batch: makes an input batch. It is called anew for each batch, outside any trace; the first
-        time right away, for shapes and dtypes: the function that is returned hands out that batch first.
+      get_input_batch: makes an input batch. It is called again for each batch, outside any trace; the first
+        time right away, for shapes and dtypes: the returned function gives that batch first.
       initial_batch: an input batch, instead of a function that makes one. An array that is committed to
         devices stays there; any other goes where it is read.
       devices: those to run on, and what device numbers count. Default: those of the current MultiMesh, else
@@ -74,7 +74,7 @@ def parallelized(
     devices: Any = None,
     adjusted: Callable[[Any], Any] = lambda shardings: shardings,
 ) -> tuple[Any, ...]:
-    """`parallelize`, with a word to say about the shardings of the parameters that were derived."""
+    """`parallelize`; `adjusted` maps the derived shardings of the parameters to those that are used."""
     for name, given in (("fun", fun), ("init_params", init_params), ("get_input_batch", get_input_batch)):
         if not callable(given) and (given is not None or name == "fun"):
             raise TypeError(f"parallelize: {name} is a function, not {given!r}")
@@ -91,14 +91,14 @@ def parallelized(
     with mesh, tracing_shapes():
         operands = [jax.eval_shape(init_params)] if init_params is not None else []
     if get_input_batch is not None:
-        made = [get_input_batch()]  # the first to be handed out: a loader may not give it twice
+        made = [get_input_batch()]  # returned first: a loader may not give it twice
         operands.append(jax.eval_shape(lambda batch: batch, *made))
     elif initial_batch is not None:
         operands.append(initial_batch)
     try:
         scoped, traced = constrained, mm.jit(constrained, mesh=mesh)
         divided = bool(traced.tasks(*operands))
-        if not divided:  # what is in no task is one, on all devices
+        if not divided:  # a function without tasks is one task, on all devices
             scoped = mm.task(constrained, getattr(fun, "__name__", "parallelize"))
             traced = mm.jit(scoped, mesh=mesh)
         shardings, _ = traced.input_shardings(*operands)
@@ -111,7 +111,9 @@ def parallelized(
     sharded = mm.jit(scoped, mesh=mesh, in_shardings=shardings)
     if not divided and fast_path():
         sharded = _plain(constrained, shardings, mesh, sharded)
-    init = _born(init_params, shardings[0], mesh, operands[0]) if init_params is not None else None
+    init = None
+    if init_params is not None:
+        init = _sharded_init(init_params, shardings[0], mesh, operands[0])
     if get_input_batch is None:
         return sharded, init
 
@@ -121,18 +123,18 @@ def parallelized(
     return sharded, init, get_batch
 
 
-def _born(
+def _sharded_init(
     init_params: Callable[[], Any], shardings: Any, mesh: mm.MultiMesh, shapes: Any
 ) -> Callable[[], Any]:
-    """What makes the parameters sharded. What is no array in them, such as an optimizer, is that of `shapes`:
-    made anew in another trace, it would no longer be equal.
+    """A function that initialises the parameters on their devices. Leaves that are not arrays, such as an
+    optimizer, are those of `shapes`: made again in another trace they would not be equal.
     """
     made = mm.jit(lambda: jax.tree.leaves(init_params()), mesh=mesh, out_shardings=jax.tree.leaves(shardings))
     return functools.wraps(init_params)(lambda: jax.tree.unflatten(jax.tree.structure(shapes), made()))
 
 
 def _whole(devices: Any) -> mm.MultiMesh:
-    """The devices of the program as a MultiMesh; axes that nobody named have names that nobody writes."""
+    """The devices of the program as a MultiMesh; axes without names get names that no program uses."""
     multimesh = current_multimesh()
     if devices is None and multimesh is not None:
         return multimesh

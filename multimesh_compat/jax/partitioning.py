@@ -1,4 +1,4 @@
-"""Functions over shards, and functions that say how they are partitioned, on the mesh of the task around."""
+"""Functions over shards, and functions with their own partitioning, on the mesh of the enclosing task."""
 
 from __future__ import annotations
 

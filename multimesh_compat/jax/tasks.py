@@ -78,14 +78,14 @@ def _task_class(cls: type[Any], task: mm.Task) -> type[Any]:
     body: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     body["__call__"] = _warning(mm.task(cls.__call__, task=task), task)
     if module:
-        body["__init__"] = mm.task(cls.__init__, task=task)  # Variables are born where they are used
+        body["__init__"] = mm.task(cls.__init__, task=task)  # Variables are initialised where they are used
     options = {"pytree": module_is_pytree(cls)} if module else {}
     return types.new_class(f"Task[{cls.__name__}]", (cls,), options, lambda namespace: namespace.update(body))
 
 
 def _warning(fun: Callable[..., Any], task: mm.Task) -> Callable[..., Any]:
-    # The scope is there under ignore_transforms too. It is only a name then, and JAX keeps what it traced:
-    # without the name the function would stay unsplit when the context is left.
+    # The scope is opened under ignore_transforms too, where it is only a name: JAX caches what it traced
+    # there, and without the name the function would stay unsplit after the context.
     @functools.wraps(fun)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         warn_unsplit(task)
@@ -109,8 +109,8 @@ def register_task(
 ) -> None:
     """Lets a name scope, as `jax.named_scope` or a linen module opens one, be a task (multimesh.jax).
 
-    Which task is said by one of `callback`, `task` and `devices`. The other arguments are those of earlier
-    releases: they make a task, named as the scope, of `devices` or of the devices that `callback` returns.
+    Give one of `callback`, `task` and `devices`. The other arguments are those of earlier releases: they make
+    a task, named as the scope, of `devices` or of the devices that `callback` returns.
 
     Args:
       matcher: a name or regex that a whole scope name must match.
@@ -159,14 +159,14 @@ def register_task(
         return mm.Task(name, mesh=mesh, logical_axes=logical_axes)
 
     if devices is not None:
-        of_devices(str(matcher), devices)  # what is wrong is said now
+        of_devices(str(matcher), devices)  # raises now if something is wrong
         return mm.register_task(matcher, callback=lambda name, backprop: of_devices(name, devices))
     if not callable(callback):
         raise TypeError(f"callback= for matcher {matcher!r} cannot be called: {callback!r}")
-    ask = callback if _takes(callback, 2) else lambda name, backprop: callback(name)
+    call = callback if _takes(callback, 2) else lambda name, backprop: callback(name)
 
     def choose(name: str, backprop: bool) -> mm.Task:
-        found = ask(name, backprop)
+        found = call(name, backprop)
         if found is None:
             raise TypeError(f"the callback for matcher {matcher!r} returned no Task or devices for {name!r}")
         return found if isinstance(found, mm.Task) else of_devices(name, found)

@@ -1,4 +1,4 @@
-"""What is said, once, about a task that is traced where it will not be split."""
+"""The warning, once in a process, about a task that is traced where it will not be split."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 import mmnnx as mm
 from mmnnx._compat import under_jit
-from mmnnx.sharding.task import ignoring, splitting
+from mmnnx.sharding.task_scope import ignoring, splitting
 
 _tracing_shapes: ContextVar[bool] = ContextVar("multimesh_tracing_shapes", default=False)
 _warned = False

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import mmnnx as mm
 from mmnnx.inspect.model_table import ModelTable, Row
-from mmnnx.inspect.module_calls import LINES, watch_calls
+from mmnnx.inspect.module_calls import LINES, record_calls
 from mmnnx.inspect.tabulate import tabulate
 from mmnnx.inspect.units import bytes_text, count_text, ranges_text
 
@@ -79,7 +79,7 @@ def row(table: ModelTable, *path) -> Row:
 
 
 def paths(table: ModelTable) -> list[str]:
-    return ["/".join(map(str, r.path)) for r in table.rows]
+    return [".".join(map(str, r.path)) for r in table.rows]
 
 
 def calls(table: ModelTable, *path) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -377,7 +377,7 @@ def test_depth_folds_deeper_modules():
             self.nets = nnx.List([Net(rngs), Net(rngs)])
 
     table = tabulate(abstract(lambda: Outer(nnx.Rngs(0))))
-    assert paths(table)[:5] == ["", "nets", "nets/0", "nets/0/drop", "nets/0/first"]
+    assert paths(table)[:5] == ["", "nets", "nets.0", "nets.0.drop", "nets.0.first"]
     for depth, number in ((0, 1), (1, 2), (2, 4), (3, 10), (9, 10)):
         folded = tabulate(abstract(lambda: Outer(nnx.Rngs(0))), depth=depth)
         assert paths(folded) == [p for p, r in zip(paths(table), table.rows) if len(r.path) <= depth]
@@ -406,7 +406,7 @@ def test_shared_modules_and_variables_count_once():
         by_path = {line[0]: line for line in cells(table)[2:-1]}
         assert by_path["a"][4] == "bias: float32[3]\nkernel: float32[3,3]\n12 (48 B)"
         assert by_path["b"][1:] == ["Linear\nas a", "", "", ""]
-        assert by_path["c"][4] == "bias: float32[3]\nkernel: as a/kernel\n3 (12 B)"
+        assert by_path["c"][4] == "bias: float32[3]\nkernel: as a.kernel\n3 (12 B)"
         assert calls(table, "a") == [(("float32[1,3]",), ("float32[1,3]",))]
 
 
@@ -434,7 +434,7 @@ def test_a_module_that_knows_its_parent():
             self.child = Child(self)
 
     table = tabulate(Parent())
-    assert paths(table) == ["", "child", "child/parent"]
+    assert paths(table) == ["", "child", "child.parent"]
     assert row(table, "child", "parent").same_as == () and "as the whole" in str(table)
     assert sum(p.size for p in table.pieces) == 3
 
@@ -457,13 +457,13 @@ def test_an_optimizer(placed):
     mesh, _, optimizer = placed
     with mesh:
         table = tabulate(optimizer)
-    assert paths(table) == ["", "opt_state/0", "opt_state/0/mu", "opt_state/0/nu"]
+    assert paths(table) == ["", "opt_state.0", "opt_state.0.mu", "opt_state.0.nu"]
     assert [r.type for r in table.rows] == ["Optimizer", "ScaleByAdamState", "State", "State"]
     mu = cells(table)[3]
     assert mu[4:8] == [
-        "first/bias: float32[4]\nfirst/kernel: float32[2,4]\nlast/kernel: float32[4,6]\n36 (144 B)",
+        "first.bias: float32[4]\nfirst.kernel: float32[2,4]\nlast.kernel: float32[4,6]\n36 (144 B)",
         "stage0\nstage1",
-        "first/bias: P()\nfirst/kernel: P(None, model)\nlast/kernel: P(None, model)",
+        "first.bias: P()\nfirst.kernel: P(None, model)\nlast.kernel: P(None, model)",
         "0-3",
     ]
 
@@ -653,7 +653,7 @@ def test_constraints_and_tasks_of_the_model_do_not_matter(placed):
 
 
 def test_calls_by_path():
-    found = watch_calls(abstract(), (IMAGES,), {"train": False})
+    found = record_calls(abstract(), (IMAGES,), {"train": False})
     assert list(found) == [(), ("first",), ("last",)]
 
 

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 
 from mmnnx.inspect import draw_timeline
-from mmnnx.inspect.phase_styles import LOOKS, ink, shade
+from mmnnx.inspect.phase_styles import STYLES, phase_colour, text_colour
 from mmnnx.inspect.schedules import by_name
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Event, Timeline
 
@@ -55,7 +55,7 @@ def test_what_takes_no_time_is_not_drawn():
     figure = draw_timeline(timeline)
     assert boxes(figure) == [("forward", 0, 1, 0)]
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["a"]
-    assert "outside autodiff" not in legend(figure)
+    assert "optimizer" not in legend(figure)
 
 
 def test_rows_are_named_after_meshes_from_the_top():
@@ -104,17 +104,17 @@ COLOUR_BLIND = {
 
 
 def test_phases_differ_in_greyscale():
-    """Whatever the stages, no shade of one phase is as light as a shade of another, or as the background."""
+    """Whatever the stages, no colour of one phase is as light as one of another, or as the background."""
     phases = ["none", "forward", "backward", "backward-input", "backward-weight"]
-    light = [(lab(linear(LOOKS[p].dark))[0], lab(linear(LOOKS[p].light))[0]) for p in phases] + [(100, 100)]
+    light = [(lab(linear(STYLES[p].dark))[0], lab(linear(STYLES[p].light))[0]) for p in phases] + [(100, 100)]
     assert all(after[0] - before[1] > 5 for before, after in itertools.pairwise(light))
 
 
 @pytest.mark.parametrize("kind", COLOUR_BLIND)
 def test_phases_differ_for_the_colour_blind(kind):
     seen = {
-        (phase, nth): lab(np.clip(np.array(COLOUR_BLIND[kind]) @ linear(shade(phase, nth, 2)), 0, 1))
-        for phase in LOOKS
+        (phase, nth): lab(np.clip(np.array(COLOUR_BLIND[kind]) @ linear(phase_colour(phase, nth, 2)), 0, 1))
+        for phase in STYLES
         if phase != "transfer"
         for nth in range(2)
     }
@@ -122,17 +122,24 @@ def test_phases_differ_for_the_colour_blind(kind):
         assert one[0] == other[0] or math.dist(seen[one], seen[other]) > 12, (one, other)
 
 
-def test_ink_is_legible():
-    for phase, nth in itertools.product(LOOKS, range(2)):
-        paper = shade(phase, nth, 2)
-        luminance = sorted(float(np.dot([0.2126, 0.7152, 0.0722], linear(c))) for c in (paper, ink(paper)))
+def test_numbers_are_legible_on_their_boxes():
+    for phase, nth in itertools.product(STYLES, range(2)):
+        paper = phase_colour(phase, nth, 2)
+        luminance = sorted(
+            float(np.dot([0.2126, 0.7152, 0.0722], linear(c))) for c in (paper, text_colour(paper))
+        )
         assert (luminance[1] + 0.05) / (luminance[0] + 0.05) > 3  # WCAG's ratio, for large text
 
 
-def test_idle_time_is_that_of_the_timeline():
+def test_the_bubble_is_that_of_the_timeline():
     half = Timeline((event("a", 0, 4, "forward", 0), event("b", 4, 4.5, "forward", 0)))
     assert half.bubble == pytest.approx(1 - 4.5 / 8)
-    assert "idle (43.8% of a period)" in legend(draw_timeline(half))
+    assert "bubble (43.8% of the steady-state step time)" in legend(draw_timeline(half))
+
+
+def test_what_is_outside_of_derivatives_is_called_the_optimizer():
+    timeline = Timeline((event("a", 0, 1, "forward", 0), event("a", 1, 2, "none")))
+    assert legend(draw_timeline(timeline))[:2] == ["forward", "optimizer"]
 
 
 def test_every_microbatch_number_is_legible_at_4x8():

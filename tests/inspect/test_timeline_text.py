@@ -1,4 +1,4 @@
-"""Timelines in the terminal."""
+"""Timelines as text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_1f1b_written_out():
         "1f1b",
         "mesh0 F0F1    B0--F2B1--  B2--",
         "mesh1   F0B0--F1B1--F2B2--",
-        "F forward  B backward  blank: idle, 25.0% of a period of 12 units",
+        "F forward  B backward  blank: bubble, 25.0%; steady-state step time 12 units",
     ]
 
 
@@ -35,7 +35,7 @@ def test_stages_of_a_mesh_and_parts_of_a_backward_written_out():
         "mesh1   F0f0F1f1i0w0F2I0W0f2i1w1I1i2I2W1w2W2",
         "F forward  I backward-input  W backward-weight",
         "small: every other stage of a mesh",
-        "blank: idle, 0.0% of a period of 9 units",
+        "blank: bubble, 0.0%; steady-state step time 9 units",
     ]
 
 
@@ -83,7 +83,7 @@ def test_measured_times():
     ]
     lines = draw_text(Timeline(tuple(events), unit="s"), width=50).plain.split("\n")
     assert lines[0] == "a F0----------             B0---------------------"
-    assert lines[-1].endswith("of a period of 41 ms")
+    assert lines[-1].endswith("steady-state step time 41 ms")
 
 
 def test_coloured_by_phase_where_there_are_colours():

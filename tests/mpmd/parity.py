@@ -26,7 +26,7 @@ import mmnnx as mm
 from mmnnx.mpmd.compile.rewrites import rewrite
 from mmnnx.mpmd.jit.cache_key import surroundings
 from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.task import _registry
+from mmnnx.sharding.registered_tasks import global_registry
 
 EPSILON = float(np.finfo(np.float32).eps)
 
@@ -96,7 +96,7 @@ def _made_once(key: Any, make: Callable[[], Any]) -> Any:
     """
     made = _made((key, surroundings()))
     multimesh = current_multimesh()
-    registry = _registry if multimesh is None else multimesh.registry
+    registry = global_registry if multimesh is None else multimesh.registry
     if not made:
         nodes = make()
         made[:] = nodes, [(where, t) for where, tasks in registry._placed.items() for t in tasks.values()]

@@ -14,7 +14,7 @@ import pytest
 import mmnnx as mm
 from mmnnx.mpmd.place.options import fusing, recomputing
 from mmnnx.sharding.logical import autosharding
-from mmnnx.sharding.task import ignoring
+from mmnnx.sharding.task_scope import ignoring
 from multimesh_compat.jax.constraints import autoshard
 from multimesh_compat.jax.contexts import (
     context,

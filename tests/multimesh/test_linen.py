@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from mmnnx.sharding.task import current_task, find_task
+from mmnnx.sharding.task_scope import current_task, find_task
 from multimesh_compat.jax import unsplit
 from multimesh_compat.jax.constraints import with_sharding_constraint
 from multimesh_compat.jax.flax.axes import ShardedAxes, shard_axes

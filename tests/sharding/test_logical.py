@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.sharding import MultiMesh, Task, task, with_sharding_constraint
 from mmnnx.sharding.logical import logical_spec, to_spec
-from mmnnx.sharding.task import splitting
+from mmnnx.sharding.task_scope import splitting
 
 P = PartitionSpec
 

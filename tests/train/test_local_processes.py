@@ -82,7 +82,7 @@ def test_one_is_killed_and_one_process_goes_on(tmp_path, text, environment, alon
         os.kill(processes[1], signal.SIGKILL)
         began = time.monotonic()
         _, errors = launcher.communicate(timeout=120)
-        assert time.monotonic() - began < 2 * local_processes.MOMENT, "none is left waiting"
+        assert time.monotonic() - began < 2 * local_processes.GRACE_PERIOD, "none is left waiting"
     assert launcher.returncode == 1
     assert not any(map(is_there, processes))
     assert errors.splitlines()[-1] == (
@@ -141,7 +141,7 @@ def start(program: str) -> local_processes.Process:
     ],
 )
 def test_the_one_that_decides_how_it_ends(programs, decides, how, monkeypatch):
-    monkeypatch.setattr(local_processes, "MOMENT", 0.2)
+    monkeypatch.setattr(local_processes, "GRACE_PERIOD", 0.2)
     processes = [start(program) for program in programs]
     try:
         assert local_processes._wait(processes) == decides
@@ -149,22 +149,22 @@ def test_the_one_that_decides_how_it_ends(programs, decides, how, monkeypatch):
         for process in processes:
             process.kill()
             process.wait()
-    assert how is None or local_processes._how(decides[1]) == how
+    assert how is None or local_processes._exit_text(decides[1]) == how
 
 
 def test_the_first_signal_asks_and_the_second_kills():
     program = "import signal, time; signal.signal(15, print); print('ready', flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE)
-    asked: list[signal.Signals] = []
+    received: list[signal.Signals] = []
     try:
         process.stdout.readline()
-        with local_processes._passing_on([process], asked):
+        with local_processes._forwarding_signals([process], received):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.2)
             assert process.poll() is None
             os.kill(os.getpid(), signal.SIGTERM)
             assert process.wait(timeout=30) == -signal.SIGKILL
-        assert asked == [signal.SIGINT, signal.SIGTERM]
+        assert received == [signal.SIGINT, signal.SIGTERM]
     finally:
         process.kill()
         process.communicate()

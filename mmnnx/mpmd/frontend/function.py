@@ -18,7 +18,9 @@ from mmnnx.mpmd.ir.equations import Flat, Var, scopes_in
 from mmnnx.mpmd.ir.listing import Names
 from mmnnx.mpmd.ir.shardings import constrains, mesh_of
 from mmnnx.sharding.mesh import MultiMesh
-from mmnnx.sharding.task import Task, find_task, place_task
+from mmnnx.sharding.registered_tasks import place_task
+from mmnnx.sharding.task import Task
+from mmnnx.sharding.task_scope import find_task
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,7 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from mmnnx.mpmd.ir.shardings import mesh_of, transferred
 from mmnnx.sharding.mesh import MultiMesh, auto_mesh
-from mmnnx.sharding.task import Task, placed_tasks, scope_name
+from mmnnx.sharding.registered_tasks import placed_tasks
+from mmnnx.sharding.task import Task
+from mmnnx.sharding.task_scope import scope_name
 
 
 class Meshes:

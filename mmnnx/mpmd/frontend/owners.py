@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.frontend.record import Leaf, Record
-from mmnnx.sharding.placement import parts_of
+from mmnnx.sharding.path_filter import parts_of
 
 
 class Owners:

@@ -24,7 +24,7 @@ from mmnnx.mpmd.ir.listing import flat_text
 from mmnnx.mpmd.ir.loop_spec import loop_spec
 from mmnnx.mpmd.ir.origin import ACTIVATION, at_home, combine
 from mmnnx.mpmd.ir.rewrite import prune, rename
-from mmnnx.sharding.task import scopes
+from mmnnx.sharding.name_stack import scopes
 
 
 def inline(function: Function) -> Flat:

@@ -18,7 +18,7 @@ from mmnnx.mpmd.ir.equations import Atom, Node, scopes_in
 from mmnnx.mpmd.ir.loop_spec import LoopSpec, is_transformed, loop_spec
 from mmnnx.mpmd.ir.origin import FREE, Kind
 from mmnnx.mpmd.ir.rewrite import inline
-from mmnnx.sharding.task import is_backward
+from mmnnx.sharding.name_stack import is_backward
 
 
 class _HoldsLoop(Exception):

@@ -151,8 +151,8 @@ class Profile:
 
     def __str__(self) -> str:
         lines = [
-            f"step {self.seconds * 1e3:.2f} ms; in simulation {self.timeline.makespan * 1e3:.2f} ms, "
-            f"bubble {self.timeline.bubble:.1%}"
+            f"step {self.seconds * 1e3:.2f} ms; simulated step latency "
+            f"{self.timeline.makespan * 1e3:.2f} ms, bubble {self.timeline.bubble:.1%}"
         ]
         width = max(map(len, self.costs.calls), default=0)
         lines += [f"  {name:<{width}}  {t * 1e6:10.1f} us" for name, t in self.costs.calls.items()]

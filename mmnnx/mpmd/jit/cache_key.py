@@ -13,7 +13,8 @@ from mmnnx.mpmd.ir.shardings import is_committed
 from mmnnx.mpmd.place.options import fusing, recomputing
 from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.task import ignoring, registrations
+from mmnnx.sharding.registered_tasks import registrations
+from mmnnx.sharding.task_scope import ignoring
 
 
 def trace_key(tree: Any, static: Any, leaves: Sequence[Any]) -> Any:

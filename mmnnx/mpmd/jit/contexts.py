@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from mmnnx.mpmd.place.options import fusing, recomputing
-from mmnnx.sharding.task import ignoring
+from mmnnx.sharding.task_scope import ignoring
 
 
 @contextlib.contextmanager

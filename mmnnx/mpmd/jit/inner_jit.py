@@ -20,7 +20,7 @@ from mmnnx.mpmd.jit.stages import FlatTraced, Trace, Variant
 from mmnnx.mpmd.jit.static_arguments import StaticArguments, restore
 from mmnnx.mpmd.runtime.prepare import OUTERMOST, Run
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
-from mmnnx.sharding.task import ignoring, tracing
+from mmnnx.sharding.task_scope import ignoring, tracing
 
 
 @dataclasses.dataclass(frozen=True)

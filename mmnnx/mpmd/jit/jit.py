@@ -21,7 +21,8 @@ from mmnnx.mpmd.jit.inner_jit import FlatJit
 from mmnnx.mpmd.jit.static_arguments import static_arguments
 from mmnnx.mpmd.runtime.profile import measuring
 from mmnnx.sharding.mesh import MultiMesh
-from mmnnx.sharding.task import Task, ignoring
+from mmnnx.sharding.task import Task
+from mmnnx.sharding.task_scope import ignoring
 
 
 def jit(

@@ -23,7 +23,8 @@ from mmnnx.mpmd.runtime.collective_order import in_collective_order
 from mmnnx.mpmd.runtime.donated_arguments import check_shared
 from mmnnx.mpmd.runtime.prepare import Run
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
-from mmnnx.sharding.task import Task, find_task
+from mmnnx.sharding.task import Task
+from mmnnx.sharding.task_scope import find_task
 
 
 class Trace(NamedTuple):

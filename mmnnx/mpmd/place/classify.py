@@ -7,7 +7,7 @@ import enum
 from collections.abc import Mapping, Sequence
 
 from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
-from mmnnx.sharding.task import is_backward
+from mmnnx.sharding.name_stack import is_backward
 
 
 class Role(enum.Enum):

@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 
 from mmnnx.mpmd.ir.placement import Placement, Position
 from mmnnx.sharding.mesh import MultiMesh
-from mmnnx.sharding.task import Task, placed_tasks
+from mmnnx.sharding.registered_tasks import placed_tasks
+from mmnnx.sharding.task import Task
 
 
 def with_task_options(placement: Placement, multimesh: MultiMesh | None) -> Placement:

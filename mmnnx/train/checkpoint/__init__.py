@@ -1,10 +1,14 @@
-"""Checkpoints: the state of a run, written while it goes on and read back onto whatever devices there are.
+"""Checkpoints: the state of a run, written in the background and restored onto any devices.
+
+What comes in: NNX objects by name, and JSON. What goes out: the same objects with their state set in place.
+What always holds: a step's folder gets its name when it is complete; damage is found before state is changed.
+Read first: `checkpoints.py`; then `write.py` (arrays to disk), or `match.py` and `read.py` (and back).
 
 One step is a folder that orbax itself can read:
 
-    STEP/state/       the arrays, by their paths (model/blocks/0/mlp/up/kernel): zarr3 in OCDBT files
+    STEP/state/       the arrays, by their paths (model.blocks.0.mlp.up.kernel): zarr3 in OCDBT files
     STEP/placement/   placement.json: shape, dtype, task and PartitionSpec of each, meshes, versions
-    STEP/data/, config/, metrics/   JSON, where it was given
+    STEP/data/, config/, metrics/   JSON, if it was given
 """
 
 from mmnnx.train.checkpoint.checkpoints import Checkpoints, Restored

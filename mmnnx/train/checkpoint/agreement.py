@@ -1,4 +1,4 @@
-"""What processes tell each other around a checkpoint."""
+"""What processes exchange while they save and restore a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mmnnx import _compat
 from mmnnx.train.checkpoint.errors import CheckpointError
 
 DAY = 24 * 60 * 60 * 1000
-"""Milliseconds to wait for the others to have read what is theirs; that one has died is noticed elsewhere."""
+"""Milliseconds to wait for the others to read their shards; a process that dies is noticed elsewhere."""
 
 _numbers = itertools.count()
 
 
-def tell_all(text: str) -> list[str]:
-    """What each process says; all of them call it, in one order."""
+def exchange(text: str) -> list[str]:
+    """The texts of all processes, by their numbers. Every process must call it, in the same order."""
     count, number = jax.process_count(), next(_numbers)
     if count == 1:
         return [text]
@@ -29,15 +29,15 @@ def tell_all(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """Has every process raise a CheckpointError if what it does here fails in one of them."""
+    """Inside, a CheckpointError in one process is a CheckpointError in every process."""
     failed: CheckpointError | None = None
     try:
         yield
     except CheckpointError as error:
         failed = error
-    said = tell_all(str(failed or ""))
+    errors = exchange(str(failed or ""))
     if failed is not None:
         raise failed
-    for process, text in enumerate(said):
+    for process, text in enumerate(errors):
         if text:
             raise CheckpointError(f"process {process}: {text}")

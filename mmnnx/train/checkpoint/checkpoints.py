@@ -17,14 +17,15 @@ import jax
 import orbax.checkpoint as ocp
 from filelock import FileLock
 
+from mmnnx.sharding.path_filter import path_text
 from mmnnx.sharding.placement import TaskSharding
 from mmnnx.sharding.rules import did_you_mean
-from mmnnx.train.checkpoint.agreement import all_or_none, tell_all
+from mmnnx.train.checkpoint.agreement import all_or_none, exchange
 from mmnnx.train.checkpoint.errors import CheckpointError, DamagedError, Differences, Path
 from mmnnx.train.checkpoint.keys import stored_as
 from mmnnx.train.checkpoint.lock import claim
 from mmnnx.train.checkpoint.nnx_state import arrays_of, set_arrays
-from mmnnx.train.checkpoint.placement import check_rules, describe
+from mmnnx.train.checkpoint.placement import check_rules, describe_placement
 from mmnnx.train.checkpoint.rename import Rename
 from mmnnx.train.checkpoint.restore import restore_arrays, targets_of
 from mmnnx.train.checkpoint.step_folders import (
@@ -42,20 +43,20 @@ from mmnnx.train.checkpoint.step_folders import (
 from mmnnx.train.checkpoint.write import copy_shards, make_writer, reason
 
 UNSTORED = ("uint2", "uint4")
-"""What JAX has and tensorstore's Zarr 3 has not."""
+"""Types of JAX that tensorstore's Zarr 3 has not."""
 
 _writers: dict[FilePath, Checkpoints] = {}
-"""By folder, what in this process is writing to it."""
+"""The `Checkpoints` of this process that is writing, by folder."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What came with the state of a checkpoint.
+    """What a checkpoint holds besides the state.
 
     Attributes:
       step: the step it was saved at.
-      data, config, metrics: what was given to `save`, None where nothing was.
-      left: with `partial=True`, how checkpoint and nodes differ: what was neither read nor set.
+      data, config, metrics: what was given to `save`, or None.
+      left: with `partial=True`, how checkpoint and nodes differ: what was not read, and what was not set.
     """
 
     step: int
@@ -68,15 +69,16 @@ class Restored:
 class Checkpoints:
     """The checkpoints in a folder: the latest few, and the best.
 
-    In several processes all of them make one, call its methods in the same order, and see the same folder.
+    With several processes, every process makes one, calls its methods in the same order, and sees the same
+    folder.
 
     Args:
       folder: where they are kept. It is made when the first is saved.
       keep: how many of the latest are kept.
-      best: the name of a metric of which the lowest is best; that checkpoint is kept too.
+      best: the name of a metric; the checkpoint with its lowest value is kept too.
 
     Raises:
-      ValueError: for a URL or a path with `*`, `?` or `[` in it, or to keep none.
+      ValueError: for a URL, a path with `*`, `?` or `[` in it, or `keep` below 1.
 
     Example:
       >>> with Checkpoints("run/checkpoints", best="loss") as checkpoints:
@@ -104,7 +106,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of the checkpoints there are, earliest first. One that is being written is none yet."""
+        """The steps of all complete checkpoints, earliest first."""
         return steps_in(self.folder)
 
     @property
@@ -131,44 +133,44 @@ class Checkpoints:
         """Saves the state of NNX objects.
 
         Returns as soon as the state may change or be donated, and writes in the background; the checkpoint
-        is there once all of it is written. Waits for an earlier one that is still being written. Checkpoints
-        of this step and of later ones, of a run that was gone back in, are renamed, not deleted.
+        exists once all of it is written. Waits for an earlier one that is still being written. Checkpoints
+        of this step and of later steps are renamed, not deleted: they are from before the run went back.
 
         Args:
           step: the number of steps taken.
           nodes: NNX objects by name: modules, optimizers, `nnx.Rngs`, metrics.
           data: the position in the data, as JSON.
           config: anything else, as JSON.
-          metrics: numbers by name. If there are any, that by which the best is chosen is one of them.
+          metrics: numbers by name, among them the one that `best` names.
 
         Raises:
           TypeError, ValueError: for what cannot be saved; nothing is written then.
-          CheckpointError: another process is writing to the folder, or something cannot be written: of this
-            checkpoint, or of the one before. Those that are whole are as they were.
+          CheckpointError: another process is writing to the folder, or this checkpoint or the one before it
+            cannot be written. Complete checkpoints stay as they are.
 
         Example:
           >>> checkpoints.save(200, {"model": model, "rngs": rngs}, data=batches.get_state())
         """
         if self._closed:
-            raise ValueError(f"{self.folder} is closed, and nothing would wait for step {step}: save before")
+            raise ValueError(f"{self.folder} is closed: step {step} must be saved before that")
         if not hasattr(step, "__index__") or step < 0:
             raise ValueError(f"step={step!r}: steps are counted from 0")
         arrays = arrays_of(nodes)
         for path, x in arrays.items():
             if isinstance(x, jax.ShapeDtypeStruct):
-                raise TypeError(f"{'/'.join(path)} is a ShapeDtypeStruct, which has no values")
+                raise TypeError(f"{path_text(path)} is a ShapeDtypeStruct, which has no values")
             if (name := stored_as(x)[1].name) in UNSTORED:
-                raise TypeError(f"{'/'.join(path)} is {name}, for which Zarr has no type: save it as uint8")
+                raise TypeError(f"{path_text(path)} is {name}, for which Zarr has no type: save it as uint8")
         if metrics and self._best is not None and self._best not in metrics:
             raise ValueError(
                 f"metrics= has no {self._best!r}, by which the best is chosen (best=)"
                 f"{did_you_mean(self._best, metrics)}: it has {', '.join(map(repr, metrics))}"
             )
         numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
-        values = {"placement": describe(arrays), "data": data, "config": config, "metrics": numbers}
+        values = {"placement": describe_placement(arrays), "data": data, "config": config, "metrics": numbers}
         values = {name: _json(name, value) for name, value in values.items() if value is not None}
         earlier = _writers.get(self.folder, self)
-        earlier.wait()  # so that the host never has two copies of the state
+        earlier.wait()  # so that the host never holds two copies of the state
         tree: dict[str, Any] = {}
         for path, shards in copy_shards(arrays).items():
             _put(tree, path, shards)
@@ -197,28 +199,28 @@ class Checkpoints:
         partial: bool = False,
         rename: Rename | None = None,
     ) -> Restored:
-        """Sets the state of NNX objects to what was saved, whatever devices and processes saved it.
+        """Sets the state of NNX objects to what was saved, on whatever devices and processes.
 
-        Each array is read to where it is now, each device reading its own part. Objects of the checkpoint
-        that are not among `nodes` are not read. Layers in a list and layers stacked for a scan are taken for
-        each other.
+        Each array is read to where it lives now, each device reading its own part. Objects of the checkpoint
+        that are not among `nodes` are not read. Layers in a list and layers stacked for a scan match each
+        other.
 
         Args:
-          nodes: NNX objects by the names they were saved under. Those that `nnx.eval_shape` made get arrays,
-            so that initial values need not be made, nor old and new ones fit into memory together.
+          nodes: NNX objects by the names they were saved under. Those made by `nnx.eval_shape` get arrays: no
+            initial values are made, and memory need not hold old and new state together.
           step: which one. Default: the latest.
           sharding: where the state of abstract nodes goes. Default: to the default device.
-          partial: take what fits by path, shape and dtype, and leave the rest of the nodes as it is.
-          rename: {"old/prefix": "new/prefix"}, or a function from the name in the checkpoint to that in the
-            nodes ("model/embed/embedding").
+          partial: restore what fits by path, shape and dtype, and leave the rest of the nodes as it is.
+          rename: {"old.prefix": "new.prefix"}, or a function from the path in the checkpoint, with slashes
+            ("model/embed/embedding"), to that in the nodes.
 
         Returns:
-          What was saved besides; with `partial`, what was left too.
+          What was saved besides the state; with `partial`, also how checkpoint and nodes differ.
 
         Raises:
           CheckpointError: there is no such checkpoint, or it is damaged: nodes are as they were. The message
-            says which is the newest that is good.
-          StructureError: nodes have other state than the checkpoint, said before anything is read.
+            names the newest good one.
+          StructureError: nodes have other state than the checkpoint; raised before anything is read.
           PlacementError: `sharding` does not place the state, or has a rule that places nothing.
 
         Example:
@@ -242,7 +244,7 @@ class Checkpoints:
         return Restored(step, left=left, **extras)
 
     def wait(self) -> None:
-        """Waits until what was saved is written. Raises CheckpointError if it cannot be."""
+        """Waits until the last checkpoint is written. Raises CheckpointError if it cannot be."""
         if self._last is None:
             return
         try:
@@ -254,7 +256,7 @@ class Checkpoints:
             self._release()
 
     def close(self) -> None:
-        """Waits until everything is written. Nothing is saved after that, but in another `with`."""
+        """Waits until everything is written. After that nothing can be saved, except in another `with`."""
         self._closed = True
         self.wait()
         if self._last is not None:
@@ -271,7 +273,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """Says of what cannot be written which checkpoint it is of, and which there is."""
+        """Inside, a failed write is a CheckpointError that names the step, and the latest checkpoint."""
         try:
             yield
         except CheckpointError:
@@ -283,7 +285,7 @@ class Checkpoints:
             ) from error
 
     def _claim(self, step: int) -> None:
-        """Makes the folder this object's to write to, and makes room for a step."""
+        """Locks the folder for writing, and renames checkpoints of this step and of later ones."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = claim(self.folder)
         if self._lock is None:
@@ -307,7 +309,7 @@ class Checkpoints:
         return make_writer()
 
     def _choose(self, step: int | None) -> int:
-        steps = json.loads(tell_all(json.dumps(self.steps))[0])  # one answer, if files show up late
+        steps = json.loads(exchange(json.dumps(self.steps))[0])  # those that process 0 sees
         if not steps:
             half = "".join(f"; {name} was not finished" for name in unfinished(self.folder))
             raise CheckpointError(f"there is no checkpoint in {self.folder}{half}{replaced(self.folder)}")
@@ -319,13 +321,13 @@ class Checkpoints:
         return steps[-1] if step is None else step
 
     def _old(self) -> list[int]:
-        """Steps that are kept no longer. One whose metrics cannot be read is kept: there is no telling."""
+        """Steps to delete. One whose metrics cannot be read is kept, as it may be the best."""
         older = self.steps[: -self._keep]
         kept = {self.best, *(step for step in older if self._metric(step) is None)}
         return [step for step in older if step not in kept]
 
     def _metric(self, step: int) -> float | None:
-        """The metric by which the best is chosen, nan without one; None where it cannot be read."""
+        """The metric by which the best is chosen; nan without one, None if it cannot be read."""
         if self._best is None:
             return math.nan
         try:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as its metadata say."""
+"""What a checkpoint holds, by its metadata."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TREE = "_METADATA"  # orbax's own file about a tree of arrays
 
 @dataclass(frozen=True)
 class Piece:
-    """One array: its path, its type as text, its bytes, the number of its home, its PartitionSpec as text."""
+    """One array: its path as stored, its type, its bytes, the number of its home, its PartitionSpec."""
 
     path: str
     type: str
@@ -33,14 +33,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds; of what orbax alone wrote, the state only.
+    """What a checkpoint holds; of one that only orbax wrote, the state alone.
 
     Attributes:
       path: the folder of the checkpoint.
-      step, steps: its step, and all there are beside it.
+      step, steps: its step, and all steps in the same folder.
       state: its arrays.
       saved: when it was complete, in seconds since 1970.
-      versions, processes, mesh, homes: see `mmnnx.train.checkpoint.placement.describe`.
+      versions, processes, mesh, homes: see `mmnnx.train.checkpoint.placement.describe_placement`.
       metrics, data, config: what was given to `Checkpoints.save`.
     """
 
@@ -59,10 +59,10 @@ class Contents:
 
 
 def contents_of(path: FilePath) -> Contents:
-    """What is in a checkpoint, the latest of a folder of them, or the latest of a run.
+    """What a checkpoint holds: the one at a path, the latest in a folder, or the latest of a run.
 
     Raises:
-      CheckpointError: for a path that holds none, or one whose metadata are damaged.
+      CheckpointError: for a path without checkpoints, or damaged metadata.
 
     Example:
       >>> contents_of(Path("runs/lm")).step

@@ -8,11 +8,11 @@ Path = tuple[str, ...]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be saved, or restored as it was asked for: the message says why, and what to do."""
+    """A checkpoint cannot be saved, or cannot be restored so: the message says why, and what to do."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was written: the message names the file, and the newest that is good."""
+    """A checkpoint is not as it was written: the message names the file, and the newest good checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Differences:
     """How the state in a checkpoint and the state to restore differ, by path.
 
     Attributes:
-      missing: wanted, and not in the checkpoint: the type wanted.
-      extra: in the checkpoint under a name that is wanted, and not wanted: the type stored, or which rows of
-        it are left over.
-      shapes, dtypes: in both, and not alike: (wanted, stored).
+      missing: state that is wanted and not in the checkpoint: the type wanted.
+      extra: state of the objects to restore that is only in the checkpoint: the type stored, or the rows of
+        it that are left over.
+      shapes, dtypes: state in both whose shapes or dtypes differ: (wanted, stored).
     """
 
     missing: dict[Path, str]

@@ -1,4 +1,4 @@
-"""What arrays are stored as: themselves, or for typed PRNG keys the words they consist of."""
+"""The shape and dtype that arrays are stored with; of typed PRNG keys their key data is stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether these are typed PRNG keys."""
+    """Whether it is the dtype of typed PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
@@ -22,13 +22,13 @@ def stored_as(x: Any) -> tuple[tuple[int, ...], np.dtype]:
     if not hasattr(x, "dtype"):
         return np.shape(x), np.asarray(x).dtype
     if is_key(x.dtype):
-        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        return words.shape, np.dtype(words.dtype)
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return data.shape, np.dtype(data.dtype)
     return x.shape, np.dtype(x.dtype)
 
 
 def key_impl(dtype: Any) -> Any:
-    """The implementation of typed PRNG keys; `jax.random.key_impl` wants keys to tell it of."""
+    """The implementation of typed PRNG keys, by their dtype; `jax.random.key_impl` needs keys."""
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
     return found[0]

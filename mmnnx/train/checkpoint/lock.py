@@ -1,4 +1,4 @@
-"""One process at a time: what is held while a folder is written to."""
+"""The lock of a folder that one process writes to."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ NAME = ".lock"
 
 
 def claim(folder: Path) -> FileLock | None:
-    """Holds a folder, which must exist, until the lock is released or this process ends, however that is.
+    """Locks a folder, which must exist, until the lock is released or this process ends in any way.
 
     Returns:
-      The lock; None where somebody holds it already, here or in another process of any host that sees it.
+      The lock; None if it is held already, in this process or another, on any host that sees the folder.
     """
     lock = FileLock(folder / NAME, timeout=0, thread_local=False)
     try:

@@ -1,9 +1,9 @@
-"""What of a checkpoint becomes what of the state to restore: by path, and layer by layer where one of the two
+"""Matches the state in a checkpoint with the state to restore: by path, and layer by layer if one of the two
 is stacked for `jax.lax.scan`.
 
-Layers in a list have paths like blocks/3/kernel. Stacked, they are rows of blocks/segments/0/layers/kernel
-(a `mmnnx.modules.Stack`, of which there may be several segments) or of blocks/kernel (an `nnx.vmap` of one's
-own). Slots of an optimizer have the paths of their parameters at the end, and so go the same way.
+Layers in a list have paths like blocks.3.kernel. Stacked, they are rows of blocks.segments.0.layers.kernel
+(a `mmnnx.modules.Stack`, with one or more segments) or of blocks.kernel (the user's own `nnx.vmap`). Paths of
+optimizer state end with those of its parameters, and match in the same way.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mmnnx.train.checkpoint.errors import Differences, Path
 from mmnnx.train.checkpoint.read import Source
 
 Type = tuple[tuple[int, ...], str]
-"""Shape and dtype of an array; those of typed PRNG keys are of the keys."""
+"""Shape and dtype of an array; typed PRNG keys count as keys, not as key data."""
 Row = tuple[Path, int | None]
-"""Where one layer's value is stored: a row of an array, or (None) all of it."""
+"""Where one layer's value is stored: a row of an array, or None for all of it."""
 
 
 def type_of(x: Any) -> Type:
@@ -35,7 +35,7 @@ def match(stored: Mapping[Path, Type], wanted: Mapping[Path, Type]) -> tuple[dic
       stored, wanted: by path, shape and dtype.
 
     Returns:
-      Sources of those that were found, and how the two differ besides.
+      The sources of those that match, and how the two differ otherwise.
     """
     rows = _Rows(stored)
     starts = _segments(wanted)
@@ -87,7 +87,7 @@ def _source(
 
 
 def _stack(found: Iterable[Row | None]) -> Source | None:
-    """Rows one below the other; those that follow each other in one array are one piece."""
+    """A source of stacked rows; consecutive rows of one array are one piece."""
     pieces: list[tuple[Path, int | None, int]] = []
     for place in found:
         if place is None:
@@ -113,7 +113,7 @@ class _Rows:
             self._stacked[_split(path)] += [(path, row) for row in range(stored[path][0][0])]  # type: ignore
 
     def find(self, before: Path, after: Path, number: int, shape: tuple[int, ...]) -> Row | None:
-        """Where the value of this shape is that layer `number` has at before/NUMBER/after."""
+        """Where the value of this shape is that layer `number` has at before.NUMBER.after."""
         path = (*before, str(number), *after)
         if path in self._stored and self._stored[path][0] == shape:
             return path, None
@@ -127,7 +127,7 @@ class _Rows:
 
 
 def _split(path: Path) -> tuple[Path, Path] | None:
-    """What comes before and after the number of a layer, in the path of a segment of a `Stack`."""
+    """The keys before and after those of a segment in a path of a `Stack`; None for other paths."""
     for at in range(len(path) - 2):
         if path[at] == "segments" and path[at + 1].isdigit() and path[at + 2] == "layers":
             return path[:at], path[at + 3 :]
@@ -150,14 +150,14 @@ def _segments(types: Mapping[Path, Type]) -> dict[Path, int]:
 
 
 def _numbered(path: Path) -> Iterator[tuple[Path, int, Path]]:
-    """A path before, at and after each of its keys that is a number."""
+    """For each key of a path that is a number: the keys before it, the number, the keys after it."""
     for at, key in enumerate(path):
         if key.isdigit():
             yield path[:at], int(key), path[at + 1 :]
 
 
-def _extra(stored: Mapping[Path, Type], used: Iterable[Source], told: Container[Path]) -> dict[Path, str]:
-    """What is stored and was not used, of stacked arrays also some rows."""
+def _extra(stored: Mapping[Path, Type], used: Iterable[Source], shapes: Container[Path]) -> dict[Path, str]:
+    """What is stored and was not used; of stacked arrays, the rows that were not used."""
     whole: set[Path] = set()
     rows: dict[Path, set[int]] = defaultdict(set)
     for source in used:
@@ -168,7 +168,7 @@ def _extra(stored: Mapping[Path, Type], used: Iterable[Source], told: Container[
                 rows[path].update(range(row, row + count))
     extra = {}
     for path, type in stored.items():
-        if path not in whole and path not in told:
+        if path not in whole and path not in shapes:
             left = set(range(type[0][0])) - rows[path] if path in rows else None
             if left is None:
                 extra[path] = type_text(type)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from mmnnx.sharding.path_filter import path_text
 from mmnnx.train.checkpoint.errors import Path
 
 
@@ -16,11 +17,11 @@ def arrays_of(nodes: Mapping[str, Any]) -> dict[Path, Any]:
     """The arrays, abstract arrays and numbers in the state of NNX objects.
 
     Returns:
-      Them by path, whose first key is the name of the object.
+      Them by path; the first key is the name of the object.
 
     Raises:
-      TypeError: for what is no NNX object, and for state that is no array.
-      ValueError: for two paths that are written alike, or no state at all.
+      TypeError: for anything but NNX objects, and for state that is not an array or a number.
+      ValueError: for two paths that are written the same way, or no state at all.
 
     Example:
       >>> list(arrays_of({"model": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}))
@@ -31,9 +32,9 @@ def arrays_of(nodes: Mapping[str, Any]) -> dict[Path, Any]:
     for path, x in jax.tree_util.tree_leaves_with_path(_trees(nodes)):
         keys = _keys(path)
         if not isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | bool | int | float):
-            raise TypeError(f"{'/'.join(keys)} is {type(x).__name__}; checkpoints hold arrays and numbers")
+            raise TypeError(f"{path_text(keys)} is {type(x).__name__}; checkpoints hold arrays and numbers")
         if (name := ".".join(keys)) in files:  # what orbax calls it on disk
-            raise ValueError(f"{'/'.join(keys)} and {'/'.join(files[name])} cannot be told apart on disk")
+            raise ValueError(f"the paths {keys} and {files[name]} are both {name} on disk: rename one")
         files[name] = keys
         found[keys] = x
     if not found:
@@ -42,7 +43,7 @@ def arrays_of(nodes: Mapping[str, Any]) -> dict[Path, Any]:
 
 
 def set_arrays(nodes: Mapping[str, Any], arrays: Mapping[Path, Any]) -> None:
-    """Sets the state of NNX objects; what `arrays` leaves out stays as it is."""
+    """Sets the state of NNX objects; state that is not in `arrays` stays as it is."""
 
     def chosen(path: tuple[Any, ...], x: Any) -> Any:
         return arrays.get(_keys(path), x)
@@ -71,5 +72,5 @@ def _trees(nodes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_kept(x: Any) -> Any:
-    """The value of a Variable, rather than what a hook makes of it for those who read it."""
+    """The raw value of a Variable, without its hooks for reading."""
     return x.get_raw_value() if isinstance(x, nnx.Variable) else x

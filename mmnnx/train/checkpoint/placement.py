@@ -1,4 +1,4 @@
-"""Where state lives: as it is written beside a checkpoint, and as a TaskSharding wants it restored."""
+"""Where state lives: the record in a checkpoint, and the shardings that a TaskSharding restores it with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
 from mmnnx.inspect.locations import Homes
-from mmnnx.inspect.model_state import take_stock
+from mmnnx.inspect.model_state import list_state
 from mmnnx.sharding.mesh import current_multimesh, program_devices
 from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.train.checkpoint.errors import Path
@@ -23,14 +23,14 @@ from mmnnx.train.checkpoint.keys import stored_as
 from mmnnx.train.checkpoint.match import type_of
 
 
-def describe(arrays: Mapping[Path, Any]) -> dict[str, Any]:
-    """Types and places of arrays, as JSON.
+def describe_placement(arrays: Mapping[Path, Any]) -> dict[str, Any]:
+    """Types and homes of arrays, as JSON.
 
     Returns:
-      "versions" of what wrote it, the number of "processes", the "mesh" of all devices (None outside
-      `with MultiMesh(...)`), the "homes" or submeshes where state lives, and for each path in "state" its
-      "shape", "dtype", "bytes", "spec" and the number of its "home" (None for what has none), and
-      "weak_type" where it is weak. Devices are numbered as `TaskMesh` does it.
+      "versions" of the packages, the number of "processes", the "mesh" of all devices (None outside
+      `with MultiMesh(...)`), the "homes" (submeshes where state lives), and in "state" for each path its
+      "shape", "dtype", "bytes", "spec", the number of its "home" (None without one), and "weak_type" if it is
+      weak. Devices are numbered as in `TaskMesh`.
     """
     homes, multimesh = Homes(), current_multimesh()
     numbers = {device: n for n, device in enumerate(program_devices())}
@@ -52,11 +52,11 @@ def describe(arrays: Mapping[Path, Any]) -> dict[str, Any]:
             if place not in places:
                 places.append(place)
             home = places.index(place)
-        words, kind = stored_as(x)
+        stored_shape, stored_dtype = stored_as(x)
         state["/".join(path)] = {
             "shape": list(shape),
             "dtype": dtype,
-            "bytes": prod(words) * kind.itemsize,
+            "bytes": prod(stored_shape) * stored_dtype.itemsize,
             "spec": spec,
             "home": home,
         }
@@ -72,9 +72,9 @@ def describe(arrays: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path, Sharding]:
-    """Where a TaskSharding puts the state of NNX objects that is abstract, as `mm.jit` would.
+    """The shardings of abstract state by a TaskSharding, as `mm.jit` would place it.
 
-    An optimizer's slots follow their parameters; numbers without a rule are copied to every mesh.
+    Optimizer state follows its parameters; scalars without a rule are copied to every mesh.
 
     Raises:
       PlacementError: for state that no rule places.
@@ -96,7 +96,7 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
                     parameters[path, shape] = x.sharding
                 continue
             if _compat.is_optimizer_state(variable):
-                own = _of_slot(sharding, path, variable, shape, parameters, paths)
+                own = _of_optimizer_state(sharding, path, variable, shape, parameters, paths)
             else:
                 own = parameters[path, shape] = _of_parameter(sharding, path, variable, shape)
             inner = jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -105,23 +105,23 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
 
 
 def check_rules(sharding: TaskSharding, nodes: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
-    """Raises PlacementError for rules that place nothing, as `mm.jit` does, if they have to place parameters.
+    """Raises PlacementError for rules that place nothing, as `mm.jit` does, if parameters are abstract.
 
-    A rule may be for nodes that are not restored now: those that place what the checkpoint holds are used.
+    A rule may be for nodes that are not restored now: if it places anything in the checkpoint, it is used.
 
     Args:
       sharding: the rules.
       nodes: what is restored.
-      stored: the "state" of `describe`.
+      stored: the "state" of `describe_placement`.
     """
     homes = Homes(sharding)
     abstract = [node for node in nodes.values() if _is_abstract(node)]
     if all(isinstance(node, nnx.Optimizer) for node in abstract):
         return
     for node in sorted(abstract, key=lambda node: isinstance(node, nnx.Optimizer)):
-        take_stock(node, homes)
+        list_state(node, homes)
     for name, about in stored.items():
-        like = jax.ShapeDtypeStruct(about["shape"], np.uint8)  # rules do not ask for the dtype
+        like = jax.ShapeDtypeStruct(about["shape"], np.uint8)  # rules do not depend on the dtype
         with contextlib.suppress(PlacementError):
             homes.find([tuple(name.split("/")[1:])], like, [like])
     homes.check_used()
@@ -140,7 +140,7 @@ def _of_parameter(sharding: TaskSharding, path: Path, variable: Any, shape: tupl
         return _everywhere(sharding)
 
 
-def _of_slot(
+def _of_optimizer_state(
     sharding: TaskSharding,
     path: Path,
     variable: nnx.Variable,
@@ -148,8 +148,8 @@ def _of_slot(
     parameters: Mapping[tuple[Path, tuple[int, ...]], Sharding],
     paths: Collection[Path],
 ) -> Sharding:
-    """By a rule of its own; else where its parameter is, or would be by the rules, if that is not among the
-    nodes; sharded alike if it is of its shape, else (factored moments) replicated."""
+    """By a rule of its own, else where its parameter lives, or would live by the rules if it is not among the
+    nodes. If it has its parameter's shape, it is sharded like it, else (factored moments) replicated."""
     match = sharding.lookup_optimizer_state([path], variable, paths)
     if match is not None and match.own:
         return match.sharding

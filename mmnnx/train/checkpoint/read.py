@@ -1,4 +1,4 @@
-"""Arrays out of a checkpoint: each device reads the part that it will hold."""
+"""Reads arrays from a checkpoint: each device reads the part that it will hold."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ import tensorstore as ts
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from mmnnx import _compat
+from mmnnx.sharding.path_filter import path_text
 from mmnnx.train.checkpoint.errors import DamagedError, Path
 from mmnnx.train.checkpoint.keys import is_key, key_impl, stored_as
 
 IN_FLIGHT = 32 * 2**20
-"""Bytes that are being read at one time, at most, by one process."""
+"""At most so many bytes are being read at one time by one process."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be read.
+    """An array to restore.
 
     Attributes:
-      like: an array or number of the shape and dtype, concrete or abstract.
+      like: an array or number of its shape and dtype, concrete or abstract.
       sharding: where it goes; None for a NumPy array or a number.
-      weak_type: whether what was saved had a weak type, as `jnp.array(0.5)` has.
+      weak_type: whether the saved array had a weak type, as `jnp.array(0.5)` has.
     """
 
     like: Any
@@ -44,9 +45,10 @@ class Source:
     """Where the values of one array are stored.
 
     Attributes:
-      pieces: (path, row, count): `count` rows of what is stored there, beginning at `row`; all of it if
-        `row` is None.
-      stacked: whether the rows of the pieces, one below the other, are the array; else it is the one row.
+      pieces: (path, row, count): `count` rows of a stored array, beginning at `row`; all of it if `row` is
+        None.
+      stacked: whether the rows of all pieces are stacked to the array; else it is one row, or all of one
+        stored array.
     """
 
     pieces: tuple[tuple[Path, int | None, int], ...]
@@ -54,10 +56,10 @@ class Source:
 
 
 def open_arrays(state: FilePath, paths: Iterable[Path]) -> dict[Path, Any]:
-    """Opens stored arrays in the folder `state`; reads their metadata alone.
+    """Opens stored arrays in the folder `state`; reads only their metadata.
 
     Raises:
-      DamagedError: for one that cannot be read, or is not there.
+      DamagedError: for an array that cannot be read, or is missing.
     """
     context = ts.Context()
     opening = {
@@ -83,10 +85,10 @@ def open_arrays(state: FilePath, paths: Iterable[Path]) -> dict[Path, Any]:
 def read_arrays(
     state: FilePath, stores: Mapping[Path, Any], wanted: Mapping[Path, tuple[Target, Source]]
 ) -> dict[Path, Any]:
-    """Reads arrays, each to its place: no more than this process holds of them passes through the host.
+    """Reads arrays to where they go; only the parts that this process holds pass through its host memory.
 
     Raises:
-      DamagedError: for what cannot be read, or has another checksum.
+      DamagedError: for an array that cannot be read, or whose checksum is wrong.
     """
     found: dict[Path, Any] = {}
     reading: deque[tuple[Path, dict[Bounds, list[tuple[Path, ts.Future]]], int]] = deque()
@@ -120,8 +122,8 @@ def _bounds(target: Target) -> dict[Any, Bounds]:
 
 def _nbytes(target: Target, parts: Iterable[Bounds]) -> int:
     shape, dtype = stored_as(target.like)
-    words = prod(shape[np.ndim(target.like) :])
-    return sum(prod(stop - start for start, stop in part) for part in parts) * words * dtype.itemsize
+    per_element = prod(shape[np.ndim(target.like) :]) * dtype.itemsize  # several numbers for a PRNG key
+    return sum(prod(stop - start for start, stop in part) for part in parts) * per_element
 
 
 def _start(stores: Mapping[Path, Any], source: Source, part: Bounds) -> list[tuple[Path, ts.Future]]:
@@ -152,7 +154,7 @@ def _finish(
     reading: tuple[Path, dict[Bounds, list[tuple[Path, ts.Future]]], int],
     found: dict[Path, Any],
 ) -> int:
-    """Waits for one array, and puts it where it goes; returns its bytes."""
+    """Waits for one array and places it; returns its bytes."""
     path, parts, size = reading
     hosts = {}
     for part, reads in parts.items():
@@ -186,5 +188,5 @@ def _result(state: FilePath, path: Path, future: ts.Future) -> Any:
     try:
         return future.result()
     except Exception as error:  # tensorstore raises whatever its status maps to
-        reason = str(error).partition(" [tensorstore_spec=")[0]  # which is long, and says nothing else
-        raise DamagedError(f"{'/'.join(path)} in {state} cannot be read: {reason}") from error
+        reason = str(error).partition(" [tensorstore_spec=")[0]  # the spec is long and says nothing new
+        raise DamagedError(f"{path_text(path)} in {state} cannot be read: {reason}") from error

@@ -1,4 +1,4 @@
-"""From the folder of a step to arrays where they are wanted."""
+"""From the folder of a step to arrays on their devices."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from mmnnx.sharding.path_filter import path_text
 from mmnnx.sharding.placement import TaskSharding
 from mmnnx.train.checkpoint.errors import DamagedError, Differences, Path, StructureError
 from mmnnx.train.checkpoint.explain import explain
@@ -23,10 +24,10 @@ from mmnnx.train.checkpoint.step_folders import STATE
 
 
 def targets_of(nodes: Mapping[str, Any], sharding: TaskSharding | None) -> dict[Path, Target]:
-    """What is to be read: where arrays are now, and where a TaskSharding wants abstract ones.
+    """The arrays to restore: each goes where it lives now, an abstract one where a TaskSharding places it.
 
     Raises:
-      PlacementError: for abstract arrays that it does not place.
+      PlacementError: for abstract arrays that the TaskSharding does not place.
     """
     if not isinstance(sharding, TaskSharding | None):
         raise TypeError(f"sharding= is a TaskSharding, which names tasks, not {sharding!r}")
@@ -51,13 +52,13 @@ def restore_arrays(
     partial: bool,
     rename: Rename | None,
 ) -> tuple[dict[Path, Any], Differences]:
-    """Reads arrays to where they are wanted.
+    """Restores arrays.
 
     Args:
       step: the checkpoint's folder.
-      placement: what `mmnnx.train.checkpoint.placement.describe` said when it was saved.
-      wanted: what to read, by path.
-      partial: whether to read what fits, or all or nothing.
+      placement: the record of `mmnnx.train.checkpoint.placement.describe_placement` in it.
+      wanted: the arrays to restore, by path.
+      partial: whether to restore what fits, or all or nothing.
       rename: see `Checkpoints.restore`.
 
     Returns:
@@ -65,7 +66,7 @@ def restore_arrays(
 
     Raises:
       StructureError: if it differs, before anything is read, unless `partial`.
-      DamagedError: for what cannot be read.
+      DamagedError: for arrays that cannot be read.
     """
     types: dict[Path, Type] = {
         tuple(name.split("/")): (tuple(about["shape"]), about["dtype"])
@@ -73,9 +74,9 @@ def restore_arrays(
     }
     names = {path: path for path in types} if rename is None else renamed(types, rename)
     stored = {new: types[old] for new, old in names.items()}
-    asked = {path[0] for path in wanted}
+    names_wanted = {path[0] for path in wanted}
     sources, differences = match(
-        {path: type for path, type in stored.items() if path[0] in asked},
+        {path: type for path, type in stored.items() if path[0] in names_wanted},
         {path: type_of(target.like) for path, target in wanted.items()},
     )
     if differences and not partial:
@@ -95,10 +96,10 @@ def restore_arrays(
 
 
 def _check_type(step: FilePath, path: Path, store: Any, type: Type, target: Target) -> None:
-    """Raises DamagedError for a stored array of another type than is written beside it."""
+    """Raises DamagedError if a stored array has another type than the record in the checkpoint says."""
     like = jax.ShapeDtypeStruct(type[0], getattr(target.like, "dtype", type[1]))
     if (store.shape, store.dtype.numpy_dtype) != stored_as(like):
         raise DamagedError(
-            f"{'/'.join(path)} in {step / STATE} is {store.dtype.name}{list(store.shape)} and not "
+            f"{path_text(path)} in {step / STATE} is {store.dtype.name}{list(store.shape)} and not "
             f"{type_text(type)}, as {step / 'placement'} has it"
         )

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, what else than arrays they hold, which are whole."""
+"""The folder of a run's checkpoints: their steps, their JSON, and which of them are complete."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from mmnnx.train.checkpoint.read import open_arrays
 
 STATE = "state"
 JSON = ("placement", "data", "config", "metrics")
-ABOUT = "_CHECKPOINT_METADATA"  # orbax's own file about a step
-HALF = ".orbax-checkpoint-tmp"  # the end of the name that it gives to one it is writing
+METADATA = "_CHECKPOINT_METADATA"  # orbax's own file about a step
+UNFINISHED = ".orbax-checkpoint-tmp"  # orbax's suffix for a checkpoint that it is writing
 
 
 def steps_in(folder: FilePath) -> list[int]:
-    """The steps of the checkpoints in a folder, earliest first. They get these names when they are whole."""
+    """The steps of the checkpoints in a folder, earliest first. A folder is named so once it is complete."""
     if not folder.is_dir():
         return []
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir())
 
 
 def unfinished(folder: FilePath) -> list[str]:
-    """What is left of checkpoints whose writing was killed."""
-    return sorted(p.name for p in folder.glob(f"*{HALF}")) if folder.is_dir() else []
+    """The folders of checkpoints whose writing was killed."""
+    return sorted(p.name for p in folder.glob(f"*{UNFINISHED}")) if folder.is_dir() else []
 
 
 def replaced(folder: FilePath) -> str:
-    """What to do with checkpoints that were set aside, for a message that there is none else."""
+    """The end of a message that there is no checkpoint: those set aside, and how to restore them."""
     names = sorted(p.name for p in folder.glob("*.replaced*") if p.is_dir()) if folder.is_dir() else []
     if not names:
         return ""
@@ -42,15 +42,15 @@ def replaced(folder: FilePath) -> str:
 
 
 def checksum(value: Any) -> int:
-    """A number that tells this JSON value from others."""
+    """The CRC-32 of a JSON value."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def read_json(step: FilePath, name: str) -> Any:
-    """What a step's folder holds as NAME/NAME.json; None if nothing was saved under that name.
+    """The content of NAME/NAME.json in a step's folder; None if nothing was saved under that name.
 
     Raises:
-      DamagedError: for a file that is not what was written.
+      DamagedError: for a file that is not as it was written.
     """
     sums = _sums(step)
     if name not in sums:
@@ -63,13 +63,13 @@ def read_json(step: FilePath, name: str) -> Any:
 
 
 def is_ours(step: FilePath) -> bool:
-    """Whether mmnnx wrote a step's folder, as far as one can tell: there is a placement in it."""
+    """Whether mmnnx wrote a step's folder: then there is a placement in it."""
     return (step / "placement").exists()
 
 
 def saved_at(step: FilePath) -> float | None:
     """When a checkpoint was complete, in seconds since 1970."""
-    about = _load(step / ABOUT)
+    about = _load(step / METADATA)
     nanoseconds = about.get("commit_timestamp_nsecs") if isinstance(about, dict) else None
     return nanoseconds / 1e9 if isinstance(nanoseconds, int) else None
 
@@ -77,12 +77,12 @@ def saved_at(step: FilePath) -> float | None:
 def _sums(step: FilePath) -> Mapping[str, int]:
     if not step.is_dir():
         raise DamagedError(f"there is no checkpoint {step}")
-    about = _load(step / ABOUT)
+    about = _load(step / METADATA)
     found = about.get("custom_metadata") if isinstance(about, dict) else None
     sums = found.get("checksums") if isinstance(found, dict) else None
     if not isinstance(sums, dict) or "placement" not in sums:
         raise DamagedError(
-            f"{step / ABOUT} is not that of a checkpoint by mmnnx; what orbax wrote is restored with orbax"
+            f"{step / METADATA} is not that of a checkpoint by mmnnx; what orbax wrote is restored with orbax"
         )
     return sums
 
@@ -97,8 +97,8 @@ def _load(file: FilePath) -> Any:
 
 
 def is_whole(step: FilePath) -> bool:
-    """Whether all that a step's folder should hold is there: every file is opened, and the end of every chunk
-    read, which finds all damage but flipped bytes within a chunk."""
+    """Whether a step's folder is complete: opens every file and reads the end of every chunk, which finds all
+    damage except flipped bytes inside a chunk."""
     try:
         for name in JSON:
             read_json(step, name)
@@ -115,7 +115,7 @@ def is_whole(step: FilePath) -> bool:
 
 
 def advice(folder: FilePath, damaged: int) -> str:
-    """What to do about a damaged checkpoint."""
+    """The end of a message about a damaged checkpoint: what to do."""
     for step in reversed([s for s in steps_in(folder) if s != damaged]):
         if is_whole(folder / str(step)):
             return (
@@ -126,16 +126,16 @@ def advice(folder: FilePath, damaged: int) -> str:
 
 
 def remove(folder: FilePath, steps: list[int]) -> None:
-    """Deletes checkpoints, and what writing or deleting others left when it was killed."""
+    """Deletes checkpoints, and what is left of writes and deletions that were killed."""
     for left in list(folder.iterdir()):
-        if left.is_dir() and left.name.endswith((".deleted", HALF)):
+        if left.is_dir() and left.name.endswith((".deleted", UNFINISHED)):
             shutil.rmtree(left)
-    for step in steps:  # never half there under its own name
+    for step in steps:  # renamed first: a folder named by its step is always complete
         shutil.rmtree((folder / str(step)).rename(folder / f"{step}.deleted"))
 
 
 def set_aside(folder: FilePath, steps: list[int]) -> None:
-    """Renames checkpoints that are no longer of this run, so that nothing takes them for its newest."""
+    """Renames checkpoints from before the run went back, so that they are not taken for its newest."""
     for step in steps:
         n = 0
         while (to := folder / f"{step}.replaced{n or ''}").exists():

@@ -1,7 +1,7 @@
-"""Arrays into a checkpoint: each process writes the shards it owns, and orbax makes one checkpoint of them.
+"""Writes arrays to a checkpoint: each process writes the shards it owns, and orbax makes one checkpoint.
 
-Orbax's own handler of `jax.Array` refuses arrays that live in one process of several; a `TypeHandler` is its
-way to write what it does not know. The files are as it writes them, so it reads them back.
+Orbax's own handler of `jax.Array` refuses arrays that live in one process of several, so a `TypeHandler` of
+our own writes them. The files are in orbax's format: orbax alone reads them back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mmnnx.train.checkpoint.keys import is_key, stored_as
 from mmnnx.train.checkpoint.step_folders import JSON, STATE
 
 CHUNK = 4 * 2**20
-"""Bytes that an array is cut into at most: as much is read of it at least, whatever part of it is wanted."""
+"""The largest chunk of a stored array, in bytes. Reads are of whole chunks."""
 
 Region = tuple[slice, ...]
 
@@ -36,7 +36,7 @@ class Shards:
     Attributes:
       shape, dtype: of the whole array as it is stored.
       chunk: the shape of the parts that it is stored in; each lies within one shard.
-      parts: the shards that this process owns, in host memory, and where in the array they are.
+      parts: the shards that this process owns, in host memory, with their regions of the array.
     """
 
     shape: tuple[int, ...]
@@ -46,12 +46,12 @@ class Shards:
 
 
 def copy_shards(arrays: Mapping[Any, Any]) -> dict[Any, Shards]:
-    """Copies to the host what this process owns of arrays and numbers; then they may change or be donated."""
+    """Copies the shards that this process owns to the host; then the arrays may change or be donated."""
     owned = {key: _owned(x) for key, x in arrays.items()}
     for shards in owned.values():
         for _, data in shards:
             if isinstance(data, jax.Array):
-                data.copy_to_host_async()  # all of them on the way before the first is waited for
+                data.copy_to_host_async()  # all are started before the first is waited for
     found = {}
     for key, x in arrays.items():
         shape, dtype = stored_as(x)
@@ -64,14 +64,14 @@ def copy_shards(arrays: Mapping[Any, Any]) -> dict[Any, Shards]:
 
 
 def _owned(x: Any) -> list[tuple[Region, Any]]:
-    """What this process writes of an array: of equal shards, the first there is.
+    """The shards of an array that this process writes: of replicas, the first one.
 
-    In several processes, what has no NamedSharding is the same in each, and process 0 writes it.
+    With several processes, an array without a NamedSharding is the same in each, and process 0 writes it.
     """
-    alike = not isinstance(x, jax.Array) or (
+    same_everywhere = not isinstance(x, jax.Array) or (
         x.is_fully_addressable and not isinstance(x.sharding, NamedSharding)
     )
-    if alike and jax.process_index() > 0:
+    if same_everywhere and jax.process_index() > 0:
         return []
     if not isinstance(x, jax.Array):
         return [((), x)]
@@ -83,14 +83,14 @@ def _owned(x: Any) -> list[tuple[Region, Any]]:
 def _host(data: Any) -> np.ndarray:
     if isinstance(data, jax.Array) and all(d.platform != "cpu" for d in data.devices()):
         return np.asarray(data)
-    return np.array(data)  # NumPy would look into the very memory that a later step is given
+    return np.array(data)  # a copy: np.asarray would share memory that a later step overwrites
 
 
 def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """The shape of stored parts of at most CHUNK bytes, of which no two shards share one.
+    """The shape of chunks of at most CHUNK bytes, each inside one shard.
 
-    The largest dimension is halved until they are that small, so that whatever way the array is sharded when
-    it is read, little is read in vain. A dimension that is sharded is not halved where it is odd.
+    The largest dimension is halved until they are that small: then little is read in vain, however the array
+    is sharded when it is read. A sharded dimension is not halved when it is odd.
 
     >>> chunk_shape((8192, 8192), (8192, 4096), 4)
     (1024, 1024)
@@ -106,7 +106,7 @@ def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> tu
 
 
 class ShardsHandler(ocp.type_handlers.TypeHandler):
-    """Writes `Shards`. Read by orbax alone, they are NumPy arrays unless it is asked for others."""
+    """Writes `Shards`. Orbax reads them as NumPy arrays by default."""
 
     def typestr(self) -> str:
         return "np.ndarray"
@@ -167,8 +167,7 @@ async def _write(folder: str, named: Sequence[tuple[str, Shards]]) -> None:
 
 
 async def _all(awaitables: Sequence[Any]) -> list[Any]:
-    """Their results. Where one fails, the others are waited for too: then nobody comes back to a loop that is
-    closed."""
+    """Their results. If one fails, the others are waited for too, so that none outlives the event loop."""
     found = await asyncio.gather(*awaitables, return_exceptions=True)
     for result in found:
         if isinstance(result, BaseException):
@@ -177,19 +176,19 @@ async def _all(awaitables: Sequence[Any]) -> list[Any]:
 
 
 def make_writer() -> ocp.AsyncCheckpointer:
-    """Orbax's way to write a folder in the background and to rename it into place once it is whole.
+    """An orbax checkpointer: it writes a folder in the background and renames it once it is complete.
 
     It takes a `Composite` of STATE, a tree of `Shards`, and of JSON.
     """
     count = jax.process_count()
-    # With the processes named, they wait for each other through the coordinator, not on their devices.
+    # With active_processes the processes wait for each other through the coordinator, not on their devices.
     processes = ocp.options.MultiprocessingOptions(active_processes=set(range(count)) if count > 1 else None)
     handlers: dict[str, Any] = {
         name: ocp.JsonCheckpointHandler(f"{name}.json", multiprocessing_options=processes) for name in JSON
     }
     registry = ocp.type_handlers.create_type_handler_registry(
         (Shards, ShardsHandler()),
-        (jax.Array, ocp.type_handlers.ArrayHandler()),  # has nothing to do; without one orbax warns
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # unused; without one orbax warns
     )
     handlers[STATE] = ocp.PyTreeCheckpointHandler(
         use_zarr3=True, type_handler_registry=registry, multiprocessing_options=processes
@@ -202,6 +201,6 @@ def make_writer() -> ocp.AsyncCheckpointer:
 
 
 def reason(error: Exception) -> str:
-    """Why something could not be written: what the system says, which tensorstore tells by its number."""
+    """Why something could not be written: the system's message; tensorstore gives only its error number."""
     number = re.search(r"os_error_code='(\d+)'", str(error))
     return os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or str(error)

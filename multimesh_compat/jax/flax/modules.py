@@ -14,7 +14,8 @@ import jax
 from flax import linen as nn
 from flax.core import Scope, unfreeze
 
-from mmnnx.sharding.task import Task, task_scope
+from mmnnx.sharding.task import Task
+from mmnnx.sharding.task_scope import task_scope
 from multimesh_compat.jax.options import make_task
 from multimesh_compat.jax.unsplit import warn_unsplit
 
@@ -55,7 +56,7 @@ def task(model: type[nn.Module], name: str | None = None, *, task: Task | None =
     return module_class(cast(Any, model), made)
 
 
-@functools.cache  # one class for one pair, so that modules with equal fields are equal
+@functools.cache  # one class for each pair, so that modules with equal fields are equal
 def module_class(cls: Any, task: Task) -> Any:
     """The class that `task` returns for a linen Module class and a Task that is made already.
 
@@ -69,7 +70,7 @@ def module_class(cls: Any, task: Task) -> Any:
         super(made, subclass).__init_subclass__(**kwargs)
         if not subclass.is_in_task:
             for name, method in _own_methods(subclass, vars(subclass)).items():
-                if not hasattr(method, "is_of_task"):  # or a lifted transformation made it of one that is
+                if not hasattr(method, "is_of_task"):  # a lifted transformation copies this attribute
                     setattr(subclass, name, _in_task(method, task))
 
     def __reduce__(self: nn.Module) -> Any:
@@ -94,7 +95,7 @@ def _bases(cls: type[nn.Module]) -> list[type]:
 
 
 def _own_methods(cls: Any, namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the functions in a namespace of a module class that are its public methods, and `setup`."""
+    """The public methods in a namespace of a module class, and `setup`."""
     others = {field.name for field in fields(cls)}  # a field may have a function as default
     return {
         name: value
@@ -105,37 +106,37 @@ def _own_methods(cls: Any, namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_task(method: Any, task: Task) -> Callable[..., Any]:
-    """A method that has a module like its own, whose variables are under "mod", do the work in the task."""
+    """A method that runs `method` in the task, on a copy of its module whose variables are under "mod"."""
 
     @functools.wraps(method)
     def in_task(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.is_in_task:
             return method(self, *args, **kwargs)
-        if method.__name__ == "setup":  # is for where the work is done
+        if method.__name__ == "setup":  # runs on the copy
             return None
         if self.scope is None:
-            return method(self, *args, **kwargs)  # Flax says what is wrong, if it needs variables
-        if not self.is_initializing():  # which is often traced, for shapes alone
+            return method(self, *args, **kwargs)  # Flax raises if it needs variables
+        if not self.is_initializing():  # initialisation is often traced only for shapes
             warn_unsplit(task)
         with task_scope(task), _scope_under_mod(self.scope) as scope:
-            worker = _worker(cast(Any, type(self)))(parent=scope, **_free_fields(self, self.scope, {}))
-            return method(worker, *args, **kwargs)
+            copy = _copy_class(cast(Any, type(self)))(parent=scope, **_free_fields(self, self.scope, {}))
+            return method(copy, *args, **kwargs)
 
     made: Any = in_task
     made.is_of_task = True
     return made
 
 
-@functools.cache  # as is that of the task class
-def _worker(cls: Any) -> Any:
-    """The class of the modules that do the work of those of a task class."""
+@functools.cache  # as the task class is
+def _copy_class(cls: Any) -> Any:
+    """The class of the copies that compute for the modules of a task class."""
     about = {"__module__": cls.__module__, "__doc__": cls.__doc__, "is_in_task": True}
     return types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(about))
 
 
 def _free_fields(module: nn.Module, scope: Scope, freed: dict[int, nn.Module]) -> dict[str, Any]:
-    """The fields of a module. Of modules that `scope` and those below it have adopted there are copies, free
-    to have their place under "mod"; one that is in several fields has one copy.
+    """The fields of a module. Modules that `scope`, or a scope below it, has adopted are copied, so that the
+    copies can be adopted under "mod"; a module in several fields has one copy.
     """
 
     def free(value: Any) -> Any:

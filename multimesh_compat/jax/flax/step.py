@@ -21,7 +21,7 @@ from multimesh_compat.jax.unsplit import tracing_shapes
 
 
 class State(TrainState):
-    """A `flax.training.train_state.TrainState`, with whatever a model keeps that is not a parameter.
+    """A `flax.training.train_state.TrainState` with the variables of a model that are not parameters.
 
     Attributes:
       collections: the other collections of variables, such as "batch_stats"; empty for most models.
@@ -44,9 +44,9 @@ def parallelize_step(
 
     Each parameter is on the submesh of the task that reads it first (one made by `task`, or registered for
     the name of a module), sharded there as its axis names say: those of `shard_axes` or
-    `nn.with_partitioning`, translated by that task; without names it is replicated. An optimizer's slots are
-    where their parameter is. Scalars are replicated on all devices. The state is made so: it is never whole
-    on one device.
+    `nn.with_partitioning`, translated by that task; without names it is replicated. Optimizer state lives
+    where its parameter does. Scalars are replicated on all devices. The state is initialised on its devices,
+    never whole on one device.
 
     Args:
       model: a linen Module whose `__call__(batch)` returns the loss, a scalar of a floating type.
@@ -120,7 +120,7 @@ def parallelize_step(
         inputs = jax.tree.map(lambda x: everywhere if replicate_inputs else x.sharding, get_batch())
         collections = init()
         params = collections.pop("params")
-        slots = optax.tree_utils.tree_map_params(
+        opt_shardings = optax.tree_utils.tree_map_params(
             optimizer,
             _of_parameter,
             jax.eval_shape(optimizer.init, params),
@@ -128,7 +128,7 @@ def parallelize_step(
             transform_non_params=lambda _: everywhere,
             is_leaf=_is_masked,
         )
-        opt_state = mm.jit(optimizer.init, out_shardings=slots)(params)
+        opt_state = mm.jit(optimizer.init, out_shardings=opt_shardings)(params)
     count = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
     state = State(count, model.apply, params, optimizer, opt_state, collections)
     shardings = jax.tree.map(lambda x: x.sharding, state)
@@ -150,11 +150,11 @@ def _is_box(x: Any) -> bool:
     return isinstance(x, nn.Partitioned)
 
 
-def _of_parameter(slot: Any, x: Any) -> Any:
-    """The sharding of a slot, by that of its parameter; of what an optimizer masks there is none."""
-    if _is_masked(slot):
-        return slot
-    return x.sharding if slot.shape == x.shape else NamedSharding(x.sharding.mesh, PartitionSpec())
+def _of_parameter(state: Any, x: Any) -> Any:
+    """The sharding of optimizer state, by that of its parameter; what an optimizer masks has none."""
+    if _is_masked(state):
+        return state
+    return x.sharding if state.shape == x.shape else NamedSharding(x.sharding.mesh, PartitionSpec())
 
 
 def _is_masked(x: Any) -> bool:

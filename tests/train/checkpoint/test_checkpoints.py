@@ -172,13 +172,13 @@ def test_what_cannot_be_saved(tmp_path):
         checkpoints.save(1, model)
     with pytest.raises(ValueError, match="no state in rngs"):
         checkpoints.save(1, {"rngs": nnx.Dict({})})
-    with pytest.raises(TypeError, match="model/bias is a ShapeDtypeStruct, which has no values"):
+    with pytest.raises(TypeError, match=r"model\.bias is a ShapeDtypeStruct, which has no values"):
         checkpoints.save(1, {"model": nnx.eval_shape(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))})
-    with pytest.raises(TypeError, match="quantised/0 is uint4, for which Zarr has no type"):
+    with pytest.raises(TypeError, match=r"quantised\.0 is uint4, for which Zarr has no type"):
         checkpoints.save(1, {"quantised": nnx.List([nnx.Variable(jnp.arange(4).astype(jnp.uint4))])})
-    with pytest.raises(ValueError, match="odd/a/b and odd/a/b cannot be told apart on disk"):
+    with pytest.raises(ValueError, match=r"\('odd', 'a', 'b'\) are both odd\.a\.b on disk"):
         checkpoints.save(1, {"odd": nnx.Dict({"a": nnx.Dict(b=nnx.Param(1.0)), "a/b": nnx.Param(2.0)})})
-    with pytest.raises(ValueError, match=r"odd/a\.b and odd/a/b cannot be told apart on disk"):
+    with pytest.raises(ValueError, match=r"\('odd', 'a\.b'\) and .* are both odd\.a\.b on disk"):
         checkpoints.save(1, {"odd": nnx.Dict({"a": nnx.Dict(b=nnx.Param(1.0)), "a.b": nnx.Param(2.0)})})
     for keep in (0, "2", 1.5):
         with pytest.raises(ValueError, match=f"keep={keep!r}: it is how many are kept"):
@@ -187,7 +187,7 @@ def test_what_cannot_be_saved(tmp_path):
         Checkpoints(tmp_path, best=3)
     with Checkpoints(tmp_path / "none") as closed:
         pass
-    with pytest.raises(ValueError, match="none is closed, and nothing would wait for step 2: save before"):
+    with pytest.raises(ValueError, match="none is closed: step 2 must be saved before that"):
         closed.save(2, {"model": model})
     with pytest.raises(ValueError, match="gs://bucket/run: .* not by URL"):
         Checkpoints("gs://bucket/run")

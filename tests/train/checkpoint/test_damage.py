@@ -104,7 +104,7 @@ def test_every_file_damaged_in_every_way(folder):
 
 def test_what_the_message_says_can_be_done(folder):
     shutil.rmtree(folder / "2" / "state" / "d")
-    with pytest.raises(DamagedError, match=r"/\w+ in .*/2/state cannot be read.*of step 1: restore it"):
+    with pytest.raises(DamagedError, match=r"\.\w+ in .*/2/state cannot be read.*of step 1: restore it"):
         Checkpoints(folder).restore(build(1))
     assert Checkpoints(folder).restore(build(1), step=1).step == 1
     (folder / "2").rename(folder / "damaged")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from mmnnx.train.checkpoint.cli import run
+from mmnnx.train.checkpoint.inspect_cli import run
 from tests.test_readme import run_document
 
 
@@ -12,8 +12,8 @@ def test_the_program(tmp_path, capsys):
     printed = run_document("docs/checkpoints.md", tmp_path)
     assert "kept: [3, 4] latest 4 best 4" in printed
     assert "restored step 4 {'next_index': 4}" in printed
-    assert "missing there: model/layers (8 arrays); did you mean model/blocks?" in printed
-    assert "left as it was: ['model/head/bias', 'model/head/kernel']" in printed
+    assert "not in the checkpoint: model.layers (8 arrays); did you mean model.blocks?" in printed
+    assert "left as it was: ['model.head.bias', 'model.head.kernel']" in printed
     assert "['model', 'optimizer'] (16, 16)" in printed
     assert run(["--json", str(tmp_path / "run")], print) == 0
     found = json.loads(capsys.readouterr().out)

@@ -16,7 +16,7 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.train.checkpoint import Checkpoints
-from mmnnx.train.checkpoint.cli import run
+from mmnnx.train.checkpoint.inspect_cli import run
 from tests.train.states import Net, placed, values
 
 PLAIN = """
@@ -118,8 +118,8 @@ def test_inspect(saved, capsys, tmp_path):
         assert f"step {step}; there are also {3 - step}\n" in printed
         assert "mesh stage=4, model=2" in printed and 'metrics {"loss": 2.5}' in printed
         assert 'data {"next_index": 5}' in printed and f"jax {jax.__version__}" in printed
-        (row,) = (line for line in printed.splitlines() if line.startswith(" model/blocks/3/kernel"))
-        assert " ".join(row.split()) == "model/blocks/3/kernel float32[8,8] 256 B stage3 P(None, model)"
+        (row,) = (line for line in printed.splitlines() if line.startswith(" model.blocks.3.kernel"))
+        assert " ".join(row.split()) == "model.blocks.3.kernel float32[8,8] 256 B stage3 P(None, model)"
         (row,) = (line for line in printed.splitlines() if line.startswith(" stage3"))
         assert "6-7" in row
         assert "key<fry>[]" in printed
@@ -135,10 +135,10 @@ def test_inspect_what_orbax_alone_wrote(capsys, tmp_path):
         writer.save(tmp_path / "plain", state)
     with ocp.CheckpointManager(tmp_path / "managed") as manager:
         manager.save(3, args=ocp.args.Composite(net=ocp.args.StandardSave(state)))
-    for path, name in (("plain", ""), ("managed", "net/")):
+    for path, name in (("plain", ""), ("managed", "net.")):
         status, printed, told = inspect(capsys, tmp_path / path)
         assert (status, told) == (0, ""), told
-        assert f" {name}params/w" in printed and "bfloat16[2,3]" in printed and f" {name}steps/0" in printed
+        assert f" {name}params.w" in printed and "bfloat16[2,3]" in printed and f" {name}steps.0" in printed
 
 
 @pytest.mark.parametrize("what", ["nothing", "empty", "file", "half", "damaged"])

@@ -71,7 +71,7 @@ def large(stages: int = 16, devices: int = 8, memory: int | None = 8_000_000_000
     for n in range(stages):
         numbers = tuple(range(devices * n, devices * n + devices))
         parts = [
-            Part(f"LM: blocks/{5 * n}-{5 * n + 4}", 2_000_000_000, "LM: blocks"),
+            Part(f"LM: blocks.{5 * n}-{5 * n + 4}", 2_000_000_000, "LM: blocks"),
             Part("Optimizer: mu", 1_900_000_000, "Optimizer: mu"),
             Part("Optimizer: nu", 1_900_000_000, "Optimizer: nu"),
         ]
@@ -116,12 +116,12 @@ def test_the_text_of_a_placed_model():
         optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param))(model)
         view = show_placement(model, optimizer, memory=10_000)
         assert str(view).splitlines() == [
-            "Net and Optimizer on 4 devices, the fullest with 6.2 KB of 10.0 KB",
+            "Net and Optimizer on 4 devices, peak per device 6.2 KB of 10.0 KB",
             "stage0  devices 0-1 (model=2): 6.2 KB on each, 62% of 10.0 KB",
-            "        Optimizer: trace 3.1 KB, Net: embed 2.0 KB, Net: blocks/0-1 1.0 KB, Net: drop 12 B, "
+            "        Optimizer: trace 3.1 KB, Net: embed 2.0 KB, Net: blocks.0-1 1.0 KB, Net: drop 12 B, "
             "Optimizer: step 4 B",
             "stage1  devices 2-3 (model=2): 2.1 KB on each, 21% of 10.0 KB",
-            "        Net: blocks/2-3 1.0 KB, Optimizer: trace 1.0 KB, Net: drop 12 B, Optimizer: step 4 B",
+            "        Net: blocks.2-3 1.0 KB, Optimizer: trace 1.0 KB, Net: drop 12 B, Optimizer: step 4 B",
         ]
         assert repr(view) == str(view)
 
@@ -152,16 +152,16 @@ def test_parts_are_the_top_level_ones_of_each_model():
     assert [box.devices for box in view.submeshes] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert {part.name: part.bytes for part in view.submeshes[0].parts} == {
         "Net: embed": 2048,
-        "Net: blocks/0-1": 1024,
+        "Net: blocks.0-1": 1024,
         "Net: drop": 12,
         "Optimizer: mu": 3072,
         "Optimizer: nu": 3072,
         "Optimizer: count": 4,
         "Optimizer: step": 4,
     }
-    assert view.submeshes[3].parts[0] == Part("Net: blocks/6-7", 1024, "Net: blocks")
+    assert view.submeshes[3].parts[0] == Part("Net: blocks.6-7", 1024, "Net: blocks")
     alone = show_placement(abstract(), sharding=placement(4), mesh=make_mesh(stage=4, model=2))
-    assert [part.name for part in alone.submeshes[0].parts] == ["embed", "blocks/0-1", "drop"]
+    assert [part.name for part in alone.submeshes[0].parts] == ["embed", "blocks.0-1", "drop"]
 
 
 def test_models_of_one_class_are_numbered():
@@ -264,7 +264,7 @@ def test_mistakes():
     mesh = make_mesh(stage=4, model=2)
     with pytest.raises(ValueError, match="needs a model"):
         show_placement()
-    with pytest.raises(TypeError, match="a TaskSharding is no model: give it as sharding="):
+    with pytest.raises(TypeError, match="a TaskSharding is not a model: give it as sharding="):
         show_placement(abstract(), placement(4))
     with pytest.raises(TypeError, match="mesh= is a MultiMesh"):
         show_placement(abstract(), sharding=placement(4), mesh=mesh.mesh)
@@ -287,7 +287,7 @@ def test_mistakes():
 def test_the_picture_has_what_the_text_has():
     view = four_by_two(memory=16_000)
     drawn = texts(view.figure())
-    assert drawn[0] == view.title == "Net and Optimizer on 8 devices, the fullest with 9.2 KB of 16.0 KB"
+    assert drawn[0] == view.title == "Net and Optimizer on 8 devices, peak per device 9.2 KB of 16.0 KB"
     for box in view.submeshes:
         for expected in (box.name, box.axes, "devices 0-1", *(p.name for p in box.main_parts())):
             assert expected in drawn
@@ -300,10 +300,10 @@ def test_bars_are_as_long_as_the_bytes():
     for box, pieces in zip(view.submeshes, bars(view.figure()), strict=True):
         assert [share for _, share in pieces] == pytest.approx([p.bytes / 16_000 for p in box.main_parts()])
         assert {colour for colour, _ in pieces} <= set(FILLED)
-    fullest = four_by_two()
-    assert sum(share for _, share in bars(fullest.figure())[0]) == pytest.approx(1)
-    assert sum(share for _, share in bars(fullest.figure())[1]) == pytest.approx(
-        fullest.submeshes[1].most / fullest.submeshes[0].most
+    full = four_by_two()
+    assert sum(share for _, share in bars(full.figure())[0]) == pytest.approx(1)
+    assert sum(share for _, share in bars(full.figure())[1]) == pytest.approx(
+        full.submeshes[1].most / full.submeshes[0].most
     )
 
 

@@ -18,7 +18,7 @@ from mmnnx.inspect.schedules import Simulated, by_name, from_csv
 from mmnnx.inspect.timeline import TimelineView, check_suffix
 from mmnnx.mpmd.schedule import schedule_names, write_schedule
 
-SHEET = 120  # columns of what is written to a file or a pipe
+FILE_WIDTH = 120  # columns of output to a file or a pipe
 
 
 def optional(metavar: str, default: str) -> Any:
@@ -28,30 +28,30 @@ def optional(metavar: str, default: str) -> Any:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Compare pipeline schedules: simulated step time, idle time and memory. Needs no devices.
+    """Compare pipeline schedules: simulated step time, bubble and saved activations. Needs no devices.
 
-    Prints a table of all schedules, that of the shortest period first, and draws that; or only the one that
-    is chosen. Residuals are what forwards keep for backwards.
+    Prints a table of all schedules, sorted by steady-state step time, and draws the first; or only the one
+    that is chosen. Saved activations are what a forward keeps for its backward.
     """
 
     stages: Annotated[int | None, optional("INT", "4")] = None
-    """Meshes that the model is cut over, whatever the number of stages on each. A CSV file has its own."""
+    """Meshes that the model is partitioned over, whatever the number of stages on each. A CSV has its own."""
     microbatches: Annotated[int | None, optional("INT", "8")] = None
-    """Parts that the batch is cut into. A CSV file has its own."""
+    """Microbatches that the batch is divided into. A CSV has its own."""
     schedule: Annotated[str | None, optional("NAME|FILE.csv", "all")] = None
     """The schedule to show: a name from the table, or a CSV file with a row for each mesh (see --csv)."""
     all: bool = False
     """Draw every schedule."""
     interleave: int = 2
-    """Stages on each mesh for schedules that interleave them. (Those that put them in a V have two.)"""
+    """Stages on each mesh for schedules with looped placement. (Those with V-shaped placement have two.)"""
     forward: float = 1.0
-    """Time of a forward, on a mesh, of all its stages."""
+    """Time that a mesh takes for the forwards of all its stages, for one microbatch."""
     backward_input: float = 1.0
-    """Time of the part of a backward that makes gradients of inputs."""
+    """The same for the gradients of inputs (backward-input)."""
     backward_weight: float = 1.0
-    """Time of the part of a backward that makes gradients of weights."""
+    """The same for the gradients of weights (backward-weight)."""
     csv: Annotated[Path | None, optional("FILE", "none")] = None
-    """File to write the schedule drawn to, as CSV."""
+    """File to write the schedule that is drawn to, as CSV."""
     save: Annotated[Path | None, optional("FILE", "none")] = None
     """File to write its timeline to: .svg, .png or .pdf for the picture, .json for a trace for Perfetto."""
 
@@ -75,7 +75,7 @@ class ScheduleConfig:
 
     @property
     def costs(self) -> Mapping[str, float]:
-        """Time for each phase; a backward in one piece is both parts."""
+        """Time for each phase; a whole backward takes the time of both parts."""
         return {
             "forward": self.forward,
             "backward": self.backward_input + self.backward_weight,
@@ -84,26 +84,26 @@ class ScheduleConfig:
         }
 
 
-def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
-    """Run ``mmnnx schedule`` with these options; `tell` is given what went wrong.
+def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
+    """Run ``mmnnx schedule`` with these options; errors are passed to `print_error`.
 
-    Returns the exit status: 0; 2 for a mistake in what was asked. Raises SystemExit for options that make no
-    sense to the parser.
+    Returns the exit status: 0; 2 for a mistake in the options. Raises SystemExit for options that cannot be
+    parsed.
     """
     config = tyro.cli(
         ScheduleConfig, args=options, prog="mmnnx schedule", config=(tyro.conf.FlagCreatePairsOff,)
     )
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = SHEET
+        console.width = FILE_WIDTH
     try:
         config.validate()
         show(config, console)
     except ValueError as error:
-        tell(str(error))
+        print_error(str(error))
         return 2
     except OSError as error:
-        tell(f"{error.filename}: {error.strerror}")
+        print_error(f"{error.filename}: {error.strerror}")
         return 2
     return 0
 
@@ -111,8 +111,8 @@ def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
 def show(config: ScheduleConfig, console: Console) -> None:
     """Print the table and the drawing, and write the files.
 
-    Raises ValueError for a schedule that there is not, or that is not for such sizes, OSError for a file that
-    cannot be read or written.
+    Raises ValueError for a schedule that does not exist, or cannot be used for these sizes, and OSError for a
+    file that cannot be read or written.
     """
     meshes, microbatches = config.stages or 4, config.microbatches or 8
     refused: dict[str, str] = {}
@@ -120,7 +120,7 @@ def show(config: ScheduleConfig, console: Console) -> None:
         found = []
         for name in schedule_names():
             try:
-                with console.status(f"simulating {name}"):  # large ones take a second or two
+                with console.status(f"simulating {name}"):  # large ones take seconds
                     found.append(by_name(name, meshes, microbatches, config.interleave, config.costs))
             except ValueError as error:
                 refused[name] = str(error)
@@ -132,13 +132,14 @@ def show(config: ScheduleConfig, console: Console) -> None:
 
     console.print(make_table(found, refused))
     console.print(
-        "period: from one step to the next where steps follow on; makespan: a step on its own; bubble: idle "
-        "share of a period; memory: residuals on the fullest mesh, in microbatches."
+        "step time: steady state, from one step to the next; step latency: one step on its own; bubble: "
+        "share of the step time in which a mesh runs nothing; peak activations: the most saved activations "
+        "on a mesh, in microbatches."
     )
     for one in found if config.all else found[:1]:
         console.print()
         console.print(TimelineView(one.timeline, one.name))
-        console.print("memory of each mesh: " + " ".join(map(_brief, one.memory)))
+        console.print("peak activations of each mesh: " + " ".join(map(_brief, one.memory)))
     if config.csv:
         write_schedule(found[0].table, config.csv)
         console.print(f"wrote {config.csv}", markup=False, soft_wrap=True)
@@ -148,10 +149,10 @@ def show(config: ScheduleConfig, console: Console) -> None:
 
 
 def make_table(found: Sequence[Simulated], refused: Mapping[str, str]) -> Table:
-    """A line for each schedule; for those that were refused, the reason."""
+    """A row for each schedule; for those that cannot be used, the reason."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
-    for heading in ("stages a mesh", "period", "makespan", "bubble", "memory"):
+    for heading in ("stages per mesh", "step time", "step latency", "bubble", "peak activations"):
         table.add_column(heading, justify="right")
     if refused:
         table.add_column("why not", style="dim", overflow="fold")

@@ -1,4 +1,4 @@
-"""The command ``mmnnx inspect``: what a checkpoint holds, without reading the arrays."""
+"""The command ``mmnnx inspect``: shows what a checkpoint holds, without reading the arrays."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from mmnnx.inspect.units import bytes_text, ranges_text
+from mmnnx.sharding.path_filter import path_text
 from mmnnx.train.checkpoint.contents import Contents, contents_of
 from mmnnx.train.checkpoint.errors import CheckpointError
 
-WIDE = 160
-"""Columns of output that goes to no terminal."""
+FILE_WIDTH = 160
+"""Columns of output to a file or a pipe."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,22 +34,22 @@ class InspectConfig:
     """Print JSON."""
 
 
-def run(options: Sequence[str], tell: Callable[[str], None]) -> int:
-    """Run ``mmnnx inspect`` with these options; `tell` is given what went wrong.
+def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
+    """Run ``mmnnx inspect`` with these options; errors are passed to `print_error`.
 
-    Returns the exit status: 0, or 2 for what is no checkpoint. Raises SystemExit for options that make no
-    sense.
+    Returns the exit status: 0, or 2 if there is no checkpoint. Raises SystemExit for options that cannot be
+    parsed.
     """
     config = tyro.cli(
         InspectConfig, args=options, prog="mmnnx inspect", config=(tyro.conf.FlagCreatePairsOff,)
     )
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = WIDE
+        console.width = FILE_WIDTH
     try:
         found = contents_of(config.path)
     except CheckpointError as error:
-        tell(str(error))
+        print_error(str(error))
         return 2
     if config.json:
         print(json.dumps(dataclasses.asdict(found), indent=2, default=str))
@@ -111,5 +112,6 @@ def _state(found: Contents) -> Table:
     table.add_column("spec", overflow="fold")
     for piece in found.state:
         task = "" if piece.home is None else found.homes[piece.home]["task"]
-        table.add_row(Text(piece.path), Text(piece.type), bytes_text(piece.bytes), Text(task), piece.spec)
+        name = path_text(piece.path.split("/"))
+        table.add_row(Text(name), Text(piece.type), bytes_text(piece.bytes), Text(task), piece.spec)
     return table

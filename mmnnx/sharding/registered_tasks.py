@@ -1,0 +1,99 @@
+"""Tasks that name scopes are registered for, and tasks that have state on a mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from mmnnx.sharding.mesh import MultiMesh, current_multimesh
+from mmnnx.sharding.registry import Matcher, Registry, Rule
+from mmnnx.sharding.task import Task
+
+global_registry = Registry()
+
+
+def register_task(
+    matcher: Matcher, *, callback: Callable[[str, bool], Task] | None = None, task: Task | None = None
+) -> None:
+    """Let a name scope, as `jax.named_scope` or a linen module opens one, be a task.
+
+    Args:
+      matcher: a name or regex that a whole scope name must match (one component, without slashes).
+      callback: `callback(name, backprop) -> Task`, called with the scope name and whether the equations are
+        of a backward pass. It should return the same Task for the same arguments.
+      task: the Task, instead of a callback.
+
+    Of several matchers the first registered wins, those of the current MultiMesh before the global ones. The
+    innermost scope that is a task or matches decides.
+
+    Raises:
+      ValueError: neither or both of `callback` and `task`, or not a regex.
+
+    Example:
+      >>> register_task("decoder_[0-9]+", task=Task("decoder", mesh_slice={"stage": 1}))
+      >>> clear_tasks()
+    """
+    global_registry.add(matcher, callback, task)
+
+
+def clear_tasks() -> None:
+    """Forget what was registered with `register_task`, and the tasks of placed state; not on a MultiMesh."""
+    global_registry.clear()
+
+
+def place_task(task: Task, mesh: Mesh) -> None:
+    """Remember that a rule of a TaskSharding has put state of a task on a mesh."""
+    multimesh = current_multimesh()
+    (global_registry if multimesh is None else multimesh.registry).place(_devices(mesh), task)
+
+
+def placed_tasks(mesh: Mesh, multimesh: MultiMesh | None) -> tuple[Task, ...]:
+    """The tasks that have state on a mesh, without those that have a `loop_dependent_mesh_slice`."""
+    devices = _devices(mesh)
+    tasks = () if multimesh is None else multimesh.registry.placed(devices)
+    # A task of all devices, perhaps of an earlier program, says nothing about the whole MultiMesh.
+    if not tasks and (multimesh is None or devices != _devices(multimesh.mesh)):
+        tasks = global_registry.placed(devices)
+    return tuple(t for t in tasks if t.loop_dependent_mesh_slice is None)
+
+
+def _devices(mesh: Mesh) -> tuple[Any, ...]:
+    return mesh.devices.shape, *(d.id for d in mesh.devices.flat)
+
+
+def registrations() -> Hashable:
+    """A key for caches: while it is equal, `find_task` finds the same tasks."""
+    multimesh = current_multimesh()
+    return global_registry.content, () if multimesh is None else multimesh.registry.content
+
+
+def registered_task(name: str, backward: bool, multimesh: MultiMesh | None) -> Task | None:
+    """The task that is registered for a name scope, if any.
+
+    Args:
+      name: of the scope.
+      backward: whether the equation in it is part of a backward pass.
+      multimesh: its matchers come before the global ones.
+
+    Raises:
+      TypeError: a registered callback gave something that is not a Task.
+    """
+    for registry in (global_registry,) if multimesh is None else (multimesh.registry, global_registry):
+        rule = registry.find(name)
+        if rule is not None:
+            return _apply(rule, name, backward)
+    return None
+
+
+@functools.lru_cache(maxsize=16384)
+def _apply(rule: Rule, name: str, backprop: bool) -> Task:
+    found = rule.apply(name, backprop)
+    if not isinstance(found, Task):
+        raise TypeError(
+            f"the matcher {rule.matcher!r} must give a Task for scope {name!r}, and gave {found!r}: "
+            "return a Task from its callback"
+        )
+    return found
