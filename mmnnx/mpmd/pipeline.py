@@ -97,5 +97,6 @@ def _runnable(function: Function, partition: Partition, program: Program) -> Spl
         record=function.record,
         traced=function.traced,
         multimesh=function.multimesh,
+        dump=function.dump,
     )
     return Split(program, preparer(bound, function.leaves), derive, settled)

@@ -10,22 +10,31 @@ import jax
 from jax.sharding import NamedSharding
 
 from mmnnx.mpmd.compile.buffer_shardings import BufferShardings, replicated
-from mmnnx.mpmd.compile.donation import find_donations
+from mmnnx.mpmd.compile.donation import Donations, find_donations
 from mmnnx.mpmd.compile.executables import CompilePool, Executable
 from mmnnx.mpmd.distributed.agreement import get_result_specs, put_result_specs
 from mmnnx.mpmd.distributed.processes import is_here
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
+from mmnnx.mpmd.ir.printing import value_text
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import spec_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
-    """An executable for each fragment of this process, and a sharding for each buffer in use."""
+    """An executable for each fragment of this process, and a sharding for each buffer in use.
+
+    Attributes:
+      program: what was compiled.
+      executables: for each fragment.
+      shardings: by buffer.
+      donations: for each fragment, the inputs whose buffers results take over.
+    """
 
     program: Program
     executables: dict[Fragment, Executable]
     shardings: dict[int, NamedSharding]
+    donations: dict[Fragment, Donations]
 
 
 def compile_program(
@@ -69,4 +78,24 @@ def compile_program(
                 foreign.remove(f)
                 specs = get_result_specs(program_number, number[f], f.mesh, len(f.outvars))
                 shardings.learn_results(f, specs)
-    return Compiled(program, executables, shardings.known)
+    return Compiled(program, executables, shardings.known, donations)
+
+
+def compiled_text(compiled: Compiled) -> str:
+    """A program as it runs: its instructions, the sharding of each buffer, donations, executables."""
+    program = compiled.program
+    lines = [str(program), "shardings:"]
+    lines += [
+        f"  {value_text(program, s)}: {sharding.spec}" for s, sharding in sorted(compiled.shardings.items())
+    ]
+    lines.append("donations:")
+    for f, label in program.labels.items():
+        pairs = [f"input {n} to result {k}" for n, k in compiled.donations[f]]
+        lines.append(f"  {label}: {', '.join(pairs) or 'none'}")
+    lines.append("executables:")
+    codes: dict[int, list[str]] = {}
+    for f, label in program.labels.items():
+        if f in compiled.executables:  # else it is another process's
+            codes.setdefault(id(compiled.executables[f].code), []).append(label)
+    lines += [f"  one for {', '.join(labels)}" for labels in codes.values()]
+    return "\n".join(lines)

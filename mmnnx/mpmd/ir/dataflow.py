@@ -1,4 +1,4 @@
-"""What an optimizer does to a gradient is done where the parameter is: a walk back from the updates."""
+"""Walks over equations: from updates back to gradients, and from a running sum back to its terms."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ PARTS: tuple[Phase, ...] = ("backward-input", "backward-weight")
 class Action(NamedTuple):
     """One step of a mesh: a phase of one stage, for one microbatch.
 
-    A "backward" is whole; or it is cut into "backward-input" (what other meshes wait for) and, any time after
-    it, "backward-weight".
+    A "backward" is whole; or it is split into "backward-input" (what other meshes wait for) and, any time
+    after it, "backward-weight".
     """
 
     stage: int
@@ -128,7 +128,7 @@ class Timetable:
       stages: its stages, as schedules see them.
       positions: for each stage, its position in the flow.
       table: what each mesh runs in which order; empty for a custom schedule that names fragments.
-      split: the positions whose backward is cut in two.
+      split: the positions whose backward is split in two.
       remat: for each position, what its backward may compute again.
     """
 

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from mmnnx.mpmd.frontend.record import Record
+from mmnnx.mpmd.ir.dump import Dump
 from mmnnx.mpmd.ir.equations import Flat, Var
 from mmnnx.mpmd.ir.fragments import PlacedVar
 from mmnnx.mpmd.ir.program import Program
@@ -31,6 +32,7 @@ class BoundProgram:
       results: for each result, the values of the program that hold it; none for an argument or a constant.
       record, traced: what the trace showed.
       multimesh: whose devices values that are kept on every mesh are spread over.
+      dump: where stages write what they hand on.
     """
 
     program: Program
@@ -43,6 +45,7 @@ class BoundProgram:
     record: Record
     traced: jax.stages.Traced
     multimesh: MultiMesh | None
+    dump: Dump
 
     @property
     def name(self) -> str:

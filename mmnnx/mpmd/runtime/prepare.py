@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx import _compat
-from mmnnx.mpmd.compile.compile_program import compile_program
+from mmnnx.mpmd.compile.compile_program import compile_program, compiled_text
 from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.compile.rewrites import rewrite
 from mmnnx.mpmd.distributed.agreement import check_same_program
@@ -71,6 +71,7 @@ class _Prepared:
         key_shardings = [NamedSharding(mesh, PartitionSpec()) for _, mesh in added]
         fixed = bound.fixed | dict(zip(added, key_shardings))
         compiled = compile_program(rewritten.program, fixed, bindings.overwritable, number)
+        bound.dump.write("compile", lambda _: compiled_text(compiled))
         self._execute = runner(compiled, bound.name, rewritten.numbers, number)
         self._bindings, self._deliveries, self._donated = bindings.sources, deliveries, donated
         returned = {v for v in bound.flat.outvars if is_var(v)}

@@ -62,8 +62,8 @@ _schedules: dict[str, Schedule] = {}
 def register_schedule(name: str) -> Callable[[Rows], Rows]:
     """Makes a function a schedule, available as `mm.microbatch(..., schedule=name)`.
 
-    Where its table has "backward-input" and "backward-weight" actions, backwards are cut in two. The rows may
-    be in any order.
+    Where its table has "backward-input" and "backward-weight" actions, backwards are split in two. The rows
+    may be in any order.
 
     Raises:
       ValueError: for the name of a schedule of mmnnx.

@@ -42,7 +42,7 @@ def choose_table(
 def _ranked(
     schedules: Sequence[Schedule], stages: Stages, length: int, options: tuple[tuple[str, Any], ...]
 ) -> list[str]:
-    """The schedules that can be used, the shortest first; of equals that with fewest residuals."""
+    """The schedules that can be used, the shortest first; of equals that with fewest saved activations."""
     found = []
     for schedule in schedules:
         if not {name for name, _ in options} <= set(schedule.options):

@@ -84,7 +84,7 @@ def _rows(plan: LoopPlan) -> list[Asked]:
     times = plan.timetable
 
     def made_of(a: Action) -> list[list[int]]:
-        """Fragments of an action; a whole backward of a stage that was cut in two is one after the other."""
+        """The fragments of an action; a backward that was split in two is one after the other."""
         phases = [a.phase, *PARTS] if a.phase == "backward" else [a.phase]
         found = (parts.get((times.positions[a.stage], phase)) for phase in phases)
         return [indices for indices in found if indices]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from mmnnx.mpmd.ir.timetable import Action, Stages
 from mmnnx.mpmd.schedule.base import register_schedule
-from mmnnx.mpmd.schedule.vee import spell
+from mmnnx.mpmd.schedule.v_shaped import row_of
 
 
 @register_schedule("dualpipe-v")
 def dualpipe_v(stages: Stages, num_microbatches: int, interleave: int | None = None) -> list[list[Action]]:
-    """Bubble (P-1)/(6M+P-1) for P meshes; at most 2P + 1 (stage, microbatch) pairs of residuals are held.
+    """Bubble (P-1)/(6M+P-1) for P meshes; at most 2P + 1 (stage, microbatch) pairs of saved activations are
+    held.
 
     In its steady part a forward of one stage of a mesh is followed by a whole backward of its other, so that
     transfers of one can hide behind the other. Backwards are cut only where the pipeline fills and drains.
@@ -49,5 +50,5 @@ def dualpipe_v(stages: Stages, num_microbatches: int, interleave: int | None = N
             + ("Ii" * above)[above:]
             + "wi" * below
         )
-        rows.append(spell(word, down=mesh, up=stages.num_stages - 1 - mesh))
+        rows.append(row_of(word, down=mesh, up=stages.num_stages - 1 - mesh))
     return rows

@@ -7,7 +7,7 @@ from mmnnx.mpmd.schedule.one_f_one_b import one_each
 
 @register_schedule("eager-1f1b")
 def eager_1f1b(stages: Stages, num_microbatches: int) -> list[list[Action]]:
-    """Bubble (S-1)/(M+S-1); stage s holds the residuals of at most 2(S-s) - 1 microbatches.
+    """Bubble (S-1)/(M+S-1); stage s holds saved activations of at most 2(S-s) - 1 microbatches.
 
     Forwards run twice as far ahead as in 1F1B: each stage has one to run while a transfer is under way.
 

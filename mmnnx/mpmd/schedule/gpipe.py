@@ -6,7 +6,7 @@ from mmnnx.mpmd.schedule.base import register_schedule
 
 @register_schedule("gpipe")
 def gpipe(stages: Stages, num_microbatches: int) -> list[list[Action]]:
-    """Bubble (S-1)/(M+S-1); every stage holds the residuals of all M microbatches."""
+    """Bubble (S-1)/(M+S-1); every stage holds saved activations of all M microbatches."""
     order = range(num_microbatches)
     return [
         [Action(s, phase, m) for phase in ("forward", "backward") for m in order]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmnnx.mpmd.ir.timetable import Action, Stages
 from mmnnx.mpmd.schedule.base import register_schedule
-from mmnnx.mpmd.schedule.defer import defer_weights
+from mmnnx.mpmd.schedule.deferred_weights import defer_weights
 from mmnnx.mpmd.schedule.interleaved_1f1b import looping_rows
 
 
@@ -14,7 +14,7 @@ def interleaved_zero_bubble(
 ) -> list[list[Action]]:
     """Bubble (P-1)/(3VM+P-1) for P meshes with V stages each, and M >= P.
 
-    If M is a multiple of P, every mesh holds the residuals of at most PV (stage, microbatch) pairs, as in
+    If M is a multiple of P, every mesh holds saved activations of at most PV (stage, microbatch) pairs, as in
     1F1B; if not, of V - 1 more for each microbatch that the longest turn is longer. An input part is as short
     as a forward: one forward ahead for each mesh behind will do, where interleaved 1F1B has two. Mesh p runs
     its weight parts p microbatches late.

@@ -8,7 +8,8 @@ from mmnnx.mpmd.schedule.base import register_schedule
 
 @register_schedule("looped-bfs")
 def looped_bfs(stages: Stages, num_microbatches: int, interleave: int | None = None) -> list[list[Action]]:
-    """Bubble (P-1)/(VM+P-1) for P meshes with V stages each, and M >= P; each mesh holds all VM residuals.
+    """Bubble (P-1)/(VM+P-1) for P meshes with V stages each, and M >= P; each mesh holds all VM saved
+    activations.
 
     A mesh is done with one of its stages before it turns to its next, so that weights that are gathered for a
     stage, and gradients that are scattered after it, are so once a step.

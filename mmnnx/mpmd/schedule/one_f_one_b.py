@@ -6,7 +6,7 @@ from mmnnx.mpmd.schedule.base import register_schedule
 
 @register_schedule("1f1b")
 def one_f_one_b(stages: Stages, num_microbatches: int) -> list[list[Action]]:
-    """Bubble (S-1)/(M+S-1); stage s holds the residuals of at most S - s microbatches."""
+    """Bubble (S-1)/(M+S-1); stage s holds saved activations of at most S - s microbatches."""
     return [one_each(s, after, num_microbatches) for s, after in enumerate(stages.after)]
 
 

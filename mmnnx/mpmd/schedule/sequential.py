@@ -6,7 +6,7 @@ from mmnnx.mpmd.schedule.base import register_schedule
 
 @register_schedule("sequential")
 def sequential(stages: Stages, num_microbatches: int) -> list[list[Action]]:
-    """Bubble (S-1)/S; every stage holds the residuals of one microbatch.
+    """Bubble (S-1)/S; every stage holds saved activations of one microbatch.
 
     Example:
       >>> [(a.phase, a.microbatch) for a in sequential(Stages.chain((0, 1)), 2)[1]]

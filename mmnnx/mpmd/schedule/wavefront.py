@@ -7,15 +7,15 @@ diagonal of the plane of stages and microbatches, could all run at once.
 from mmnnx.mpmd.ir.timetable import Action, Phase, Stages
 from mmnnx.mpmd.schedule.base import register_schedule
 
-PHASES: tuple[Phase, ...] = ("backward", "forward")  # on one diagonal, what frees residuals goes first
+PHASES: tuple[Phase, ...] = ("backward", "forward")  # on one diagonal, what frees activations goes first
 
 
 @register_schedule("wavefront")
 def wavefront(stages: Stages, num_microbatches: int) -> list[list[Action]]:
     """Each mesh runs its actions diagonal by diagonal, whatever graph the stages are and wherever they lie.
 
-    On a chain with one stage a mesh this is eager 1F1B: bubble (S-1)/(M+S-1); stage s holds the residuals of
-    at most 2(S-s) - 1 microbatches. With several stages on a mesh, each holds as many as it would alone.
+    On a chain with one stage a mesh this is eager 1F1B: bubble (S-1)/(M+S-1); stage s holds saved activations
+    of at most 2(S-s) - 1 microbatches. With several stages on a mesh, each holds as many as it would alone.
 
     Example:
       >>> [a.stage for a in wavefront(Stages(meshes=(0, 0, 1), reads=((), (), (0, 1))), 1)[0]]

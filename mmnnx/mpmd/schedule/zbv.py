@@ -1,6 +1,6 @@
 """ZB-V (Qi et al., arXiv:2401.10241 and 2405.15362): no bubble between steps, in 1F1B's memory.
 
-Each mesh has two stages, in a V: the longer it holds the residuals of its first stage, the shorter those
+Each mesh has two stages, in a V: the longer it holds saved activations of its first stage, the shorter those
 of its second.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mmnnx.mpmd.ir.timetable import Action, Stages
 from mmnnx.mpmd.schedule.base import register_schedule
-from mmnnx.mpmd.schedule.vee import spell
+from mmnnx.mpmd.schedule.v_shaped import row_of
 
 
 @register_schedule("zbv")
@@ -41,6 +41,6 @@ def zbv(stages: Stages, num_microbatches: int, interleave: int | None = None) ->
             + "iI" * mesh
             + "iw" * (below + 1)
         )
-        row = spell(word, down=mesh, up=stages.num_stages - 1 - mesh)
+        row = row_of(word, down=mesh, up=stages.num_stages - 1 - mesh)
         rows.append([action for action in row if action.microbatch < num_microbatches])
     return rows

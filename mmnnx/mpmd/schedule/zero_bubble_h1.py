@@ -2,13 +2,13 @@
 
 from mmnnx.mpmd.ir.timetable import Action, Stages
 from mmnnx.mpmd.schedule.base import register_schedule
-from mmnnx.mpmd.schedule.defer import defer_weights
+from mmnnx.mpmd.schedule.deferred_weights import defer_weights
 from mmnnx.mpmd.schedule.one_f_one_b import one_each
 
 
 @register_schedule("zero-bubble-h1")
 def zero_bubble_h1(stages: Stages, num_microbatches: int) -> list[list[Action]]:
-    """Bubble (S-1)/(3M+S-1) for M >= S; every stage holds the residuals of at most S microbatches.
+    """Bubble (S-1)/(3M+S-1) for M >= S; every stage holds saved activations of at most S microbatches.
 
     Stage s runs S - s - 1 forwards ahead, as in 1F1B, and its weight parts s microbatches late. (Where stages
     are no chain, S is the number of stages on the longest way through.)

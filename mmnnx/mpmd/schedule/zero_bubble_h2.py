@@ -2,13 +2,14 @@
 
 from mmnnx.mpmd.ir.timetable import Action, Stages
 from mmnnx.mpmd.schedule.base import register_schedule
-from mmnnx.mpmd.schedule.defer import defer_weights
+from mmnnx.mpmd.schedule.deferred_weights import defer_weights
 from mmnnx.mpmd.schedule.one_f_one_b import one_each
 
 
 @register_schedule("zero-bubble-h2")
 def zero_bubble_h2(stages: Stages, num_microbatches: int) -> list[list[Action]]:
-    """Bubble 0 (of a `Timeline.period`) for M >= 2S - 1; every stage holds residuals of at most 2S - 1.
+    """Bubble 0 (of a `Timeline.period`) for M >= 2S - 1; every stage holds saved activations of at most 2S -
+    1.
 
     Stage s runs 2(S - s - 1) forwards ahead, and its weight parts 2s microbatches late. Each stage is at work
     from its first action to its last: the last stage begins S - 1 forwards after the first, and ends as much

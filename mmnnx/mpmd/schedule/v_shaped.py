@@ -1,4 +1,4 @@
-"""Rows of the schedules in which each mesh has two stages, in a V: spelt, a letter for each action."""
+"""Rows of schedules with a V-shaped placement: two stages on each mesh, a letter for each action."""
 
 from collections import Counter, deque
 
@@ -7,7 +7,7 @@ from mmnnx.mpmd.ir.timetable import Action, Phase
 LETTERS: dict[str, Phase] = {"f": "forward", "b": "backward", "i": "backward-input"}
 
 
-def spell(word: str, down: int, up: int) -> list[Action]:
+def row_of(word: str, down: int, up: int) -> list[Action]:
     """The row of a mesh with stage `down` on the way down the V and stage `up` on the way back up.
 
     f is a forward, b a whole backward and i the input part of one, each of the next microbatch of its stage:
@@ -15,7 +15,7 @@ def spell(word: str, down: int, up: int) -> list[Action]:
     still owed at the end of the word follows it.
 
     Example:
-      >>> [(a.stage, a.phase, a.microbatch) for a in spell("fFI", down=0, up=3)][1:]
+      >>> [(a.stage, a.phase, a.microbatch) for a in row_of("fFI", down=0, up=3)][1:]
       [(3, 'forward', 0), (3, 'backward-input', 0), (3, 'backward-weight', 0)]
     """
     row: list[Action] = []
