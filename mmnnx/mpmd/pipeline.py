@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from mmnnx.mpmd.frontend.function import Function, enter
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.hoist.hoist import hoist
 from mmnnx.mpmd.inline.calls import inline
-from mmnnx.mpmd.ir.fragments import LoopPlan
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.partition.partition import Partition, one_fragment, partitions
 from mmnnx.mpmd.partition.timetable import fits
@@ -27,6 +27,7 @@ from mmnnx.mpmd.runtime.prepare import Run, preparer
 from mmnnx.sharding.mesh import MultiMesh
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Split:
     """A function that was split for arguments that live in certain places.
 
@@ -35,21 +36,14 @@ class Split:
       prepare: compiles it, once, and returns the function from flat arguments to flat results; None where
         everything is on one TaskMesh already and the function can run as it is.
       input_shardings: derives where each flat argument would best live.
-      settled: for flat arguments that live nowhere in particular, where a call leaves their new values, if
-        it may be called with those as well.
+      next_shardings: for flat arguments that live nowhere in particular, where a call leaves their new
+        values, if it may be called with those as well.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        prepare: Callable[[], Run] | None,
-        input_shardings: Callable[[], list[NamedSharding]],
-        settled: dict[int, NamedSharding] | None = None,
-    ):
-        self.program = program
-        self.input_shardings = input_shardings
-        self.settled = settled or {}
-        self.prepare = functools.cache(prepare) if prepare is not None else None
+    program: Program
+    prepare: Callable[[], Run] | None
+    input_shardings: Callable[[], list[NamedSharding]]
+    next_shardings: dict[int, NamedSharding] = dataclasses.field(default_factory=dict)
 
 
 def split(
@@ -74,29 +68,23 @@ def split(
 
 def _runnable(function: Function, partition: Partition, program: Program) -> Split:
     """What compiles and runs a program; the function itself, where JAX alone does what is asked."""
-    flat, mesh = partition.flat, function.only_mesh
-    whole = function.multimesh.mesh if function.multimesh is not None else None
-    loops = [step.loop for step in partition.plan.steps if isinstance(step, LoopPlan)]
-    firsts = [(loop, row[0]) for loop in loops for row in loop.slices]
-    slices = {v: loop.sources[v] for loop, v in firsts if v in loop.sources}
-    derive = functools.partial(
-        derive_shardings, program, flat.invars, function.shardings.in_shardings, slices, whole
-    )
-    if mesh is not None and runs_as_it_is(function, flat, mesh):
+    mesh = function.only_mesh
+    derive = functools.partial(derive_shardings, function, partition, program)
+    if mesh is not None and runs_as_it_is(function, partition.flat, mesh):
         return Split(program, None, derive)
-    asked = out_shardings(function, partition)
-    settled = next_shardings(function, partition, asked)
+    results = out_shardings(function, partition)
+    later = next_shardings(function, partition, results)
     bound = BoundProgram(
         program=program,
-        flat=flat,
+        flat=partition.flat,
         fixed=partition.fixed,
         in_shardings=function.shardings.in_shardings,
-        next_shardings=settled,
-        out_shardings=asked,
+        next_shardings=later,
+        out_shardings=results,
         results=partition.results,
         record=function.record,
         traced=function.traced,
         multimesh=function.multimesh,
         dump=function.dump,
     )
-    return Split(program, preparer(bound, function.leaves), derive, settled)
+    return Split(program, functools.cache(preparer(bound, function.leaves)), derive, later)

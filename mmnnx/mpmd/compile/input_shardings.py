@@ -7,7 +7,7 @@ loop. So all that one mesh computes for the first microbatch is compiled togethe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,29 +15,24 @@ import jax.extend.core as jex
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.ir.equations import Var
+from mmnnx.mpmd.ir.fragments import LoopPlan
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import constrains, entering
+from mmnnx.mpmd.partition.partition import Partition
 
 Derived = dict[tuple[Var, Mesh], NamedSharding]
 
 
-def derive_shardings(
-    program: Program,
-    inputs: Sequence[Var],
-    given: Sequence[NamedSharding | None],
-    slices: Mapping[Var, Var],
-    whole: Mesh | None,
-) -> list[NamedSharding]:
+def derive_shardings(function: Function, partition: Partition, program: Program) -> list[NamedSharding]:
     """The sharding of each input of a function: as given, else derived from the constraints inside.
 
-    Args:
-      program: of the function.
-      inputs: the inputs of the function.
-      given: the shardings that are decided already.
-      slices: for the first slice of each sliced input of a loop, that input: it is sharded as the slice is.
-      whole: where scalars are replicated. Default: where they are read.
+    Scalars are replicated on the whole MultiMesh; where there is none, they are where they are read.
     """
+    inputs, given = partition.flat.invars, function.shardings.in_shardings
+    whole = function.multimesh.mesh if function.multimesh is not None else None
+    slices = _first_slices(partition)
     order: dict[Mesh, float] = {}  # in which activations flow through the meshes
     for call in program.calls:
         position = call.fragment.position
@@ -60,6 +55,13 @@ def derive_shardings(
         home = homes.get(v, first) if v.aval.shape or whole is None else whole
         found.append(sharding or derived.get((v, home)) or NamedSharding(home, PartitionSpec()))
     return found
+
+
+def _first_slices(partition: Partition) -> dict[Var, Var]:
+    """For the first slice of each sliced input of a loop, that input: it is sharded as the slice is."""
+    loops = [step.loop for step in partition.plan.steps if isinstance(step, LoopPlan)]
+    firsts = [(loop, row[0]) for loop in loops for row in loop.slices]
+    return {v: loop.sources[v] for loop, v in firsts if v in loop.sources}
 
 
 def _propagated(program: Program, mesh: Mesh, known: Mapping[Var, NamedSharding]) -> Derived:

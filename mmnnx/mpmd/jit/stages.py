@@ -123,8 +123,8 @@ class FlatTraced:
                     as_it_is = in_collective_order(as_it_is, found.program.calls[0].mesh)
                 variant = Variant(found, as_it_is, self.traced.out_tree, self.record)
                 variants[key] = variant
-                if found.settled:
-                    later = program_key(self.tree, self.static, put(self.leaves, found.settled))
+                if found.next_shardings:
+                    later = program_key(self.tree, self.static, put(self.leaves, found.next_shardings))
                     variants.setdefault(later, variant)
             return variants[key].split
 

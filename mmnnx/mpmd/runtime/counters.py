@@ -26,7 +26,7 @@ def out_shardings(function: Function, partition: Partition) -> list[NamedShardin
 
 
 def next_shardings(
-    function: Function, partition: Partition, asked: Sequence[NamedSharding | None]
+    function: Function, partition: Partition, requested: Sequence[NamedSharding | None]
 ) -> dict[int, NamedSharding]:
     """For scalars that nobody placed, and that are state: where a call leaves them, by argument.
 
@@ -36,13 +36,13 @@ def next_shardings(
     Args:
       function: the function.
       partition: its fragments.
-      asked: the sharding that each result must have.
+      requested: the sharding that each result must have.
     """
     multimesh, meshes, jaxpr = function.multimesh, function.task_meshes, function.jaxpr
     if multimesh is not None and any(m.devices.size == multimesh.mesh.devices.size for m in meshes):
         return {}
     found: dict[int, NamedSharding] = {}
-    results = zip(function.record.results, partition.results, asked, jaxpr.out_avals)
+    results = zip(function.record.results, partition.results, requested, jaxpr.out_avals)
     for leaf, values, sharding, aval in results:
         number = leaf.updates if leaf is not None else None
         if number is None or aval.shape or aval != jaxpr.in_avals[number]:
