@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var
-from mmnnx.mpmd.ir.origin import Origin
+from mmnnx.mpmd.ir.origin import Kind, Origin, combine
 from mmnnx.sharding.task import Task
 
 
@@ -77,11 +77,17 @@ class Placement:
         )
 
     def put_like(self, new: Iterable[Equation], old: Node) -> None:
-        """Places new equations where an old one is, in whose stead they are."""
+        """Places new equations, in order, where an old one is, in whose stead they are.
+
+        Those that depend on no placed state have no place, as everywhere.
+        """
         for e in new:
-            if old in self.locations:
-                self.locations[e], self.phases[e] = self.locations[old], self.phases[old]
-            self.where.update(dict.fromkeys(e.outvars, self.where[old.outvars[0]]))
+            origin = combine(self.where[a] for a in e.invars if is_var(a))
+            if origin.kind in (Kind.STATE, Kind.ACTIVATION):
+                origin = self.where[old.outvars[0]]
+                if old in self.locations:
+                    self.locations[e], self.phases[e] = self.locations[old], self.phases[old]
+            self.where.update(dict.fromkeys(e.outvars, origin))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
