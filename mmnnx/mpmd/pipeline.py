@@ -59,8 +59,8 @@ def split(
     if function.only_mesh is None:
         flat = inline(function)
         placed = place(function, flat, fits)
-        hoisted = hoist(function, flat, placed)
-        partition, program = emit(function, partitions(function, flat, hoisted))
+        hoisted = hoist(function, placed)
+        partition, program = emit(function, partitions(function, hoisted))
     else:
         partition, program = emit(function, [one_fragment(function, function.only_mesh)])
     return _runnable(function, partition, program)

@@ -1,7 +1,7 @@
 """Compile: a `Program` becomes XLA executables.
 
-In comes a program, with the shardings that are decided. Out go an executable for each fragment of this
-process, and a sharding for each buffer. Programs are first rewritten so that XLA compiles less (`rewrites`);
-then fragments that are equal but for their devices are compiled once. What a program computes never changes.
-Read `compile_program` first; `donation` says who decides that a buffer is donated.
+In: a program, and the shardings that are decided. Out: an executable for each fragment of this process, and a
+sharding for each buffer. On the way the program is rewritten so that XLA compiles less (`rewrites.py`), and
+fragments that are equal but for their devices are compiled once. Always: what a program computes stays as it
+is. Read `compile_program.py` first; `donation.py` says who decides that a buffer is donated.
 """

@@ -6,12 +6,14 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
+from jax.sharding import Mesh
+
 from mmnnx.mpmd.emit.build import build_program
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.frontend.record import Leaf, Record
 from mmnnx.mpmd.ir.equations import is_var
 from mmnnx.mpmd.ir.fragments import LoopPlan
-from mmnnx.mpmd.ir.listing import plan_text, timetables_text
+from mmnnx.mpmd.ir.listing import Names, plan_text, timetables_text
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.verify import check_callbacks
 from mmnnx.mpmd.partition.partition import Partition
@@ -30,8 +32,14 @@ def emit(function: Function, partitions: Iterable[Partition]) -> tuple[Partition
     names = function.meshes.names()
     function.dump.write("partition", functools.partial(plan_text, partition.plan, names))
     function.dump.write("schedule", lambda _: timetables_text(partition.plan))
-    function.dump.write("emit", lambda _: str(program))
+    function.dump.write("emit", functools.partial(_text, program, names))
     return partition, program
+
+
+def _text(program: Program, mesh_names: dict[Mesh, str], names: Names) -> str:
+    """A program, and which variable each of its buffers holds."""
+    buffers = [f"%{n} = {names.of(v)} on {mesh_names[mesh]}" for n, (v, mesh) in enumerate(program.values)]
+    return "\n".join([str(program), "buffers:", *buffers])
 
 
 def _program(function: Function, partition: Partition) -> Program:
@@ -78,8 +86,6 @@ def _first_that_fits(choices: Iterable[tuple[Partition, Program]]) -> tuple[Part
             return partition, program
         names = ", ".join(repr(loop.schedule) for loop in program.loops)
         closest.append((peak, f"{mesh} holds {peak:,} bytes under {names}"))
-        if all(spec.schedule is not None or spec.rows for spec in specs):
-            break
     raise ValueError(
         f"microbatch: memory_limit={min(limits):,} bytes for one TaskMesh is too little: {min(closest)[1]}. "
         "Take smaller or fewer microbatches, remat=True, more stages, or donate state that is updated"

@@ -45,7 +45,7 @@ def hoist_gathers(placed: Placed, given: Mapping[Var, NamedSharding | None]) -> 
             nodes += _hoisted(node, placed.placement, known)
         else:
             nodes.append(node)
-    return Placed(nodes, placed.placement)
+    return Placed(placed.flat, nodes, placed.placement)
 
 
 def _hoisted(loop: Loop, placement: Placement, known: Known) -> list[Node]:
@@ -68,7 +68,7 @@ def _hoisted(loop: Loop, placement: Placement, known: Known) -> list[Node]:
             )
             equations, (whole,) = inline(constrain, v, scope="")
             for e in equations:
-                placement.locations[e], placement.phases[e] = Location(home), "none"
+                placement.put(e, Location(home), "none", "gathers state")
                 placement.where.update(dict.fromkeys(e.outvars, at_home(home)))
             gathered[v, home] = whole
             before += equations

@@ -46,7 +46,7 @@ def hoist_reductions(placed: Placed, given: Mapping[Var, NamedSharding | None]) 
             nodes += _hoisted(node, placed.placement, given, zeros)
         else:
             nodes.append(node)
-    return Placed(nodes, placed.placement)
+    return Placed(placed.flat, nodes, placed.placement)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _place(
         home = placement.where[state].home
     assert home is not None  # what is placed in the loop has a home after it
     for e in summed:
-        placement.locations[e], placement.phases[e] = Location(home), "none"
+        placement.put(e, Location(home), "none", "reduces a sum")
         placement.where.update(dict.fromkeys(e.outvars, Origin(Kind.ACTIVATION, home)))
 
 

@@ -1,4 +1,4 @@
-"""What the stages hand on: data, with its checks, its simulation and its printing, and nothing that decides.
+"""What the stages hand on: data, with its checks, its simulation and its printing.
 
 `equations` (one flat list, with microbatch loops) and `origin` (what each value is made of) come first; then
 `placement` (where each equation runs), `fragments` and `timetable` (one program for each task and phase, and

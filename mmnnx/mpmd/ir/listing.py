@@ -1,4 +1,4 @@
-"""Listings of what stages hand on: equations with their mesh and phase, fragments, timetables."""
+"""Listings of what stages hand on: equations with their mesh, phase and reason, fragments, timetables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Atom, Equation, Flat, Node, Var, is_var
-from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, PlacedVar, Plan
+from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, Plan
 from mmnnx.mpmd.ir.placement import Placed, Placement
 from mmnnx.mpmd.ir.timetable import Action, Timetable
 
@@ -89,11 +89,6 @@ def timetables_text(plan: Plan) -> str:
     return "\n\n".join(_timetable(step.timetable) for step in loops) or "no loops"
 
 
-def values_text(values: Iterable[tuple[PlacedVar, Any]], mesh_names: Mapping[Mesh, str], names: Names) -> str:
-    """Something that is known of values, such as their shardings."""
-    return "\n".join(f"{names.typed(v)} on {mesh_names.get(m, m)}: {what}" for (v, m), what in values)
-
-
 def _nodes(
     nodes: Sequence[Node], placement: Placement | None, mesh_names: Mapping[Mesh, str], names: Names
 ) -> Iterator[str]:
@@ -126,7 +121,8 @@ def _where(node: Node, placement: Placement | None, mesh_names: Mapping[Mesh, st
     if location is None:
         return "  @ wherever it is read"
     position = "" if location.position is None else f" {location.position}"
-    return f"  @ {mesh_names[location.mesh]}, {placement.phases[node]}{position}"
+    where = f"{mesh_names[location.mesh]}, {placement.phases[node]}{position}"
+    return f"  @ {where} ({placement.reasons[node]})"
 
 
 def _scope(node: Equation) -> str:
@@ -169,9 +165,9 @@ def _timetable(times: Timetable) -> str:
         split = ", backward in two parts" if times.positions[n] in times.split else ""
         lines.append(f"stage {n}: mesh {mesh}, position {times.positions[n]}{after}{split}")
     return "\n".join(
-        [*lines, *(f"row {n} (phase, microbatch.stage): {_row(row)}" for n, row in enumerate(times.table))]
+        [*lines, *(f"row {n} (stage, phase, microbatch): {_row(row)}" for n, row in enumerate(times.table))]
     )
 
 
 def _row(row: Sequence[Action]) -> str:
-    return " ".join(f"{_LETTERS[a.phase]}{a.microbatch}.{a.stage}" for a in row)
+    return " ".join(f"{a.stage}{_LETTERS[a.phase]}{a.microbatch}" for a in row)

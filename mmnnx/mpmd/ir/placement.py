@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var
+from mmnnx.mpmd.ir.equations import Atom, Equation, Flat, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import Kind, Origin, combine
 from mmnnx.sharding.task import Task
 
@@ -46,6 +46,7 @@ class Placement:
       positions: the flow of activations, in order.
       locations: where each equation runs; absent for work that depends on no placed state.
       phases: for each equation in `locations`, "forward", "backward" or "none".
+      reasons: why each equation in `locations` is there, in words.
       where: the origin of each variable, with the mesh that holds it unless it is free.
       backward_tasks: the positions whose backward is in a task of another name than the forward.
       follows: for gradients and what becomes of them, the state variable that they will be combined with.
@@ -55,6 +56,7 @@ class Placement:
     positions: list[Position] = dataclasses.field(default_factory=list)
     locations: dict[Node, Location] = dataclasses.field(default_factory=dict)
     phases: dict[Node, str] = dataclasses.field(default_factory=dict)
+    reasons: dict[Node, str] = dataclasses.field(default_factory=dict)
     where: dict[Var, Origin] = dataclasses.field(default_factory=dict)
     backward_tasks: dict[int, str] = dataclasses.field(default_factory=dict)
     follows: dict[Var, Var] = dataclasses.field(default_factory=dict)
@@ -70,11 +72,16 @@ class Placement:
             positions=list(self.positions),
             locations=dict(self.locations),
             phases=dict(self.phases),
+            reasons=dict(self.reasons),
             where=dict(self.where),
             backward_tasks=dict(self.backward_tasks),
             follows=dict(self.follows),
             bodies={loop: body.copy() for loop, body in self.bodies.items()},
         )
+
+    def put(self, e: Node, location: Location, phase: str, reason: str) -> None:
+        """Places an equation."""
+        self.locations[e], self.phases[e], self.reasons[e] = location, phase, reason
 
     def put_like(self, new: Iterable[Equation], old: Node) -> None:
         """Places new equations, in order, where an old one is, in whose stead they are.
@@ -86,7 +93,7 @@ class Placement:
             if origin.kind in (Kind.STATE, Kind.ACTIVATION):
                 origin = self.where[old.outvars[0]]
                 if old in self.locations:
-                    self.locations[e], self.phases[e] = self.locations[old], self.phases[old]
+                    self.put(e, self.locations[old], self.phases[old], self.reasons[old])
             self.where.update(dict.fromkeys(e.outvars, origin))
 
 
@@ -95,9 +102,11 @@ class Placed:
     """A function whose equations have a place.
 
     Attributes:
+      flat: the function as it was inlined: its inputs, constants and results are those of the nodes, too.
       nodes: its equations and loops, in order.
       placement: where they are.
     """
 
+    flat: Flat
     nodes: Sequence[Node]
     placement: Placement

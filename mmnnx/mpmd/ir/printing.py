@@ -1,4 +1,4 @@
-"""How a program prints: the one place that puts instructions, buffers and meshes into words."""
+"""How a program prints: instructions, buffers and meshes in words. (`listing` has what comes before.)"""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def program_text(program: ProgramData) -> str:
     for number, i in enumerate(program.instructions):
         line = f"{number:5d}  {describe(program, i)}"
         if isinstance(i, Call):
-            line += f": reads {_slots(i.inputs)}; writes {_slots(i.outputs)}"
+            line += f": reads {_buffers(i.inputs)}; writes {_buffers(i.outputs)}"
         else:
             line += f": %{i.inputs[0]} -> %{i.outputs[0]}"
-        lines.append(line + (f"; frees {_slots(i.frees)}" if i.frees else ""))
+        lines.append(line + (f"; frees {_buffers(i.frees)}" if i.frees else ""))
     for mesh, name in program.names.items():
         given = [f"%{s} {path}" for s, path in program.arguments.items() if program.values[s][1] == mesh]
         lines += _wrapped(f"  {name} is given ", given)
     return "\n".join([*lines, *(f"  note: {note}" for note in program.notes)])
 
 
-def _slots(buffers: Sequence[int]) -> str:
+def _buffers(buffers: Sequence[int]) -> str:
     return ", ".join(f"%{s}" for s in buffers) or "nothing"
 
 

@@ -19,7 +19,7 @@ _COSTLY = {
     "cholesky", "eigh", "svd", "qr", "lu", "triangular_solve", "custom_jvp_call", "custom_vjp_call",
     "shard_map", "remat2", "checkpoint",
 }  # fmt: skip
-_SMALL = 1024  # bytes: below this nothing is costly
+_SMALL = 1024  # bytes: results of no more are made again where they are read, whatever that costs
 
 
 class Copies:

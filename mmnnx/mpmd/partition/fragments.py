@@ -32,9 +32,6 @@ def plan_fragments(placed: Placed, required: Iterable[PlacedVar], names: Names, 
       required: results, each with the mesh on which it is wanted.
       names: for meshes whose work is in no named task.
       choice: for loops that ask for no schedule, which of those that would do; 0 is the shortest.
-
-    Raises:
-      IndexError: if there is no such choice.
     """
     nodes, placement = rematerialise(placed.nodes, placed.placement, task_remat(placed.placement))
     placement = split_backward(nodes, placement, split_positions(placement))

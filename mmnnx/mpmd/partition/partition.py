@@ -1,4 +1,4 @@
-"""Placed equations become fragments: what the stages after this one need to know of them.
+"""The partitions of a function: its fragments, what holds its results, and the shardings that are fixed.
 
 A function that touches one mesh is one fragment. Any other is partitioned by task and phase; where its loops
 ask for no schedule, once for each schedule that would do, the shortest first.
@@ -16,7 +16,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.inline.calls import inline_calls
 from mmnnx.mpmd.ir.equations import Equation, Flat, Loop, Var, is_var
-from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar, Plan
+from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, PlacedVar, Plan
 from mmnnx.mpmd.ir.placement import Placed
 from mmnnx.mpmd.partition.change_mesh import change_mesh
 from mmnnx.mpmd.partition.fixed_shardings import fixed_shardings
@@ -43,13 +43,13 @@ class Partition:
     not_hoisted: dict[Var, str] = dataclasses.field(default_factory=dict)
 
 
-def partitions(function: Function, flat: Flat, placed: Placed) -> Iterator[Partition]:
+def partitions(function: Function, placed: Placed) -> Iterator[Partition]:
     """The ways to partition a function, one for each choice of schedules.
 
     Raises:
       ValueError: if a loop cannot have the schedule, or the number of stages, that it asks for.
     """
-    placement, names = placed.placement, function.meshes.names()
+    flat, placement, names = placed.flat, placed.placement, function.meshes.names()
     results = held_results(function, flat, placement)
     required = [value for values in results for value in values]
     loops = [node for node in placed.nodes if isinstance(node, Loop)]
@@ -59,11 +59,12 @@ def partitions(function: Function, flat: Flat, placed: Placed) -> Iterator[Parti
         for v, why in loop.not_hoisted.items()
         if v in placement.follows
     }
+    choices = 1
     for choice in itertools.count():
-        try:
-            plan = plan_fragments(placed, required, names, choice)
-        except IndexError:
+        if choice == choices:
             return
+        plan = plan_fragments(placed, required, names, choice)
+        choices = max([1, *(step.timetable.candidates for step in plan.steps if isinstance(step, LoopPlan))])
         fixed = fixed_shardings(function, flat, plan, placement, results)
         yield Partition(flat, plan, results, fixed, reasons)
 

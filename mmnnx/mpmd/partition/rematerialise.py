@@ -73,6 +73,7 @@ def _with_repeats(
         placement,
         locations=dict(placement.locations),
         phases=dict(placement.phases),
+        reasons=dict(placement.reasons),
         where=dict(placement.where),
     )
     index = {n: i for i, n in enumerate(nodes)}
@@ -81,7 +82,7 @@ def _with_repeats(
     def add(node: Equation, outvars: Sequence[Var], location: Location) -> None:
         invars = [again.get((a, location), a) if is_var(a) else a for a in node.invars]
         copy = Equation(node.eqn.replace(invars=invars, outvars=list(outvars)), node.scope)
-        placed.locations[copy], placed.phases[copy] = location, "backward"
+        placed.put(copy, location, "backward", "computed again")
         placed.where.update((new, placement.where[old]) for new, old in zip(outvars, node.outvars))
         out.append(copy)
 

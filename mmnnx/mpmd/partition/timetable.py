@@ -10,7 +10,7 @@ from mmnnx.mpmd.ir.placement import Placement
 from mmnnx.mpmd.ir.timetable import PARTS, Remat, Timetable
 from mmnnx.mpmd.partition.split_backward import split_backward
 from mmnnx.mpmd.partition.stages import find_stages
-from mmnnx.mpmd.schedule.choose import choose_table
+from mmnnx.mpmd.schedule.choose import candidates, make_table
 
 
 def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:
@@ -19,11 +19,12 @@ def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:
     Args:
       loop: the loop.
       placement: of its body.
-      choice: where no schedule was asked for, which of those that would do: 0 is the shortest.
+      choice: where no schedule was asked for, which of those that would do: 0 is the shortest. Where there
+        are fewer, the last.
 
     Raises:
-      ValueError: if the loop has another number of stages than was asked for, or its schedule is not for such
-        stages or so few microbatches.
+      ValueError: if the loop has another number of stages than was asked for, or its schedule (where none was
+        asked for: every schedule) is not for such stages or so few microbatches.
     """
     spec = loop.spec
     positions, stages = find_stages(loop, placement)
@@ -36,7 +37,9 @@ def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:
     halved = split_backward(loop.body, placement, positions)
     there = {(halved.locations[node].position, phase) for node, phase in halved.phases.items()}
     backward = {n: {part for part in PARTS if (p, part) in there} for n, p in enumerate(positions)}
-    name, table = choose_table(spec, stages, backward, choice)
+    names = candidates(spec, stages, backward)
+    name = names[min(choice, len(names) - 1)]
+    table = make_table(name, spec, stages, backward)
     parts = {a.stage for row in table for a in row if a.phase in PARTS}
     split = {positions[s] for s in parts}
     if spec.names_tasks:
@@ -44,7 +47,13 @@ def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:
         if any(name.endswith((" backward-input", " backward-weight")) for name in named):
             split.update(positions)
     return Timetable(
-        name, stages, positions, table, split_positions(placement) | split, _remat(spec, positions, placement)
+        name,
+        stages,
+        positions,
+        table,
+        split_positions(placement) | split,
+        _remat(spec, positions, placement),
+        len(names),
     )
 
 
@@ -52,7 +61,7 @@ def fits(loop: Loop, placement: Placement) -> bool:
     """Whether a loop can have the schedule and whatever else it asks for, if its body is placed so."""
     try:
         timetable(loop, placement)
-    except (ValueError, IndexError):
+    except ValueError:
         return False
     return True
 

@@ -30,11 +30,13 @@ def place_backward(region: Region, e: Equation) -> None:
         choices = set.intersection(*residuals.values())
         if incoming and len(choices) > 1 and all(region.origin_of(a).kind is Kind.FREE for a in residuals):
             # A scalar that several stages use, say, is at hand wherever this comes to be.
-            region.put(e, min(incoming, key=by_rank), "backward")
+            region.put(e, min(incoming, key=by_rank), "backward", "with its operands")
             return
         choices = choices or _with_most_bytes(residuals)
     elif (renewed := region.renewed_homes(e)) and None in (s.position for s in incoming):
-        region.put(e, Location(max(renewed, key=renewed.__getitem__)), "backward")
+        region.put(
+            e, Location(max(renewed, key=renewed.__getitem__)), "backward", "reads a new value of state"
+        )
         region.note_renewed(e)
         return
     elif incoming:
@@ -42,7 +44,7 @@ def place_backward(region: Region, e: Equation) -> None:
         # What is recomputed in a backward is no residual: a gradient is made at home even so.
         at_home = [s for s in incoming if s.mesh == region.followed_home(e)]
         location = _beside(region, e, ahead) if ahead else min(at_home or incoming, key=by_rank)
-        region.put(e, location, "backward")
+        region.put(e, location, "backward", "with its operands")
         return
     else:
         choices = {Location(region.positions[-1].mesh, len(region.positions) - 1)}
@@ -50,10 +52,11 @@ def place_backward(region: Region, e: Equation) -> None:
     location = max(reached, key=by_rank) if reached else min(choices, key=by_rank)
     sent = scoped is None and came is None and all(s.mesh != location.mesh for s in incoming)
     if sent and (there := _all_there(region, incoming, residuals)) is not None:
-        region.put(e, there, "backward")
+        region.put(e, there, "backward", "all that it reads is there")
         return
     region.tied.add(e)
-    region.put(e, location, "backward")
+    reason = "in the scope of a task" if scoped is not None else "reads what the forward saved"
+    region.put(e, location, "backward", reason)
     if scoped is not None and location.position is not None:
         here, name = region.positions[location.position].task, scoped[0].name
         if name and here is not None and name not in (here.name or "").split("+"):
@@ -143,4 +146,4 @@ def join_backward(region: Region) -> None:
             if location.position is not None and all(
                 (s := _available(region, a)) is None or location in s for a in e.invars
             ):
-                region.put(e, location, region.out.phases[e])
+                region.put(e, location, region.out.phases[e], "read by the backward alone")

@@ -142,5 +142,8 @@ def move_across_boundaries(region: Region, equations: Sequence[Equation]) -> boo
     for e in flow:
         if e not in region.tied:
             position = coordinate(new[e])
-            region.put(e, Location(region.positions[position].mesh, position), region.out.phases[e])
+            moved = new[e] != at[e]
+            reason = "minimum cut" if moved else region.out.reasons[e]
+            here = Location(region.positions[position].mesh, position)
+            region.put(e, here, region.out.phases[e], reason)
     return new != at

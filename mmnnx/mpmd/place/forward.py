@@ -40,7 +40,10 @@ def place_forward(region: Region, e: Equation) -> None:
     if scoped is not None or homes:
         region.tied.add(e)
         region.used_state |= region.roots_of(e)
-    region.put(e, Location(region.positions[position].mesh, position), region.forward_phase)
+    reason = (
+        "in the scope of a task" if scoped is not None else "reads state" if homes else "with its operands"
+    )
+    region.put(e, Location(region.positions[position].mesh, position), region.forward_phase, reason)
     if e in region.roles.after_inner:
         region.note_renewed(e)
 
@@ -64,4 +67,4 @@ def bring_home(region: Region) -> None:
         ):
             held = region.at_hand(e)
             if home[e] == max(held, key=held.__getitem__, default=None):
-                region.put(e, Location(home[e]), "none")
+                region.put(e, Location(home[e]), "none", "makes new state")

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from mmnnx.mpmd.ir.dataflow import sum_terms
 from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import CONST
-from mmnnx.mpmd.ir.placement import Location, Placed, Placement
+from mmnnx.mpmd.ir.placement import Location, Placement
 from mmnnx.mpmd.ir.rewrite import inline
 
 
@@ -73,13 +73,13 @@ def separate_sums(nodes: Sequence[Node]) -> tuple[list[Node], list[Sums]]:
     return out, found
 
 
-def group_sums(nodes: Sequence[Node], separate: Sequence[Sums], placement: Placement) -> Placed:
-    """The nodes with an accumulator for the terms of each mesh, and where all of them are.
+def group_sums(nodes: Sequence[Node], separate: Sequence[Sums], placement: Placement) -> list[Node]:
+    """The nodes with an accumulator for the terms of each mesh.
 
     Args:
       nodes: all nodes, in order, as they were before `separate_sums`.
       separate: what that made of each loop.
-      placement: of what it made.
+      placement: of what it made; what is new is added to it.
     """
     out: list[Node] = []
     loops = iter(separate)
@@ -91,7 +91,7 @@ def group_sums(nodes: Sequence[Node], separate: Sequence[Sums], placement: Place
         grouped = _with_accumulators(node, placement.bodies[apart.loop].mesh_of)
         _carry_over(placement, apart, grouped)
         out += [*grouped.before, grouped.loop, *grouped.after]
-    return Placed(out, placement)
+    return out
 
 
 def _carry_over(placement: Placement, apart: Sums, grouped: Sums) -> None:
@@ -110,8 +110,9 @@ def _carry_over(placement: Placement, apart: Sums, grouped: Sums) -> None:
         for e in a.adds:
             body.where.update(dict.fromkeys(e.outvars, body.where[first.leaves]))
             if found := [at[v] for v in e.invars if is_var(v) and v in at]:
-                body.locations[e], body.phases[e] = min(found, key=lambda item: item[0].rank)
-                at.update(dict.fromkeys(e.outvars, (body.locations[e], body.phases[e])))
+                here = min(found, key=lambda item: item[0].rank)
+                body.put(e, *here, "adds up what was made there")
+                at.update(dict.fromkeys(e.outvars, here))
         body.where[a.enters] = body.where[first.enters]
         if a.part is not a.total:
             placement.where[a.part] = placement.where[first.part]

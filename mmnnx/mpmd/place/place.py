@@ -63,8 +63,8 @@ def place(function: Function, flat: Flat, fits: Fits) -> Placed:
     led = {v: flat.invars[n] for v, n in zip(flat.outvars, shardings.follows) if n is not None and is_var(v)}
     nodes, sums = separate_sums(flat.nodes)
     placement = _cheapest(Problem(nodes, inputs, function.task_of, led, fits))
-    placed = group_sums(flat.nodes, sums, placement)
-    placed = Placed(placed.nodes, with_task_options(placed.placement, function.multimesh))
+    grouped = group_sums(flat.nodes, sums, placement)
+    placed = Placed(flat, grouped, with_task_options(placement, function.multimesh))
     function.dump.write("place", functools.partial(placed_text, placed, function.meshes.names()))
     return placed
 

@@ -107,10 +107,11 @@ class Region:
         """The state that an equation's operands of state alone are made of."""
         return frozenset().union(*(self.roots.get(a, ()) for a in e.invars if is_var(a)))
 
-    def put(self, e: Equation, location: Location, phase: str, kind: Kind = Kind.ACTIVATION) -> None:
+    def put(
+        self, e: Equation, location: Location, phase: str, reason: str, kind: Kind = Kind.ACTIVATION
+    ) -> None:
         """Places an equation, and with it its results."""
-        self.locations[e] = location
-        self.out.phases[e] = "backward" if self.roles.is_backward(e) else phase
+        self.out.put(e, location, "backward" if self.roles.is_backward(e) else phase, reason)
         for v in e.outvars:
             self.where[v] = Origin(kind, location.mesh)
 
@@ -210,7 +211,7 @@ class Region:
             if True in of_batch:
                 self.of_batch.update(e.outvars)
             self.roots.update(dict.fromkeys(e.outvars, self.roots_of(e)))
-            self.put(e, Location(origin.mesh), "none", Kind.STATE)
+            self.put(e, Location(origin.mesh), "none", "reads state alone", Kind.STATE)
         else:
             self.where.update(dict.fromkeys(e.outvars, origin))
         return True

@@ -28,9 +28,8 @@ def place_free(region: Region) -> None:
             elif u in region.locations:
                 found.append(region.locations[u])
         if found:
-            region.put(
-                e, min(found, key=by_rank), region.forward_phase if found[0].position is not None else "none"
-            )
+            phase = region.forward_phase if found[0].position is not None else "none"
+            region.put(e, min(found, key=by_rank), phase, "read there first")
 
 
 def place_effects(region: Region) -> None:
@@ -45,4 +44,4 @@ def place_effects(region: Region) -> None:
     begin = Location(region.positions[0].mesh, 0) if region.positions else first
     for e in region.nodes:
         if isinstance(e, Equation) and e.eqn.effects and e not in region.locations and begin is not None:
-            region.put(e, begin, region.forward_phase if region.positions else "none")
+            region.put(e, begin, region.forward_phase if region.positions else "none", "a callback")

@@ -28,7 +28,8 @@ def place_update(region: Region, e: Equation) -> None:
     # In a loop, sums of gradients and the like join the fragment that made what they sum.
     joined = [s for s in arriving if s.mesh == mesh and s.position is not None] if region.in_loop else []
     if joined:
-        region.put(e, min(joined, key=by_rank), "backward")
+        region.put(e, min(joined, key=by_rank), "backward", "adds up what was made there")
     else:
-        region.put(e, Location(mesh), "none")
+        reason = "in the scope of a task" if scoped is not None else "updates state"
+        region.put(e, Location(mesh), "none", reason)
     region.note_renewed(e)

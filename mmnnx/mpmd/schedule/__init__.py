@@ -1,4 +1,9 @@
-"""Pipeline schedules: in which order a mesh runs the forwards and backwards of its stages. One file each."""
+"""Pipeline schedules: in which order each mesh runs the forwards and backwards of its stages. One file each.
+
+In: the stages of a microbatch loop, and the number of microbatches. Out: a table, one row of actions for each
+mesh (`table.py` checks it); and the order in which all fragments are dispatched (`dispatch_order.py`).
+Always: an action comes after those that it needs. Read `one_f_one_b.py` first, then `base.py`.
+"""
 
 from mmnnx.mpmd.ir.timetable import Action, Stages, Table
 from mmnnx.mpmd.schedule.base import Schedule, get_schedule, register_schedule, schedule_names

@@ -11,7 +11,7 @@ from mmnnx.mpmd.ir.timetable import Action, Stages, Table
 
 # (stages, number of microbatches) -> table. Options of `mm.microbatch` that a schedule understands
 # (interleave, unrolling) are keyword arguments of its function.
-Rows = Callable[..., Table]
+MakeTable = Callable[..., Table]
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Schedule:
     """
 
     name: str
-    rows: Rows
+    rows: MakeTable
 
     @property
-    def is_own(self) -> bool:
-        """Whether it is one of mmnnx."""
+    def is_builtin(self) -> bool:
+        """Whether it comes with mmnnx."""
         return self.rows.__module__.startswith(f"{__package__}.")
 
     @property
@@ -59,7 +59,7 @@ class Schedule:
 _schedules: dict[str, Schedule] = {}
 
 
-def register_schedule(name: str) -> Callable[[Rows], Rows]:
+def register_schedule(name: str) -> Callable[[MakeTable], MakeTable]:
     """Makes a function a schedule, available as `mm.microbatch(..., schedule=name)`.
 
     Where its table has "backward-input" and "backward-weight" actions, backwards are split in two. The rows
@@ -82,9 +82,9 @@ def register_schedule(name: str) -> Callable[[Rows], Rows]:
     if not isinstance(name, str):
         raise TypeError(f'a schedule is registered by name, as by @register_schedule("mine"), not {name!r}')
 
-    def register(rows: Rows) -> Rows:
-        taken = name == "custom" or (name in _schedules and _schedules[name].is_own)
-        if taken and not Schedule(name, rows).is_own:
+    def register(rows: MakeTable) -> MakeTable:
+        taken = name == "custom" or (name in _schedules and _schedules[name].is_builtin)
+        if taken and not Schedule(name, rows).is_builtin:
             raise ValueError(f"there is a schedule {name!r} already: register yours by another name")
         _schedules[name] = Schedule(name, rows)
         return rows

@@ -12,30 +12,51 @@ from mmnnx.mpmd.schedule.base import Schedule, get_schedule, schedule_names
 from mmnnx.mpmd.schedule.table import check_table, simulate
 
 
-def choose_table(
-    spec: LoopSpec, stages: Stages, parts: Mapping[int, Collection[str]], choice: int
-) -> tuple[str, list[list[Action]]]:
-    """The name and the table of the schedule of a loop; `parts` are those that its backwards have."""
+def candidates(spec: LoopSpec, stages: Stages, parts: Mapping[int, Collection[str]]) -> list[str]:
+    """The names of the schedules that a loop may have, the shortest first: the one that it asks for, if any.
+
+    They are ranked for 2S + 1 microbatches of S stages if there are more: all are in steady state by then.
+
+    Args:
+      spec: what the loop asks for.
+      stages: its stages.
+      parts: for each stage, the parts that its backward has.
+
+    Raises:
+      ValueError: if no schedule is for such stages, with the options that are given.
+    """
+    if spec.rows:
+        return ["custom"]
+    if spec.schedule is not None:
+        return [spec.schedule]
+    if not any(parts.values()):
+        return ["sequential" if stages.carried else "gpipe"]  # forwards alone, in order
+    builtin = tuple(s for s in map(get_schedule, schedule_names()) if s.is_builtin)
+    ranked = _ranked(builtin, stages, min(spec.length, 2 * stages.num_stages + 1), spec.options)
+    if not ranked:
+        options = "".join(f", {name}={value}" for name, value in spec.options)
+        raise ValueError(
+            f"microbatch: no schedule is for {stages.num_stages} stages on meshes "
+            f"{', '.join(map(str, stages.meshes))} and {spec.length} microbatches{options}: name one "
+            "(schedule=), which says what it needs"
+        )
+    return ranked
+
+
+def make_table(
+    name: str, spec: LoopSpec, stages: Stages, parts: Mapping[int, Collection[str]]
+) -> list[list[Action]]:
+    """The table of one of these schedules, checked."""
     if spec.rows:
         table = [] if spec.names_tasks else [list(row) for row in spec.rows]
         if table:
             check_table(table, stages, spec.length, parts=parts)
-        return "custom", table
-    if spec.schedule is not None:
-        name = spec.schedule
-    elif any(parts.values()):
-        everyone = tuple(s for s in map(get_schedule, schedule_names()) if s.is_own)
-        ranked = _ranked(everyone, stages, min(spec.length, 2 * stages.num_stages + 1), spec.options)
-        if choice >= len(ranked):
-            raise IndexError(choice)
-        name = ranked[choice]
-    else:
-        name = "sequential" if stages.carried else "gpipe"  # forwards alone, in order
+        return table
     if not stages.num_stages:
-        return name, []  # all is in moving tasks, and follows by dependency
+        return []  # all is in moving tasks, and follows by dependency
     table = get_schedule(name).table(stages, spec.length, **dict(spec.options))
     check_table(table, stages, spec.length, name, parts)
-    return name, table
+    return table
 
 
 @functools.lru_cache(maxsize=256)

@@ -40,9 +40,9 @@ def stages(monkeypatch):
     found = []
     hoist = compiler.hoist
 
-    def watched(function, flat, placed):
+    def watched(function, placed):
         loops = [*placed.placement.bodies]
-        found.append((function, flat, placed, hoist(function, flat, placed)))
+        found.append((function, placed.flat, placed, hoist(function, placed)))
         assert [*placed.placement.bodies] == loops, "what is handed in stays as it is"
         return found[-1][-1]
 
