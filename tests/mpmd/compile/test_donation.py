@@ -18,6 +18,7 @@ from mmnnx.mpmd.runtime.live_bytes import LiveBytes
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place, train_step
+from tests.slow import grid
 
 COUNTERS = 8  # bytes
 POSITIONS = 4 * 4  # of four microbatches: constants stay where they are between calls
@@ -178,8 +179,9 @@ def test_a_counter_of_meshes_that_share_a_device():
     assert_same(nnx.state((params, count)), nnx.state(reference))
 
 
-@pytest.mark.parametrize("schedule", [None, "gpipe"])
-@pytest.mark.parametrize("devices", [([0, 1], [0], [2]), ([0, 1, 2, 3], [0, 1], [2, 3])])
+@pytest.mark.parametrize(
+    "schedule, devices", grid([None, "gpipe"], [([0, 1], [0], [2]), ([0, 1, 2, 3], [0, 1], [2, 3])])
+)
 def test_activations_of_meshes_that_share_devices(devices, schedule):
     """What is sent to a mesh with some of the same devices is there already: nothing is written over it while
     one of the two is still to be read."""

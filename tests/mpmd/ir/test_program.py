@@ -150,7 +150,7 @@ def residuals(program, mesh):
     return [most[stage] for stage in range(STAGES)]
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@pytest.mark.parametrize("microbatches", [2, 8, pytest.param(4, marks=pytest.mark.slow)])
 def test_live_residuals_of_1f1b(microbatches):
     """Stage s of S holds the residuals of at most S - s microbatches."""
     mesh, program = transformer_program(microbatches)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, born, pipeline, values
+from tests.slow import grid
 
 STAGES, WIDTH = 3, 8
 
@@ -157,8 +158,9 @@ def test_nothing_of_it_is_computed_beside_the_forward(kind):
     assert kept(kind) == kept("adamw")
 
 
-@pytest.mark.parametrize("microbatch", [None, 2])
-@pytest.mark.parametrize("kind", sorted(OPTIMIZERS.keys() - {"adamw", "lamb", "muon"}))
+@pytest.mark.parametrize(
+    "kind, microbatch", grid(sorted(OPTIMIZERS.keys() - {"adamw", "lamb", "muon"}), [2, None])
+)
 def test_parity(kind, microbatch):
     step, whole = step_with(microbatch), born(WithScalars, None)
     optimizer, alone = made(kind)(whole), nnx.jit(step)
