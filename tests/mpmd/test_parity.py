@@ -20,7 +20,7 @@ import mmnnx as mm
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import SGD, assert_parity, assert_same, pipeline, place, train_step, values
-from tests.slow import all_but
+from tests.slow import all_but, grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,8 +370,9 @@ def test_casts_by_hand():
 # Without gradients
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied transformer", "two encoders into one decoder", "lstm"])
-@pytest.mark.parametrize("microbatch", [None, 2])
+@pytest.mark.parametrize(
+    "name, microbatch", grid(["mlp", "tied transformer", "two encoders into one decoder", "lstm"], [None, 2])
+)
 def test_inference(name, microbatch):
     case = CASES[name]
     mesh, tasks = pipeline(len(case.stages))

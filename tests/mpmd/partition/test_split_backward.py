@@ -300,7 +300,12 @@ def test_a_task_has_its_backward_split(schedule):
 
 
 @pytest.mark.parametrize(
-    "options", [{"schedule": "1f1b"}, {"schedule": "zero-bubble-h1"}, {"microbatch": None}]
+    "options",
+    [
+        pytest.param({"schedule": "1f1b"}, marks=pytest.mark.slow),
+        {"schedule": "zero-bubble-h1"},
+        {"microbatch": None},
+    ],
 )
 def test_a_task_with_a_split_backward_trains_as_the_whole(options):
     mesh, tasks = pipeline(3)
