@@ -330,7 +330,7 @@ def test_bfloat16_is_as_near_to_float32_as_on_one_device():
     half = make(models.Transformer, layers=2, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     batch = models.tokens()
     grad_fn = nnx.grad(models.cross_entropy)
-    whole = nnx.jit(half)()
+    whole = half()
     full = make(models.Transformer, layers=2)()
     nnx.update(full, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.state(whole)))
     truth = values(nnx.jit(grad_fn)(full, batch))

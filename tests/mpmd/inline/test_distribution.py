@@ -125,7 +125,7 @@ CASES = [
 
 @pytest.mark.parametrize("kind, step, devices", CASES)
 def test_parity(kind, step, devices):
-    model = nnx.jit(recurrent(kind))()
+    model = recurrent(kind)()
     whole, run = (model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)), nnx.jit(step)
     expected = [values((run(*whole, X), *map(nnx.state, whole))) for _ in range(2)]
     mesh, *split = made(kind, devices)

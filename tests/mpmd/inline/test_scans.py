@@ -153,7 +153,7 @@ def made():
 @functools.cache
 def on_one_device(kind: str):
     """Results, model and optimizer after each of two calls."""
-    model = nnx.jit(Model)()
+    model = Model()
     whole, step = (model, nnx.Optimizer(model, ADAMW, wrt=nnx.Param)), nnx.jit(LOOPS[kind])
     return [values((step(*whole, TOKENS), *map(nnx.state, whole))) for _ in range(2)]
 

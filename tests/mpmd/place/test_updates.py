@@ -189,7 +189,7 @@ def test_an_update_by_hand():
         split = born(Model, PLACEMENT)
         sent = mm.jit(step).program(split, BATCH).transfers
         mm.jit(step)(split, BATCH)
-    whole = nnx.jit(Model)()
+    whole = Model()
     nnx.jit(step)(whole, BATCH)
     assert_same(values(nnx.state(split)), values(nnx.state(whole)), 1e-4)
     assert {t.shape for t in sent} == {(), BATCH.shape}  # activations, their gradients, and sums of squares
