@@ -1,5 +1,6 @@
 # Everything runs inside .venv, which is made on first use and brought up to date when pyproject.toml changes.
 #   make train ARGS="--steps 200 --stages 2"      make test ARGS="tests/mpmd -k dropout"
+#   make test-all: also what is slow, and four times as many random examples
 #   make bench BENCH=schedules ARGS="--stages 2"
 
 # The first Python of a supported version that works (a version manager's shim may be there and not work).
@@ -10,13 +11,16 @@ BENCH ?= side_by_side
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: train test lint bench clean
+.PHONY: train test test-all lint bench clean
 
 train: $(INSTALLED)
 	$(BIN)/mmnnx train $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m "" --hypothesis-profile=all $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -30,9 +30,11 @@ if not MLIR_ALONE:
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
 # A run that decides whether a change is taken tries the same examples every time; at home, new ones.
-hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
-hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+HOW = dict(deadline=None, print_blob=True)
+HOW |= dict(derandomize=True, database=None) if os.environ.get("CI") else {}
+hypothesis.settings.register_profile("all", max_examples=100, **HOW)  # make test-all
+hypothesis.settings.register_profile("some", max_examples=25, **HOW)
+hypothesis.settings.load_profile("some")
 
 import jax  # noqa: E402  # reads the environment
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402

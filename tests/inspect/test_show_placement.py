@@ -334,7 +334,10 @@ def test_too_much_is_red():
 
 
 @pytest.mark.parametrize("memory", [None, 8_000_000_000, 6_000_000_000])
-@pytest.mark.parametrize("stages, devices", [(1, 1), (4, 2), (16, 8), (3, 24), (64, 16)])
+@pytest.mark.parametrize(
+    "stages, devices",
+    [(1, 1), (4, 2), (16, 8), (3, 24), pytest.param(64, 16, marks=pytest.mark.slow)],
+)
 def test_texts_neither_overlap_nor_leave_their_boxes(stages, devices, memory):
     figure = large(stages, devices, memory).figure()
     renderer = FigureCanvasAgg(figure).get_renderer()

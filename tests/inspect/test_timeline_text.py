@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import mmnnx as mm
 from mmnnx.inspect import draw_text, timeline
 from mmnnx.inspect.schedules import by_name
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Event, Timeline
+from tests.slow import all_but
 
 
 def pipeline(name: str, meshes: int, microbatches: int) -> Timeline:
@@ -39,9 +41,14 @@ def test_stages_of_a_mesh_and_parts_of_a_backward_written_out():
     ]
 
 
+SIZES, WIDTHS = [(4, 8), (4, 12), (16, 64)], [60, 80, 120, 250]
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble-h2", "zbv", "dualpipe-v"])
-@pytest.mark.parametrize("size", [(4, 8), (4, 12), (16, 64)])
-@pytest.mark.parametrize("width", [60, 80, 120, 250])
+@pytest.mark.parametrize(
+    "size, width",
+    all_but([(size, 80) for size in SIZES] + [((4, 8), 60), ((16, 64), 250)], product(SIZES, WIDTHS)),
+)
 def test_lines_fit_and_each_phase_has_its_share(name, size, width):
     simulated = pipeline(name, *size)
     lines = draw_text(simulated, width=width).plain.split("\n")

@@ -18,6 +18,7 @@ from mmnnx.modules.kv_cache import KVCache
 from mmnnx.modules.logical import constrain
 from mmnnx.modules.masks import combine
 from mmnnx.modules.rotary import RotaryScaling, rotary
+from tests.slow import grid
 
 normal = nnx.initializers.normal(0.5)
 close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
@@ -402,17 +403,19 @@ def test_a_subclass_overrides_attend():
 
 
 @pytest.mark.parametrize(
-    ("axis_sizes", "rules"),
-    [
-        ((1, 4), dict(heads="model", kv_heads="model")),
-        ((2, 2), dict(batch="data", embed="data", heads="model", kv_heads="model")),
-        ((1, 4), dict(sequence="model")),
-    ],
-    ids=["tensor", "data and tensor", "sequence"],
+    "axes, kv_heads",
+    grid(
+        [
+            ((1, 4), dict(heads="model", kv_heads="model")),
+            ((2, 2), dict(batch="data", embed="data", heads="model", kv_heads="model")),
+            ((1, 4), dict(sequence="model")),
+        ],
+        [2, 4],
+    ),
 )
-@pytest.mark.parametrize("kv_heads", [2, 4])
-def test_on_several_devices_equals_one(axis_sizes, rules, kv_heads):
+def test_on_several_devices_equals_one(axes, kv_heads):
     """Two key-value heads over four devices: their weights are split, and the heads are left to XLA."""
+    axis_sizes, rules = axes
     new = lambda: build(16, 4, kv_heads, causal=True, rotary_base=1e4, qk_norm=True)
     mesh = mm.MultiMesh(axis_sizes=axis_sizes, axis_names=("data", "model"))
     task = mm.Task("layer", logical_axes=rules)

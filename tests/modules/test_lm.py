@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from mmnnx.modules.mlp import MLP, SwiGLU
 from mmnnx.modules.presets import PRESETS
 from mmnnx.modules.rotary import RotaryScaling
 from tests.mpmd.parity import assert_parity, pipeline, place
+from tests.slow import grid
 
 SMALL = dict(vocab=32, layers=2, width=16, heads=4, kv_heads=2, mlp=24)
 
@@ -199,10 +199,9 @@ def loss_and_gradients(model, tokens):
     return nnx.value_and_grad(lambda model: model.loss(tokens))(model)
 
 
-EVERY_WAY = itertools.product([0, 1, 2], [False, True, jax.checkpoint_policies.dots_saveable])
-
-
-@pytest.mark.parametrize("segments, remat", [way for way in EVERY_WAY if any(way)])
+@pytest.mark.parametrize(
+    "segments, remat", grid([2, 0, 1], [False, True, jax.checkpoint_policies.dots_saveable])
+)
 def test_scanned_or_rematerialised_blocks_change_nothing(segments, remat):
     other = build(layers=3, remat=remat)
     other = stacked(other, segments) if segments else other
@@ -289,7 +288,9 @@ def test_options_reach_the_layers(options):
         assert jnp.abs(model(tokens()) - build()(tokens())).max() > 1e-4
 
 
-@pytest.mark.parametrize("options", [dict(scan=3), dict(tied=True, remat=True)])
+@pytest.mark.parametrize(
+    "options", [dict(scan=3), pytest.param(dict(tied=True, remat=True), marks=pytest.mark.slow)]
+)
 def test_it_trains_over_three_stages_as_on_one_device(options):
     make = lambda: LM(LMConfig(**(SMALL | dict(layers=3) | options)), rngs=nnx.Rngs(0))
     mesh, tasks = pipeline(3, 2)

@@ -13,6 +13,7 @@ from jax.test_util import check_grads
 import mmnnx as mm
 from mmnnx.modules.moe import MoE
 from tests.mpmd.parity import assert_same, values
+from tests.slow import grid
 
 WIDTH, MLP, EXPERTS = 8, 12, 4
 
@@ -240,16 +241,19 @@ def test_dense_products_are_those_of_sorted_tokens():
 
 
 @pytest.mark.parametrize(
-    "axis, sizes, rules",
-    [
-        ("expert", (4,), {"expert": "expert"}),
-        ("model", (4,), {"expert": "model", "mlp": "model"}),
-        ("expert", (2, 2), {"expert": "expert", "batch": "data"}),
-    ],
+    "over, factor",
+    grid(
+        [
+            ("expert", (4,), {"expert": "expert"}),
+            ("model", (4,), {"expert": "model", "mlp": "model"}),
+            ("expert", (2, 2), {"expert": "expert", "batch": "data"}),
+        ],
+        [None, 0.75],
+    ),
 )
-@pytest.mark.parametrize("factor", [None, 0.75])
-def test_experts_over_a_mesh_axis_are_the_same(axis, sizes, rules, factor):
+def test_experts_over_a_mesh_axis_are_the_same(over, factor):
     """Output, losses and gradients, in a task and out of one, and each device holds its own experts."""
+    axis, sizes, rules = over
     names = (axis, "data")[: len(sizes)]
     mesh = jax.make_mesh(sizes, names)
     task = mm.Task("moe", mesh=mesh, logical_axes=rules)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from mmnnx.modules.stack import Stack, apply_layers
 from tests.mpmd.parity import assert_parity, assert_same, pipeline, place
+from tests.slow import grid
 
 WIDTH = 8
 
@@ -68,8 +69,9 @@ def of_list(layers, x):
     return nnx.value_and_grad(lambda layers: loss(lambda x: apply_layers(layers, x), x))(layers)
 
 
-@pytest.mark.parametrize("segments", [1, 2, 4, (1, 5)])
-@pytest.mark.parametrize("remat", [False, True, jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize(
+    "segments, remat", grid([1, 2, 4, (1, 5)], [False, True, jax.checkpoint_policies.dots_saveable])
+)
 def test_values_and_gradients_are_those_of_a_list(segments, remat):
     stacked = stack(segments=segments, remat=remat)
     listed = as_list(stacked)

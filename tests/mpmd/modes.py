@@ -37,7 +37,8 @@ class Mode:
     split: bool
 
 
-@pytest.fixture(params=["nnx.jit", "mm.jit", "mm.jit split"])
+# Under nnx.jit a test is checked, rather than what it tests.
+@pytest.fixture(params=[pytest.param("nnx.jit", marks=pytest.mark.slow), "mm.jit", "mm.jit split"])
 def mode(request):
     mesh, tasks = pipeline(2)
     with contextlib.ExitStack() as stack:

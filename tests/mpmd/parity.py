@@ -53,8 +53,8 @@ def place(tasks: Sequence[mm.Task], *paths: Iterable[Any], spec: P | None = P())
 
 
 def born(make_model: Callable[[], Any], placement: mm.TaskSharding | None) -> Any:
-    """The model, each Variable made on its own mesh; without a placement, an ordinary model."""
-    return _made_once((make_model, placement), lambda: _birth(make_model, placement)())
+    """The model, each Variable on its own mesh, as if made there; without a placement, an ordinary model."""
+    return _made_once((make_model, placement), lambda: _placed(make_model, placement))
 
 
 def born_with_optimizer(
@@ -66,16 +66,22 @@ def born_with_optimizer(
     """The model, and its optimizer's state on the same meshes."""
 
     def make():
-        model = _birth(make_model, placement)()
+        model = _placed(make_model, placement)
         return model, _optimizer_birth(optimizer, wrt)(model)
 
     return _made_once((make_model, placement, optimizer, wrt), make)
 
 
+def _placed(make_model: Callable[[], Any], placement: mm.TaskSharding | None) -> Any:
+    """The model, of values made before: what draws weights would have to be compiled for each placement."""
+    graph_and_state = _made_on_one_device(make_model)
+    make = lambda: nnx.merge(*graph_and_state, copy=True)
+    return make() if placement is None else mm.jit(make, out_shardings=placement)()
+
+
 @functools.lru_cache(64)
-def _birth(make_model: Callable[[], Any], placement: mm.TaskSharding | None) -> Callable[[], Any]:
-    """What makes a model, compiled once for all tests that ask for the same."""
-    return nnx.jit(make_model) if placement is None else mm.jit(make_model, out_shardings=placement)
+def _made_on_one_device(make_model: Callable[[], Any]) -> tuple[Any, Any]:
+    return nnx.split(make_model())
 
 
 @functools.lru_cache(64)
@@ -263,8 +269,7 @@ def _train_on_one_device(
     **options: Any,
 ) -> OneDevice:
     """Trains with `nnx.jit`; `options` are more of `train_step`. No schedule makes a difference to it."""
-    init = _birth(make_model, None)
-    model = init()
+    model = _placed(make_model, None)
     state = nnx.Optimizer(model, optimizer or ADAMW, wrt=wrt)
     step_fn = train_step(nnx.jit, loss_fn, has_aux=has_aux, wrt=wrt, **options)
     birth, taken, whole = snapshot(model), [], None
@@ -280,7 +285,7 @@ def _train_on_one_device(
         )
     if whole_batch:
         grad_fn = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
-        whole = nnx.jit(grad_fn)(init(), batch)
+        whole = nnx.jit(grad_fn)(_placed(make_model, None), batch)
     return OneDevice(birth, taken, whole)
 
 

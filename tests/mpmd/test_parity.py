@@ -20,6 +20,7 @@ import mmnnx as mm
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import SGD, assert_parity, assert_same, pipeline, place, train_step, values
+from tests.slow import all_but, grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", all_but(CASES.keys() - {"untied transformer", "gru"}, CASES))
 def test_split_trains_as_whole(name):
     case = CASES[name]
     mesh, tasks = pipeline(len(case.stages))
@@ -147,6 +148,7 @@ def test_every_schedule_and_count(schedule, microbatches):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "tied transformer", "convnet with batch norm and dropout"])
 def test_gpipe(name):
     case = CASES[name]
@@ -299,7 +301,9 @@ def test_auxiliary_outputs():
 # Precision
 
 
-@pytest.mark.parametrize("param_dtype, rtol", [(jnp.float32, 3e-2), (jnp.bfloat16, 6e-2)])
+@pytest.mark.parametrize(
+    "param_dtype, rtol", all_but([(jnp.bfloat16, 6e-2)], [(jnp.float32, 3e-2), (jnp.bfloat16, 6e-2)])
+)
 def test_bfloat16(param_dtype, rtol):
     """Computing in bfloat16, with float32 parameters and with bfloat16 ones.
 
@@ -326,7 +330,7 @@ def test_bfloat16_is_as_near_to_float32_as_on_one_device():
     half = make(models.Transformer, layers=2, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     batch = models.tokens()
     grad_fn = nnx.grad(models.cross_entropy)
-    whole = nnx.jit(half)()
+    whole = half()
     full = make(models.Transformer, layers=2)()
     nnx.update(full, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.state(whole)))
     truth = values(nnx.jit(grad_fn)(full, batch))
@@ -366,8 +370,9 @@ def test_casts_by_hand():
 # Without gradients
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied transformer", "two encoders into one decoder", "lstm"])
-@pytest.mark.parametrize("microbatch", [None, 2])
+@pytest.mark.parametrize(
+    "name, microbatch", grid(["mlp", "tied transformer", "two encoders into one decoder", "lstm"], [None, 2])
+)
 def test_inference(name, microbatch):
     case = CASES[name]
     mesh, tasks = pipeline(len(case.stages))

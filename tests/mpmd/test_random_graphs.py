@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mmnnx as mm
 from tests import models
 from tests.mpmd.parity import SGD, assert_parity, pipeline
+from tests.slow import examples
 
 WIDTH = 4
 
@@ -98,13 +99,13 @@ def check(graph, stages, data, scoped):
     )
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(graph=graphs(), stages=st.integers(2, 4), data=st.data())
 def test_random_homes(graph, stages, data):
     check(graph, stages, data, scoped=False)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(graph=graphs(), stages=st.integers(2, 3), data=st.data())
 def test_random_homes_and_scopes(graph, stages, data):
     """Scopes say where some nodes are computed, whatever the homes of the state that they use."""

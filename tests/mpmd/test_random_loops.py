@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, born, pipeline, place, values
+from tests.slow import examples
 
 WIDTH, STEPS, ROWS = 3, 4, 4
 X = np.random.default_rng(0).normal(size=(ROWS, STEPS, WIDTH)).astype(np.float32)
@@ -90,7 +91,7 @@ def whole_batch(model, x):
 
 
 @given(loops())
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_parity(found):
     loop, stages = found
     mesh, tasks = pipeline(3)

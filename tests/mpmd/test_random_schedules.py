@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mmnnx as mm
@@ -24,6 +24,7 @@ from mmnnx.mpmd.schedule.list_scheduling import Jobs, Stuck, play
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_same, born, pipeline, place
+from tests.slow import examples
 
 ROWS, WIDTH = 2, 4
 PARTS = ("backward-input", "backward-weight")
@@ -164,7 +165,7 @@ def check(stages: Stages, num_microbatches: int, table: Sequence[Sequence[Action
     assert_same(step(model, batch), expected, what="loss and gradients")
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(tables())
 def test_random_valid_tables_run_and_match(drawn):
     signal.alarm(LIMIT)
@@ -205,7 +206,7 @@ def spoil(rng: random.Random, how: str, table: list[list[Action]]) -> list[list[
     return rows
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(tables(), st.sampled_from(sorted(REFUSALS)), st.randoms(use_true_random=False))
 def test_spoilt_tables_are_refused_or_still_right(drawn, how, rng):
     """In another order work may still be possible, and then the answer is right.

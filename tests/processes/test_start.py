@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-import time
 
 import jax
 import pytest
@@ -161,9 +160,7 @@ def test_a_coordinator_on_loopback_listens_there_alone():
 
 def test_real_processes_without_one_of_them_end_in_time():
     """Each with the message, none by JAX's abort, and none is left."""
-    began = time.monotonic()
-    results = finish(start("rendezvous.py", 3, 1, without=[1]), timeout=100)
-    assert time.monotonic() - began < 90
+    results = finish(start("rendezvous.py", 3, 1, without=[1]), timeout=90)  # what is left then is killed
     for status, printed in results:
         assert status == 1
         assert printed.count("TimeoutError: process 1 of 3 did not come in 6 s") == 1

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.processes.harness import finish, run, start
+from tests.slow import all_but
 
 # Stages of two devices, of four (which span two of four processes), and of one.
 CONFIGS = ("4x2 1f1b", "2x4 zero-bubble-h1", "8x1 gpipe")
@@ -21,7 +22,7 @@ def one_process(tmp_path_factory):
 
 
 # Each of four processes holds a stage, half of one, or two; of two processes, two.
-@pytest.mark.parametrize("count, configs", [(2, CONFIGS[:1]), (4, CONFIGS)])
+@pytest.mark.parametrize("count, configs", all_but([(4, CONFIGS)], [(2, CONFIGS[:1]), (4, CONFIGS)]))
 def test_processes_train_as_one_does(count, configs, one_process, tmp_path):
     """Losses, parameters, statistics, counters and optimizer state, as every process fetches them."""
     run("train.py", count, 8 // count, str(tmp_path / "values"), *configs)

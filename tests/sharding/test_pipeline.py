@@ -487,7 +487,10 @@ class TestTrains:
         ("model", "stages", "options", "batch", "loss"),
         [
             (make(Hybrid), 3, {}, models.tokens(), models.cross_entropy),
-            (make(models.AttentionNet), 2, dict(layers="layers"), models.tokens(), models.cross_entropy),
+            pytest.param(
+                *(make(models.AttentionNet), 2, dict(layers="layers"), models.tokens(), models.cross_entropy),
+                marks=pytest.mark.slow,
+            ),
             (
                 make(models.ScanNet, stages=3),
                 2,

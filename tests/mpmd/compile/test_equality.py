@@ -78,7 +78,10 @@ def lowerings(kind, length, monkeypatch):
         return len(lowered), len(run.program(*split, tokens).fragments)
 
 
-@pytest.mark.parametrize("kind", ["training steps of microbatches", "training steps of sums"])
+@pytest.mark.parametrize(
+    "kind",
+    ["training steps of microbatches", pytest.param("training steps of sums", marks=pytest.mark.slow)],
+)
 def test_an_unrolled_loop_is_lowered_once(kind, monkeypatch):
     """However many iterations there are: those in the middle are alike."""
     short, few = lowerings(kind, 4, monkeypatch)

@@ -94,7 +94,10 @@ ONCE = ["stage0", "stage0", "stage3", "stage3"]
 @pytest.mark.parametrize(
     ("schedule", "ends"),
     [
-        ("gpipe", ["stage0 backward", "stage0 forward", "stage3 backward", "stage3 forward"]),
+        pytest.param(
+            *("gpipe", ["stage0 backward", "stage0 forward", "stage3 backward", "stage3 forward"]),
+            marks=pytest.mark.slow,
+        ),
         # The last stage's forward and backward are one program, but for what the other backwards do.
         ("1f1b", ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
         (
@@ -161,7 +164,7 @@ def test_the_parts_of_the_ends():
     }
 
 
-@pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device", "two devices"])
+@pytest.mark.parametrize("per_stage", [(2,), pytest.param((), marks=pytest.mark.slow)])
 def test_the_core_is_compiled_with_the_stages_between(codes, per_stage):
     """One program for all, of each phase."""
     trained.__wrapped__((1, 1, 1, 1), "1f1b", per_stage=per_stage)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, pipeline
+from tests.slow import grid
 
 RNG = np.random.default_rng(0)
 A, B = (RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(2))
@@ -63,8 +64,7 @@ def test_sum_is_the_default(run):
     )
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", None])
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("size, schedule", grid([1, 2, 4, 8], ["gpipe", "1f1b", None]))
 def test_sizes_and_schedules(run, schedule, size):
     f = jax.value_and_grad(lambda params, x: jnp.sum(two_layers(*params, x) ** 2))
     got = run(mm.microbatch(f, 0, size, argnum=1, schedule=schedule), (A, B), X)

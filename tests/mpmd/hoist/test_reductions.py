@@ -19,6 +19,7 @@ from mmnnx.modules import LM, LMConfig, MoELM, MoELMConfig
 from mmnnx.sharding.pipeline import pipeline_sharding
 from tests.models import make
 from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place, train_step
+from tests.slow import grid
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -117,8 +118,7 @@ def placed(tasks, spec):
     )
 
 
-@pytest.mark.parametrize("spec", [P(), P("data")], ids=["data", "fsdp"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1"])
+@pytest.mark.parametrize("spec, schedule", grid([P(), P("data")], ["1f1b", "zero-bubble-h1"]))
 def test_nothing_is_reduced_or_gathered_in_the_loop(hlo, spec, schedule):
     mesh, tasks = pipeline(2, 4, axes=("data",))
     program = assert_parity(
@@ -188,8 +188,8 @@ LOGICAL = {"batch": "data", "heads": "model", "kv_heads": "model", "mlp": "model
 @pytest.mark.parametrize(
     "options, fsdp",
     [
-        ({}, True),
-        ({"scan": 2}, False),
+        pytest.param({}, True, marks=pytest.mark.slow),
+        pytest.param({"scan": 2}, False, marks=pytest.mark.slow),
         ({"scan": 2, "remat": True}, True),
         ({"tied": True}, False),
     ],

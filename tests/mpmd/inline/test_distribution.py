@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from mmnnx.mpmd.inline.distribution import distribute
 from tests.mpmd.parity import assert_same, born_with_optimizer, pipeline, values
+from tests.slow import grid
 
 STEPS = 5
 X = np.random.default_rng(0).normal(size=(8, STEPS, 6)).astype(np.float32)
@@ -109,8 +110,14 @@ def made(kind: str, devices: int):
 
 
 # Each kind and each step on meshes of one device and of two, though not each kind with each step on both.
+QUICK = {(kind, (whole_batch, microbatches)[n % 2]) for n, kind in enumerate(KINDS)}
+QUICK |= {("stacked", microbatches), ("delayed", forwards), ("feedback", forwards)}
 CASES = [
-    pytest.param(kind, step, 1 + (i + j) % 2, id=f"{kind}-{step.__name__}")
+    pytest.param(
+        *(kind, step, 1 + (i + j) % 2),
+        id=f"{kind}-{step.__name__}",
+        marks=[] if (kind, step) in QUICK else pytest.mark.slow,
+    )
     for i, kind in enumerate(KINDS)
     for j, step in enumerate([whole_batch, microbatches, forwards])
 ]
@@ -118,7 +125,7 @@ CASES = [
 
 @pytest.mark.parametrize("kind, step, devices", CASES)
 def test_parity(kind, step, devices):
-    model = nnx.jit(recurrent(kind))()
+    model = recurrent(kind)()
     whole, run = (model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)), nnx.jit(step)
     expected = [values((run(*whole, X), *map(nnx.state, whole))) for _ in range(2)]
     mesh, *split = made(kind, devices)
@@ -135,8 +142,9 @@ def program(kind, step, length=STEPS):
         return mm.jit(step).program(*split, np.zeros((8, length, 6), np.float32))
 
 
-@pytest.mark.parametrize("step", [whole_batch, microbatches])
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("remat", "feedback")])
+@pytest.mark.parametrize(
+    "kind, step", grid([k for k in KINDS if k not in ("remat", "feedback")], [microbatches, whole_batch])
+)
 def test_what_crosses(kind, step):
     """The states of the first layer go forward, all at once, and their gradients come back."""
     found = [t.shape for t in program(kind, step).transfers if len(t.shape) > 1 and t.microbatch in (None, 0)]
@@ -144,8 +152,7 @@ def test_what_crosses(kind, step):
     assert found == [(STEPS, rows, WIDTH)] * 2
 
 
-@pytest.mark.parametrize("step", [whole_batch, microbatches])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, step", grid(KINDS, [microbatches, whole_batch]))
 def test_programs_do_not_grow(kind, step):
     def equations(length):
         return sum(len(f.jaxpr.eqns) for f in program(kind, step, length).fragments)

@@ -13,6 +13,7 @@ from flax import nnx
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, born_with_optimizer, pipeline, place, values
+from tests.slow import grid
 
 TOKENS = np.random.default_rng(0).integers(0, 16, (6, 4, 9)).astype(np.int32)
 
@@ -152,13 +153,12 @@ def made():
 @functools.cache
 def on_one_device(kind: str):
     """Results, model and optimizer after each of two calls."""
-    model = nnx.jit(Model)()
+    model = Model()
     whole, step = (model, nnx.Optimizer(model, ADAMW, wrt=nnx.Param)), nnx.jit(LOOPS[kind])
     return [values((step(*whole, TOKENS), *map(nnx.state, whole))) for _ in range(2)]
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize("kind, donate", grid([*LOOPS], [False, True]))
 def test_parity(kind, donate):
     mesh, *split = made()
     with mesh:

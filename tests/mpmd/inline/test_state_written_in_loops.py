@@ -13,6 +13,7 @@ from flax import nnx
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, born, born_with_optimizer, pipeline, values
+from tests.slow import grid
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 
@@ -78,8 +79,10 @@ def on_one_device(kind):
     return after_three(nnx.jit(step_by("1f1b")), model, nnx.Optimizer(model, ADAM, wrt=nnx.Param))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
-@pytest.mark.parametrize("kind", ["weight norm", "clipped", "normed", "noted", "narrowed"])
+@pytest.mark.parametrize(
+    "kind, schedule",
+    grid(["weight norm", "clipped", "normed", "noted", "narrowed"], ["1f1b", "zero-bubble-h1", "gpipe"]),
+)
 def test_trained_weights_that_the_forward_writes(kind, schedule):
     mesh, tasks = pipeline(2)
     with mesh:

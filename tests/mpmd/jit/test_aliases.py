@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, homes, pipeline, values
+from tests.slow import examples
 
 NAMES = "abc"
 
@@ -110,7 +111,9 @@ STEPS = [swapped, queue, argument, target, all_of_it, chosen, constant, written_
 
 
 @pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("other", [0, 1], ids=["one mesh", "two meshes"])
+@pytest.mark.parametrize(
+    "other", [pytest.param(0, marks=pytest.mark.slow, id="one mesh"), pytest.param(1, id="two meshes")]
+)
 @pytest.mark.parametrize("step", STEPS)
 def test_each_call_is_as_on_one_device(step, other, donate):
     assert_alike(step, other, donate)
@@ -160,7 +163,7 @@ def assignments(draw):
     return draw(st.lists(st.tuples(variable, what), min_size=1, max_size=6))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(assignments(), st.sampled_from([0, 1]), st.booleans())
 def test_any_assignments(found, other, donate):
     def step(m, n, x):

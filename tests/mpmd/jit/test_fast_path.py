@@ -19,6 +19,7 @@ import mmnnx as mm
 from mmnnx.mpmd.jit import jit as jit_module
 from mmnnx.mpmd.jit.fast_path import FastPath
 from tests.mpmd.parity import assert_same, born, pipeline
+from tests.slow import grid
 
 X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
 
@@ -628,8 +629,7 @@ def test_a_model_on_one_device_takes_it_too(taken, donate):
     assert len(taken) == 3
 
 
-@pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("graph, split", grid([False, True], [False, True]))
 def test_a_call_keeps_nothing_alive(graph, split):
     """What a model held before an update is gone after it, in graph mode and in tree mode."""
     mesh, mesh.tasks = pipeline(2)

@@ -19,6 +19,7 @@ from mmnnx.mpmd.schedule import schedule_names
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import SGD, arrays, assert_parity, assert_same, born, pipeline, place, train_step
+from tests.slow import all_but
 
 VOCAB, WIDTH = 32, 8
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -182,10 +183,10 @@ def test_other_stages_keep_the_order_of_their_schedule():
 @pytest.mark.parametrize(
     "schedule, over, per_stage",
     [
-        ("gpipe", "stage", ()),
+        pytest.param("gpipe", "stage", (), marks=pytest.mark.slow),
         ("1f1b", "stage", ()),
         ("gpipe", third_of, (2,)),
-        ("1f1b", {"stage": (0, 2)}, (2,)),
+        pytest.param("1f1b", {"stage": (0, 2)}, (2,), marks=pytest.mark.slow),
         ("zero-bubble-h1", {"stage": (3, 1)}, ()),
     ],
 )
@@ -367,7 +368,7 @@ def test_several_and_with_other_options(tasks, schedule):
         assert len({c.mesh for c in ran.calls if c.fragment.task == task.name and c.phase == "forward"}) == 2
 
 
-@pytest.mark.parametrize("schedule", schedule_names())
+@pytest.mark.parametrize("schedule", all_but(["1f1b", "looped-bfs", "zbv"], schedule_names()))
 def test_no_stage_at_all(schedule):
     """Every schedule has nothing to order then, or says what it needs."""
     mesh, _ = pipeline(2)

@@ -18,6 +18,7 @@ from mmnnx.mpmd.ir.instructions import Call, Transfer
 from tests import models
 from tests.models import in_tasks, make
 from tests.mpmd.parity import SGD, assert_parity, born, pipeline, place
+from tests.slow import all_but
 
 DEAR = {"dot_general", "conv_general_dilated", "random_bits", "scan", "while", "scatter-add", "cumsum"}
 INPUT, WEIGHT = "backward-input", "backward-weight"
@@ -147,7 +148,7 @@ def makers(program: mm.Program) -> dict[int, Call | Transfer]:
 # What is in which part
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", all_but(CASES.keys() - {"transformer"}, CASES))
 def test_nothing_is_computed_twice(name):
     """On every mesh the parts hold as many products, convolutions, loops and draws as the whole backward."""
     split = program(name, "zero-bubble-h1")
@@ -299,7 +300,12 @@ def test_a_task_has_its_backward_split(schedule):
 
 
 @pytest.mark.parametrize(
-    "options", [{"schedule": "1f1b"}, {"schedule": "zero-bubble-h1"}, {"microbatch": None}]
+    "options",
+    [
+        pytest.param({"schedule": "1f1b"}, marks=pytest.mark.slow),
+        {"schedule": "zero-bubble-h1"},
+        {"microbatch": None},
+    ],
 )
 def test_a_task_with_a_split_backward_trains_as_the_whole(options):
     mesh, tasks = pipeline(3)

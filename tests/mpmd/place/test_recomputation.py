@@ -13,6 +13,7 @@ import mmnnx as mm
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import SGD, assert_parity, assert_same, born, pipeline, place
+from tests.slow import grid
 
 
 class Masked(nnx.Module):
@@ -86,9 +87,9 @@ def test_done_by_each_it_is_in_the_fragments_of_each():
     assert {program.names[f.mesh] for f in sums} == {"stage0", "stage1", "stage2"}
 
 
-@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(
-    "options", [{"schedule": "1f1b"}, {"schedule": "zero-bubble-h1"}, {"microbatch": None}], ids=str
+    "options, recompute",
+    grid([{"schedule": "1f1b"}, {"microbatch": None}, {"schedule": "zero-bubble-h1"}], [True, False]),
 )
 def test_it_trains_as_whole(recompute, options):
     mesh, tasks = pipeline(3)

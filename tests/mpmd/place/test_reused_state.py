@@ -11,6 +11,7 @@ from flax import nnx
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, born, pipeline, place
+from tests.slow import grid
 
 WIDTH, STAGES = 16, 3
 X = np.random.default_rng(0).normal(size=(4, WIDTH)).astype(np.float32)
@@ -87,8 +88,9 @@ def check(step):
         return [t.shape for t in split.program(*state, X).transfers]
 
 
-@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b"])
-@pytest.mark.parametrize("loss_fn", [recycled, shared_rounds, quantised])
+@pytest.mark.parametrize(
+    "loss_fn, schedule", grid([recycled, shared_rounds, quantised], [None, "1f1b", "gpipe"])
+)
 def test_activations_and_scalars_alone_cross(loss_fn, schedule):
     shapes = check(train(loss_fn, schedule))
     rows = 4 if schedule is None else 2

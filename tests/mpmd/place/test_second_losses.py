@@ -11,6 +11,7 @@ from flax import nnx
 
 import mmnnx as mm
 from tests.mpmd.parity import SGD, assert_same, born_with_optimizer, pipeline, place, values
+from tests.slow import grid
 
 STAGES, WIDTH = 4, 8
 
@@ -70,8 +71,7 @@ def twice(model, optimizer, x):
 STEPS = [evaluated, evaluated_in_bfloat16, adversary, sharpness_aware, twice]
 
 
-@pytest.mark.parametrize("rows", [4, 32], ids=["fewer bytes than weights", "more"])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step, rows", grid(STEPS, [4, 32]))  # fewer bytes than weights, and more
 def test_activations_alone_are_sent(step, rows):
     """Forwards once and backwards once for each loss, beside a few scalars."""
     x = np.random.default_rng(0).normal(size=(rows, WIDTH)).astype(np.float32)

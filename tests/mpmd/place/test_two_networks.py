@@ -12,6 +12,7 @@ from flax import nnx
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, born, pipeline, place
+from tests.slow import grid
 
 ROWS, WIDTH = 16, 32
 MESH, TASKS = pipeline(3)
@@ -78,8 +79,7 @@ CRITICS = {
 }
 
 
-@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b"])
-@pytest.mark.parametrize("where", CRITICS)
+@pytest.mark.parametrize("where, schedule", grid([*CRITICS], [None, "gpipe", "1f1b"]))
 def test_the_order_of_two_passes_makes_no_difference(where, schedule):
     made = [
         programs(CRITICS[where], ON_A, loop(functools.partial(critic_of, first), schedule))

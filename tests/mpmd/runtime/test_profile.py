@@ -16,6 +16,7 @@ import mmnnx as mm
 from tests import models
 from tests.models import in_tasks, make
 from tests.mpmd.parity import arrays, assert_same, born, homes, pipeline, place, train_step
+from tests.slow import grid
 
 CONVNET = (
     [("convs", 0), ("norms", 0), ("dropouts", 0)],
@@ -48,8 +49,7 @@ def profiled(schedule: str = "1f1b", **options) -> tuple[mm.Program, mm.Profile]
 # It is one step
 
 
-@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["kept", "donated"])
-@pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device a stage", "two"])
+@pytest.mark.parametrize("donate, per_stage", grid([(), (0, 1)], [(), (2,)]))
 def test_it_counts_as_one_call(donate, per_stage):
     """Parameters, moments and counters are those of an ordinary call; so are those of calls after it."""
     results = []

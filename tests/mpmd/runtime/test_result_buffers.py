@@ -45,7 +45,7 @@ def on_one_device():
     return [float(jitted(model, average, X)) for _ in range(3)], model, average
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("born", ["together", "cloned", "copied over"])
 @pytest.mark.parametrize("donate", [0, 1, (0, 1)])
 def test_an_average_of_a_donated_model(stages, born, donate):

@@ -31,6 +31,7 @@ from tests.mpmd.parity import (
     rolled,
     train_step,
 )
+from tests.slow import grid
 
 HALVES = ["embed", ("blocks", 0)], [("blocks", 1), "norm", "head"]
 
@@ -314,14 +315,14 @@ def test_a_trained_scalar_stays_on_every_mesh():
         np.testing.assert_allclose(model.scale[...], other.scale[...], rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [4, 8])
-@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["kept", "donated"])
 @pytest.mark.parametrize(
-    "first, second", [([0, 1], [0]), ([1], [0, 1]), ([0, 1], [1, 2]), (range(4), [0, 1])]
+    "sharing, donate, size",
+    grid([([0, 1], [0]), ([1], [0, 1]), ([0, 1], [1, 2]), (range(4), [0, 1])], [(), (0, 1)], [4, 8]),
 )
-def test_tasks_that_share_devices(first, second, donate, size):
+def test_tasks_that_share_devices(sharing, donate, size):
     """Each keeps its state on all of its own devices, whatever else is on them."""
     mesh = mm.MultiMesh(axis_sizes=(size,), axis_names=("x",), devices=jax.devices()[:size])
+    first, second = sharing
     tasks = [
         mm.Task(name, mm.TaskMesh(devices=devices, axis_names=("y",)))
         for name, devices in (("first", first), ("second", second))

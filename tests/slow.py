@@ -1,0 +1,41 @@
+"""What only `make test-all` runs: cases like others of the same test, and more random examples."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+ALL = 100  # max_examples of the profile in which every random example is tried
+
+
+def all_but(kept: Container[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases, of which those that are not kept are slow; one of several arguments is a tuple."""
+    return [case if case in kept else _slow(case if isinstance(case, tuple) else (case,)) for case in cases]
+
+
+def grid(*axes: Sequence[Any]) -> list[Any]:
+    """Every combination of the axes' values.
+
+    `make test` runs as many as the longest axis has values, and each value is in one of them; the others are
+    slow.
+
+    Example:
+      >>> @pytest.mark.parametrize("schedule, donated", grid(["gpipe", "1f1b"], [False, True]))
+    """
+    kept = {tuple(n % len(axis) for axis in axes) for n in range(max(map(len, axes)))}
+    numbered = (zip(*combination) for combination in itertools.product(*map(enumerate, axes)))
+    return [values if numbers in kept else _slow(values) for numbers, values in map(tuple, numbered)]
+
+
+def examples(count: int) -> settings:
+    """Has hypothesis try so many examples in `make test-all`, and in `make test` its share of them."""
+    return settings(max_examples=math.ceil(count * settings.default.max_examples / ALL))
+
+
+def _slow(values: tuple[Any, ...]) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
