@@ -838,7 +838,7 @@ def test_a_large_model_needs_no_memory(layers):
     blocks = layers * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
     size = blocks + (2 * 128_256 + 1 + layers * 2) * 8192
     assert sum(p.size for p in table.pieces) == size
-    assert {4: "5.5 B (11.0 GB)", 80: "70.6 B (141.1 GB)"}[layers] in text
+    assert {4: "5.52 B (11.0 GB)", 80: "70.6 B (141.1 GB)"}[layers] in text
     assert set(table.by_device.values()) == {2 * (size - blocks + blocks // 8)}
     assert calls(table, "blocks", layers - 1, "down") == [
         (("bfloat16[1,4096,28672]",), ("bfloat16[1,4096,8192]",))

@@ -583,7 +583,7 @@ def test_what_follows_by_dependency_never_waits_in_line(schedule):
         fragment(here, "none", None, [c], [d]),
     )
     stages = Stages.chain((0,))
-    times = Timetable(schedule, stages, (0,), get_schedule(schedule).table(stages, 64), frozenset(), {})
+    times = Timetable(schedule, stages, (0,), get_schedule(schedule).table(stages, 64), frozenset(), {}, 1)
     body = SimpleNamespace(fragments=fragments, homes={a: here, b: there, c: here, d: here})
     loop = SimpleNamespace(spec=LoopSpec(schedule, length=64), carry_in=(), carry_out=(), ys=(), body=())
     order = order_loop(SimpleNamespace(loop=loop, body=body, timetable=times, carried=()), {})
