@@ -19,7 +19,17 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import SGD, assert_parity, assert_same, pipeline, place, train_step, values
+from tests.mpmd.parity import (
+    SGD,
+    assert_parity,
+    assert_same,
+    born,
+    homes,
+    pipeline,
+    place,
+    train_step,
+    values,
+)
 from tests.slow import all_but, grid
 
 
@@ -129,6 +139,21 @@ def test_split_trains_as_whole(name):
     assert_parity(
         case.make, case.loss, case.batch, place(tasks, *case.stages), mesh=mesh, microbatch=2, **case.options
     )
+
+
+BORN = ["tied transformer", "convnet with batch norm and dropout", "stacks of layers under scan", "gru"]
+
+
+@pytest.mark.parametrize("name", all_but(BORN, CASES))
+def test_it_is_initialised_on_its_devices_as_on_one(name):
+    """Which `assert_parity` spares itself: it brings the same values to where they live."""
+    case = CASES[name]
+    mesh, tasks = pipeline(len(case.stages))
+    placement = place(tasks, *case.stages)
+    with mesh:
+        made, placed = mm.jit(case.make, out_shardings=placement)(), born(case.make, placement)
+        assert homes(made) == homes(placed)
+        assert_same(made, placed, rtol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
