@@ -1,0 +1,694 @@
+"""Seeded faults: small mistakes that somebody might make, one in nearly every file of the compiler.
+
+Each is a change of one to three lines, which at least one test has to notice. `python -m tests.faults` makes
+them one at a time in a copy of the tree and runs tests there. What a fault changes, a user could see: values,
+state and where it lives, transfers, memory, an error that is not raised, or a hang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One mistake.
+
+    Attributes:
+      name: what it is called, in words joined by hyphens.
+      file: where it is made, relative to the root of the repository.
+      old: the text that is replaced, which is there exactly once.
+      new: what it is replaced by.
+      what: what goes wrong then.
+      tests: those that are expected to notice, as pytest is given them.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    what: str
+    tests: tuple[str, ...]
+
+
+FAULTS: tuple[Fault, ...] = (
+    # frontend
+    Fault(
+        name="catch-all-rule-takes-optimizer-state",
+        file="mmnnx/mpmd/frontend/in_out_shardings.py",
+        old="sharding = of_owner or rule if inherited else rule or of_owner",
+        new="sharding = rule or of_owner",
+        what=(
+            "Slots of an optimizer go where the rule for all that is left says, and not to their parameters."
+        ),
+        tests=(),
+    ),
+    Fault(
+        name="optimizer-state-of-two-alike-networks",
+        file="mmnnx/mpmd/frontend/optimizer_state.py",
+        old="if len(next(known, ())) > 1:",
+        new="if len(next(known, ())) > 2:",
+        what=(
+            "Where two networks have the same paths, nobody asks whose optimizer state those of a new "
+            "optimizer are."
+        ),
+        tests=("tests/mpmd/frontend/test_optimizer_state.py::test_of_two_models_whose_paths_are_alike",),
+    ),
+    Fault(
+        name="alike-variables-share-an-array",
+        file="mmnnx/mpmd/frontend/own_arrays.py",
+        old="if len(own) == len(jax.tree.leaves(tree)) and taken.isdisjoint(own):",
+        new="if len(own) == len(jax.tree.leaves(tree)):",
+        what=(
+            "A Variable that a function gives the array of another one is taken for that one, and loses "
+            "its home and updates."
+        ),
+        tests=("tests/mpmd/jit/test_aliases.py::test_each_call_is_as_on_one_device",),
+    ),
+    Fault(
+        name="first-of-alike-owners",
+        file="mmnnx/mpmd/frontend/owners.py",
+        old="return found[0] if len({self.homes[n] for n in found}) == 1 else None",
+        new="return found[0] if found else None",
+        what="A result whose path is that of state on several meshes is sent to the first of them.",
+        tests=("tests/mpmd/jit/test_aliases.py::test_two_models_whose_paths_are_alike",),
+    ),
+    Fault(
+        name="sum-in-narrow-floats",
+        file="mmnnx/mpmd/frontend/reductions.py",
+        old="return jnp.zeros_like(like, _sum_dtype(like.dtype))",
+        new="return jnp.zeros_like(like)",
+        what="Sums of bfloat16 gradients are kept in bfloat16 over the loop, and lose digits.",
+        tests=("tests/multimesh/test_microbatch_types.py::test_reductions_of_narrow_dtypes",),
+    ),
+    # inline
+    Fault(
+        name="cond-of-updates-is-one",
+        file="mmnnx/mpmd/inline/calls.py",
+        old=('if name == "cond" and len(meshes | self._destinations(eqn, destinations, scope)) > 1:'),
+        new='if name == "cond" and len(meshes) > 1:',
+        what=(
+            "A cond over updates of state on several meshes is not divided: all gradients go to one mesh "
+            "and back."
+        ),
+        tests=(
+            "tests/mpmd/inline/test_conds.py::test_optimizers_that_hold_a_cond",
+            "tests/mpmd/place/test_second_losses.py::test_two_steps_of_an_optimizer_that_holds_a_cond",
+        ),
+    ),
+    Fault(
+        name="cond-result-of-first-part",
+        file="mmnnx/mpmd/inline/conds.py",
+        old=(
+            "last = [max((number[v] for v in column if v in number), default=0) for column in "
+            "branches.columns]"
+        ),
+        new=(
+            "last = [min((number[v] for v in column if v in number), default=0) for column in "
+            "branches.columns]"
+        ),
+        what=(
+            "A result of a divided cond comes from the first part that makes it in some branch, not from "
+            "the last."
+        ),
+        tests=("tests/mpmd/place/test_tasks.py::test_a_cond_over_two_tasks",),
+    ),
+    Fault(
+        name="component-of-two-meshes",
+        file="mmnnx/mpmd/inline/distribution.py",
+        old="if len(pinned) > 1:",
+        new="if len(pinned) > 2:",
+        what="A scan whose iterations go back and forth between two meshes is done on one of them.",
+        tests=(
+            "tests/mpmd/inline/test_distribution.py::test_programs_do_not_grow",
+            "tests/mpmd/inline/test_distribution.py::test_parts_of_random_loops",
+        ),
+    ),
+    Fault(
+        name="reverse-scan-unrolled-forwards",
+        file="mmnnx/mpmd/inline/scans.py",
+        old="for i in range(scan.length)[:: scan.turn]:",
+        new="for i in range(scan.length):",
+        what="A reverse scan that is unrolled begins with its first iteration.",
+        tests=("tests/mpmd/place/test_tasks.py::test_a_scan_over_two_tasks_is_opened",),
+    ),
+    # place
+    Fault(
+        name="boundary-off-by-one",
+        file="mmnnx/mpmd/place/boundaries.py",
+        old="flow.meshes[new[maker]] == flow.meshes[boundary + 1]",
+        new="flow.meshes[new[maker]] == flow.meshes[boundary]",
+        what=(
+            "A value counts as there already where it is on the near side of a boundary, not on the far one."
+        ),
+        tests=("tests/mpmd/place/test_reused_state.py::test_activations_and_scalars_alone_cross",),
+    ),
+    Fault(
+        name="recomputed-forward-is-backward",
+        file="mmnnx/mpmd/place/classify.py",
+        old=(
+            'elif is_backward(n.scope) and n not in inner and (depends or "rematted_computation" not in '
+            "n.scope):"
+        ),
+        new="elif is_backward(n.scope) and n not in inner:",
+        what="What jax.checkpoint computes again of arguments alone counts as backward.",
+        tests=(),
+    ),
+    Fault(
+        name="cut-overflows",
+        file="mmnnx/mpmd/place/min_cut.py",
+        old="scale = max(1, -(-finite // (UNBOUNDED // 2)))",
+        new="scale = 1",
+        what="Minimum cuts through values of gigabytes overflow 32 bits.",
+        tests=(
+            "tests/mpmd/place/test_min_cut.py::test_large_capacities_cost_little_exactness",
+            "tests/mpmd/place/test_min_cut.py::test_terabytes_do_not_overflow",
+        ),
+    ),
+    Fault(
+        name="dearer-way-is-taken",
+        file="mmnnx/mpmd/place/place.py",
+        old="return min(allowed, key=cost) if len(allowed) > 1 else found[0]",
+        new="return found[0]",
+        what="Of several placements the first is taken, though another one sends fewer bytes.",
+        tests=("tests/mpmd/place/test_reused_state.py::test_activations_and_scalars_alone_cross",),
+    ),
+    Fault(
+        name="flow-turns-back",
+        file="mmnnx/mpmd/place/region.py",
+        old="for p in range(max(at_least, 0), len(self.positions)):",
+        new="for p in range(len(self.positions)):",
+        what=("Where the flow comes to a mesh again, its work is put in the position of the first visit."),
+        tests=("tests/mpmd/schedule/test_in_programs.py::test_bubble_of_several_stages_on_each_mesh",),
+    ),
+    # hoist
+    Fault(
+        name="experts-are-gathered",
+        file="mmnnx/mpmd/hoist/gathers.py",
+        old="used_in_parts = _used_in_parts(loop, sharded)",
+        new="used_in_parts: Collection[Var] = ()",
+        what=(
+            "Weights of which each device uses its own part, as with experts, are gathered before the loop."
+        ),
+        tests=("tests/mpmd/hoist/test_reductions.py::test_weights_that_are_used_in_parts_stay_in_parts",),
+    ),
+    Fault(
+        name="accumulator-starts-at-zero",
+        file="mmnnx/mpmd/hoist/reductions.py",
+        old="start = None if loop.init[n] in zeros else loop.init[n]",
+        new="start = None",
+        what="A sum that is reduced after the loop forgets what it was before the loop.",
+        tests=("tests/mpmd/hoist/test_reductions.py::test_state_that_is_only_added_to_starts_where_it_is",),
+    ),
+    Fault(
+        name="transpose-keeps-axes",
+        file="mmnnx/mpmd/hoist/sharding_propagation.py",
+        old='return [tuple(dims[n] for n in eqn.params["permutation"])]',
+        new="return [dims]",
+        what="A transposed value counts as sharded over the dimensions that it had before.",
+        tests=("tests/mpmd/hoist/test_sharding_propagation.py::test_it_is_what_xla_does",),
+    ),
+    # partition
+    Fault(
+        name="shard-map-of-another-size",
+        file="mmnnx/mpmd/partition/change_mesh.py",
+        old="if here != size and f\"'{axis}'\" in text:",
+        new="if here is None and f\"'{axis}'\" in text:",
+        what="A shard_map over an axis that has another size on the TaskMesh is not refused.",
+        tests=(),
+    ),
+    Fault(
+        name="order-of-fragments-forgets",
+        file="mmnnx/mpmd/partition/fragment_order.py",
+        old="if self._after[g] >> f & 1:",
+        new="if g == f:",
+        what=(
+            "That a fragment comes after another is not handed on to those before it, so that two may "
+            "wait for each other."
+        ),
+        tests=(),
+    ),
+    Fault(
+        name="phases-are-not-told-apart",
+        file="mmnnx/mpmd/partition/joins.py",
+        old='group[node] = 2 << 2 * location.position + (placement.phases[node] != "forward")',
+        new="group[node] = 2 << 2 * location.position",
+        what=(
+            "Where branches of a graph join is not found, for what a backward waits for counts as known "
+            "to its forward."
+        ),
+        tests=(),
+    ),
+    Fault(
+        name="saved-activations-by-number",
+        file="mmnnx/mpmd/partition/rematerialise.py",
+        old="edges.append((number[v], number[v] + 1, nbytes(v)))",
+        new="edges.append((number[v], number[v] + 1, 1))",
+        what="A forward keeps the fewest values for its backward, not the fewest bytes.",
+        tests=(),
+    ),
+    Fault(
+        name="chain-in-weight-part",
+        file="mmnnx/mpmd/partition/split_backward.py",
+        old="chained = None in reached or len(reached) > 1",
+        new="chained = None in reached",
+        what=(
+            "Of a backward that is cut in two, what several gradients are made of goes to the weight part."
+        ),
+        tests=(
+            "tests/mpmd/partition/test_split_backward.py::test_one_product_for_each_linear_layer_in_each_part",
+            "tests/mpmd/partition/test_split_backward.py::test_a_custom_schedule_may_split_what_no_task_does",
+        ),
+    ),
+    # schedule
+    Fault(
+        name="ties-by-name-alone",
+        file="mmnnx/mpmd/schedule/choose.py",
+        old="return [name for *_, name in sorted(found, key=lambda item: item[:2])]",
+        new="return [name for *_, name in sorted(found, key=lambda item: item[:1])]",
+        what=("Of schedules that are equally short, not the one that holds the fewest residuals is chosen."),
+        tests=("tests/mpmd/schedule/test_in_programs.py::test_the_default_is_the_shortest_in_simulation",),
+    ),
+    Fault(
+        name="weights-one-early",
+        file="mmnnx/mpmd/schedule/deferred_weights.py",
+        old="if inputs > lag:",
+        new="if inputs >= lag:",
+        what=("Zero-bubble schedules run weight parts one microbatch early, where the pipeline is to fill."),
+        tests=(
+            "tests/mpmd/schedule/test_tables.py::test_zero_bubble_h1_written_out",
+            "tests/mpmd/schedule/test_tables.py::test_zero_bubble_h2_written_out",
+        ),
+    ),
+    Fault(
+        name="carries-in-any-order",
+        file="mmnnx/mpmd/schedule/dispatch_order.py",
+        old="return [m * count + i for i in same[n]] + [(m - 1) * count + i for i in last[n] if m]",
+        new="return [m * count + i for i in same[n]]",
+        what="A microbatch does not wait for the state that the one before it leaves.",
+        tests=(
+            "tests/mpmd/schedule/test_in_programs.py::test_state_that_a_stage_carries_keeps_microbatches_in_order",
+        ),
+    ),
+    Fault(
+        name="one-forward-too-many",
+        file="mmnnx/mpmd/schedule/eager_1f1b.py",
+        old="return [one_each(s, 2 * after, num_microbatches)",
+        new="return [one_each(s, 2 * after + 1, num_microbatches)",
+        what=("Eager 1F1B runs one forward further ahead, and holds the residuals of one microbatch more."),
+        tests=("tests/mpmd/schedule/test_tables.py::test_every_size",),
+    ),
+    Fault(
+        name="turns-too-far-ahead",
+        file="mmnnx/mpmd/schedule/interleaved_1f1b.py",
+        old="min(hop * (num_meshes - 1 - mesh), 2 * unrolling)",
+        new="hop * (num_meshes - 1 - mesh)",
+        what=("With turns shorter than the pipeline, interleaved 1F1B has meshes wait for each other."),
+        tests=("tests/mpmd/schedule/test_tables.py::test_turns_of_any_length",),
+    ),
+    Fault(
+        name="ready-with-the-last-told",
+        file="mmnnx/mpmd/schedule/list_scheduling.py",
+        old="ready[follower] = max(ready[follower], end)",
+        new="ready[follower] = end",
+        what=(
+            "In simulation a job starts when the job that was begun last has ended, though another one "
+            "takes longer."
+        ),
+        tests=(
+            "tests/mpmd/test_random_schedules.py::test_play",
+            "tests/mpmd/schedule/test_tables.py::test_every_graph_plays",
+        ),
+    ),
+    Fault(
+        name="twice-is-not-wrong",
+        file="mmnnx/mpmd/schedule/table.py",
+        old="for a in expected if counts[a] > 1]",
+        new="for a in expected if counts[a] > 2]",
+        what="A table that runs an action twice is not refused.",
+        tests=(
+            "tests/mpmd/schedule/test_tables.py::test_one_action_too_few_or_too_many",
+            "tests/mpmd/schedule/test_tables.py::test_what_is_wrong_with_a_table",
+        ),
+    ),
+    # emit
+    Fault(
+        name="sum-of-the-last-microbatch",
+        file="mmnnx/mpmd/emit/loop.py",
+        old="name(out, values.latest.get((out, mesh), last), result, mesh)",
+        new="name(out, last, result, mesh)",
+        what=("A sum is read where the last microbatch added to it, though an earlier one came after it."),
+        tests=(
+            "tests/mpmd/schedule/test_in_programs.py::test_microbatches_in_another_order",
+            "tests/mpmd/test_random_schedules.py::test_random_valid_tables_run_and_match",
+        ),
+    ),
+    Fault(
+        name="merged-though-sent",
+        file="mmnnx/mpmd/emit/merge.py",
+        old="                and sent.isdisjoint(first.outputs)\n",
+        new="",
+        what="Calls are merged though another mesh waits for what the first one makes.",
+        tests=(),
+    ),
+    # ir
+    Fault(
+        name="shared-buffer-overwritten",
+        file="mmnnx/mpmd/ir/buffers.py",
+        old="    shared |= {t.inputs[0] for t in program.transfers if _common_devices(t)}\n",
+        new="",
+        what=("A result takes over a buffer that an array on another mesh with the same devices shares."),
+        tests=("tests/mpmd/compile/test_donation.py::test_activations_of_meshes_that_share_devices",),
+    ),
+    Fault(
+        name="cond-operands-shifted",
+        file="mmnnx/mpmd/ir/dataflow.py",
+        old='operands = e.invars[1:] if e.name == "cond" else e.invars',
+        new="operands = e.invars",
+        what=(
+            "What follows state through a cond is one operand off, for the index of the branch is taken "
+            "for one."
+        ),
+        tests=(
+            "tests/mpmd/inline/test_conds.py::test_optimizers_that_hold_a_cond",
+            "tests/mpmd/place/test_updates.py::test_no_gradient_is_sent",
+        ),
+    ),
+    Fault(
+        name="sum-of-rounded-terms",
+        file="mmnnx/mpmd/ir/dataflow.py",
+        old="return floats and (narrow == wide or jnp.finfo(narrow).bits < jnp.finfo(wide).bits)",
+        new="return floats",
+        what=(
+            "A sum of floats that is rounded to a narrower type is taken apart, and its terms rounded "
+            "one by one."
+        ),
+        tests=(),
+    ),
+    Fault(
+        name="spec-that-does-not-divide",
+        file="mmnnx/mpmd/ir/shardings.py",
+        old="return axes if axes and size % parts == 0 else None",
+        new="return axes or None",
+        what="An argument is to enter another mesh sharded over an axis that does not divide it.",
+        tests=("tests/mpmd/runtime/test_state.py::test_state_of_a_new_shape_stays_at_home",),
+    ),
+    Fault(
+        name="simulated-free-too-early",
+        file="mmnnx/mpmd/ir/simulate.py",
+        old="changes += [((end, int(end == start), n, 1), -1, s) for s in i.frees]",
+        new="changes += [((start, 0, n, 1), -1, s) for s in i.frees]",
+        what=("In simulation a call drops its inputs when it starts, so that peaks of memory are too low."),
+        tests=("tests/mpmd/ir/test_simulate.py::test_bytes_are_those_of_the_arrays",),
+    ),
+    Fault(
+        name="bubble-of-the-whole-step",
+        file="mmnnx/mpmd/ir/timeline.py",
+        old="return 1 - busy / (self.period * len(rows)) if self.period else 0.0",
+        new="return 1 - busy / (self.makespan * len(rows)) if self.period else 0.0",
+        what="The bubble is that of one step alone, also where steps overlap.",
+        tests=(
+            "tests/mpmd/schedule/test_tables.py::test_bubble_and_period",
+            "tests/mpmd/schedule/test_tables.py::test_every_size",
+        ),
+    ),
+    Fault(
+        name="loops-may-run-twice",
+        file="mmnnx/mpmd/ir/verify.py",
+        old="if times != 1:",
+        new="if times == 0:",
+        what="Program.verify accepts a fragment that runs twice for a microbatch.",
+        tests=("tests/mpmd/ir/test_verify.py::test_made_twice",),
+    ),
+    # compile
+    Fault(
+        name="gathered-to-be-sent",
+        file="mmnnx/mpmd/compile/buffer_shardings.py",
+        old="if not same_shape(t.source_mesh, t.target_mesh) and placed not in fixed:",
+        new="if placed not in fixed:",
+        what="All that goes to another mesh is replicated first, also where it could stay sharded.",
+        tests=("tests/mpmd/hoist/test_reductions.py::test_nothing_is_reduced_or_gathered_in_the_loop",),
+    ),
+    Fault(
+        name="callback-asked-once",
+        file="mmnnx/mpmd/compile/constant_keys.py",
+        old='impure = e.effects or "callback" in e.primitive.name',
+        new="impure = e.effects",
+        what="A callback that says of which key things are drawn is asked once for all calls.",
+        tests=(
+            "tests/mpmd/compile/test_constant_keys.py::test_a_seed_that_the_host_is_asked_for_is_asked_for_in_every_call",
+        ),
+    ),
+    Fault(
+        name="kept-arguments-overwritten",
+        file="mmnnx/mpmd/compile/donation.py",
+        old=" | (program.inputs.keys() - donated)",
+        new="",
+        what=(
+            "A result takes over the buffer of a donated argument that is needed elsewhere, such as one "
+            "that is returned."
+        ),
+        tests=("tests/mpmd/runtime/test_state.py::test_tasks_that_share_devices",),
+    ),
+    Fault(
+        name="zeros-without-sign",
+        file="mmnnx/mpmd/compile/equality.py",
+        old="return (type(x), repr(x) if isinstance(x, (float, complex)) else x)",
+        new="return (type(x), x)",
+        what="Stages that differ in 0.0 and -0.0 alone are compiled as one.",
+        tests=(),
+    ),
+    Fault(
+        name="arguments-at-the-last-reader",
+        file="mmnnx/mpmd/compile/input_shardings.py",
+        old="homes[v] = min(homes.get(v, mesh), mesh,",
+        new="homes[v] = max(homes.get(v, mesh), mesh,",
+        what="An argument that several meshes read is said to live best on the last of them.",
+        tests=(
+            "tests/mpmd/compile/test_input_shardings.py::test_shared_state_has_its_home_where_the_flow_meets_it_first",
+        ),
+    ),
+    Fault(
+        name="equal-but-for-donation",
+        file="mmnnx/mpmd/compile/lower.py",
+        old="return jaxpr_key(f.jaxpr), specs, tuple(donations), _mesh_key(f.mesh)",
+        new="return jaxpr_key(f.jaxpr), specs, _mesh_key(f.mesh)",
+        what=("A fragment that keeps its inputs is given the program of one that is alike and donates them."),
+        tests=(),
+    ),
+    Fault(
+        name="equal-but-for-types",
+        file="mmnnx/mpmd/compile/lower.py",
+        old=(
+            "key = (digest, inputs, outputs, specs, avals, _mesh_key(f.mesh)) if is_shareable else object()"
+        ),
+        new=("key = (digest, inputs, outputs, specs, _mesh_key(f.mesh)) if is_shareable else object()"),
+        what=(
+            "A fragment is given the program of one whose values have other weak types, or are words "
+            "instead of keys."
+        ),
+        tests=(),
+    ),
+    Fault(
+        name="callbacks-asked-again",
+        file="mmnnx/mpmd/compile/outline.py",
+        old="if not f.jaxpr.effects and not _calls_host(f.jaxpr):",
+        new="if not f.jaxpr.effects:",
+        what="A fragment that calls the host is divided, and each part asks again.",
+        tests=("tests/mpmd/compile/test_outline.py::test_what_calls_the_host_is_left_whole",),
+    ),
+    # runtime
+    Fault(
+        name="buffers-are-never-dropped",
+        file="mmnnx/mpmd/runtime/dispatch.py",
+        old="tuple(place[s] for s in step.frees if s in place)",
+        new="()",
+        what="Every array of a call is kept to its end.",
+        tests=(),
+    ),
+    Fault(
+        name="bytes-of-one-device",
+        file="mmnnx/mpmd/runtime/live_bytes.py",
+        old="math.prod(shard) * array.dtype.itemsize * array.sharding.num_devices",
+        new="math.prod(shard) * array.dtype.itemsize",
+        what="Measured peaks of memory are those of one device of each mesh.",
+        tests=("tests/mpmd/runtime/test_profile.py::test_bytes_of_replicas_count_on_every_device",),
+    ),
+    Fault(
+        name="two-results-one-buffer",
+        file="mmnnx/mpmd/runtime/results.py",
+        old="delivery = _copied(delivery) if foreign or (is_var(v) and v in used) else delivery",
+        new="delivery = _copied(delivery) if foreign else delivery",
+        what=(
+            "One value that is returned twice is one array, so that to donate one result takes the other "
+            "along."
+        ),
+        tests=("tests/mpmd/jit/test_aliases.py::test_what_is_returned_is_the_callers_own",),
+    ),
+    Fault(
+        name="copied-in-another-layout",
+        file="mmnnx/mpmd/runtime/transfers.py",
+        old=(
+            "    if not source.is_equivalent_to(transferred(target, mesh_of(source)), "
+            "len(aval.shape)):\n        return False\n"
+        ),
+        new="",
+        what="An array that is to have another layout on the next mesh is copied shard by shard.",
+        tests=("tests/mpmd/runtime/test_transfers.py::test_any_layout_to_any_other",),
+    ),
+    # jit
+    Fault(
+        name="program-for-another-home",
+        file="mmnnx/mpmd/jit/cache_key.py",
+        old="return (aval_of(x), x.sharding) if placed else aval_of(x)",
+        new="return aval_of(x)",
+        what=(
+            "Arguments that live elsewhere than those of an earlier call are given to the program of "
+            "that call."
+        ),
+        tests=(
+            "tests/mpmd/jit/test_fast_path.py::test_another_home_does_not_take_a_stale_one",
+            "tests/mpmd/jit/test_fast_path.py::test_another_sharding_of_an_argument",
+        ),
+    ),
+    Fault(
+        name="repeats-what-was-not-fused",
+        file="mmnnx/mpmd/jit/cache_key.py",
+        old="contexts = ignoring.get(), recomputing.get(), fusing.get(), autosharding.get()",
+        new="contexts = ignoring.get(), recomputing.get(), autosharding.get()",
+        what="A call inside of mm.enable_task_fusion repeats one that was made outside.",
+        tests=("tests/mpmd/partition/test_task_fusion.py::test_tasks_stay_apart_unless_they_are_fused",),
+    ),
+    # distributed
+    Fault(
+        name="agreement-on-the-name",
+        file="mmnnx/mpmd/distributed/agreement.py",
+        old="hashlib.sha256(program.encode()).digest()",
+        new="hashlib.sha256(name.encode()).digest()",
+        what="Processes that have built different programs of one function are not told so.",
+        tests=("tests/processes/test_train.py::test_processes_that_build_different_programs_say_where",),
+    ),
+    Fault(
+        name="fetched-twice",
+        file="mmnnx/mpmd/distributed/fetch.py",
+        old="received[device.process_index] = raw[size:]",
+        new="received[device.process_index] = raw",
+        what="mm.fetch takes the first array of another process for every further one.",
+        tests=("tests/processes/test_fetch.py::test_values_come_to_all_and_the_store_forgets_them",),
+    ),
+    Fault(
+        name="one-process-too-many",
+        file="mmnnx/mpmd/distributed/initialize.py",
+        old="not 0 <= number < count",
+        new="not 0 <= number <= count",
+        what="mm.initialize accepts a process_id that is the number of processes.",
+        tests=(),
+    ),
+    Fault(
+        name="values-got-at-once",
+        file="mmnnx/mpmd/distributed/key_value.py",
+        old='if "DEADLINE_EXCEEDED" not in str(error):',
+        new='if "DEADLINE_EXCEEDED" in str(error):',
+        what="What another process says more than two seconds late is not waited for.",
+        tests=(
+            "tests/processes/test_faults.py::test_a_process_that_has_another_batch_builds_a_program_alone",
+        ),
+    ),
+    Fault(
+        name="fewer-processes-are-welcome",
+        file="mmnnx/mpmd/distributed/rendezvous.py",
+        old='if said["count"] != count:',
+        new='if said["count"] > count:',
+        what="A process that was started as one of fewer is not refused.",
+        tests=(),
+    ),
+    Fault(
+        name="array-of-another-call",
+        file="mmnnx/mpmd/distributed/transport.py",
+        old=("return hash((process, count, progress.current.step, progress.current.call)) & (2**63 - 1)"),
+        new="return hash((process, count, progress.current.step)) & (2**63 - 1)",
+        what="An array that a process sends in another call is taken for that of this one.",
+        tests=(),
+    ),
+    Fault(
+        name="end-of-a-sender-unseen",
+        file="mmnnx/mpmd/distributed/transport.py",
+        old="waits.Wait(process, what, _received[process], arrays[-1])",
+        new="waits.Wait(process, what, 0, arrays[-1])",
+        what=(
+            "That a process has ended without sending what another waits for is not seen before the timeout."
+        ),
+        tests=(
+            "tests/processes/test_faults.py::test_a_process_that_ends_before_the_others_is_told_from_one_that_died",
+        ),
+    ),
+    Fault(
+        name="timeout-in-milliseconds",
+        file="mmnnx/mpmd/distributed/watchdog.py",
+        old="elif wait.beats * BEAT > self.timeout:",
+        new="elif wait.beats * BEAT > self.timeout * 1000:",
+        what="A process that waits for an array for ever is not ended after the timeout.",
+        tests=("tests/processes/test_faults.py::test_a_transfer_that_is_cut_names_its_ends",),
+    ),
+    # other packages
+    Fault(
+        name="window-one-wider",
+        file="mmnnx/modules/masks.py",
+        old="seen & (distance < window)",
+        new="seen & (distance <= window)",
+        what="With a cache, attention sees one token more than its window.",
+        tests=("tests/modules/test_attention.py::test_decoding_equals_the_full_forward",),
+    ),
+    Fault(
+        name="runs-not-even",
+        file="mmnnx/sharding/pipeline.py",
+        old="best(lambda i, j: size(i, j) ** 2 if size(i, j) <= limit",
+        new="best(lambda i, j: size(i, j) if size(i, j) <= limit",
+        what=("Of the ways to cut a stack whose largest stage is smallest, not the most even one is taken."),
+        tests=(
+            "tests/sharding/test_pipeline.py::TestBalance::test_is_best_of_all_splits",
+            "tests/sharding/test_pipeline.py::TestBalance::test_does_not_need_to_come_out_even_and_gives_early_stages_less",
+        ),
+    ),
+    Fault(
+        name="any-end-of-a-path",
+        file="mmnnx/sharding/placement.py",
+        old=(
+            "        ends = [end for end in ends if end in parameters][:1] or ends  # the longest comes "
+            "first\n"
+        ),
+        new="",
+        what=(
+            "A slot of an optimizer is placed by a rule that any end of its path matches, whatever its "
+            "parameter is."
+        ),
+        tests=("tests/mpmd/frontend/test_optimizer_state.py::test_a_rule_of_their_own",),
+    ),
+    Fault(
+        name="shortest-prefix-is-renamed",
+        file="mmnnx/train/checkpoint/rename.py",
+        old="old = max(matching, key=lambda old: len(_keys(old)))",
+        new="old = min(matching, key=lambda old: len(_keys(old)))",
+        what="Of several prefixes that rename= has for a name the shortest counts.",
+        tests=("tests/train/checkpoint/test_structure.py::test_rename",),
+    ),
+    Fault(
+        name="damage-goes-unseen",
+        file="mmnnx/train/checkpoint/step_folders.py",
+        old="if checksum(value) != sums[name]:",
+        new="if value is None:",
+        what="A checkpoint whose JSON was changed is read as if it were whole.",
+        tests=(
+            "tests/train/checkpoint/test_damage.py::test_every_file_damaged_in_every_way",
+            "tests/train/checkpoint/test_damage.py::test_unreadable_metrics_delete_nothing",
+        ),
+    ),
+    Fault(
+        name="first-batch-is-dropped",
+        file="multimesh_compat/jax/parallel.py",
+        old="made.pop() if made else get_input_batch()",
+        new="get_input_batch()",
+        what="The batch that parallelize took for its shapes is never handed out.",
+        tests=("tests/multimesh/test_parallelize.py::TestArguments::test_batches_are_made_anew",),
+    ),
+)
