@@ -30,12 +30,12 @@ class Function:
     Attributes:
       traced, record: what the trace showed.
       leaves: the flat arguments.
-      multimesh: the one that is current, if there is one.
+      multimesh: the current MultiMesh, if there is one.
       task_of: from a name stack to the task scope that it lies in, if any, and that task's mesh.
       meshes: the meshes that it touches.
       task_meshes: those that it is partitioned over; one at least.
       shardings: where its arguments live and its results go.
-      is_placed: whether any of that, or a task scope, names a mesh.
+      is_placed: whether an argument, a result or a task scope names a mesh.
       dump: where the stages write what they hand on.
     """
 
@@ -57,7 +57,7 @@ class Function:
 
     @property
     def only_mesh(self) -> Mesh | None:
-        """The one mesh that it touches, if it is one."""
+        """The mesh that it touches, if there is only one."""
         alone = len(self.task_meshes) == 1 and not self.meshes.moving
         return self.task_meshes[0] if alone else None
 
@@ -97,7 +97,7 @@ def enter(
     meshes = Meshes(multimesh)
     task_of = functools.cache(functools.partial(_task_of, multimesh, meshes))
     for scope in scopes_in(traced.jaxpr):
-        task_of(scope)
+        task_of(scope)  # from here on the mesh of its task is known
     for task, mesh in dict.fromkeys(_placing(record)):
         place_task(task, mesh)
     shardings = find_in_out_shardings(record, leaves, traced.jaxpr.out_avals, meshes)
@@ -146,9 +146,7 @@ def _text(function: Function, _: Names) -> str:
     ]
     lines.append("arguments:")
     for label, aval, given in zip(labels, function.jaxpr.in_avals, shardings.in_shardings):
-        where = (
-            f"{given.spec} on {function.mesh_name(given)}" if given is not None else "nowhere in particular"
-        )
+        where = f"{given.spec} on {function.mesh_name(given)}" if given is not None else "unplaced"
         lines.append(f"  {label}: {aval.str_short()}, {where}")
     lines.append("results:")
     results = zip(record.results, function.jaxpr.out_avals, shardings.out_shardings, shardings.follows)

@@ -23,7 +23,7 @@ class Part:
     """The body of one of the scans, or of one of the conds.
 
     Attributes:
-      mesh: where it is pinned to, None where it is pinned to nothing.
+      mesh: the mesh that it is placed on, None where any will do.
       nodes: its equations, in order.
       carries: numbers of the carries that it updates.
       takes: variables that a part before it makes, or carries, one value for each iteration.
@@ -185,7 +185,7 @@ def _grouped(graph: _Graph, meshes: Sequence[Mesh | None]) -> list[tuple[list[in
             for c in left:  # in order: what a component needs is in front of it
                 if meshes[c] == mesh and graph.needs[c] <= done | found:
                     found.add(c)
-        # The mesh of which least must wait for a later part; none comes twice that need not.
+        # Greedy: the mesh with the fewest components that still wait, so that few meshes need a second part.
         waiting = Counter(meshes[c] for c in left)
         mesh = min((m for m in ready if ready[m]), key=lambda m: waiting[m] - len(ready[m]))
         done |= ready[mesh]

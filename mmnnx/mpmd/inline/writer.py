@@ -21,9 +21,9 @@ from mmnnx.mpmd.ir.rewrite import inline, read
 class InLoop(enum.Enum):
     """Whether equations are in the body of a Loop."""
 
-    NO = "no"
-    MICROBATCHES = "one of mm.microbatch"
-    ITERATIONS = "one that was a scan"
+    NO = enum.auto()
+    MICROBATCHES = enum.auto()  # of mm.microbatch
+    ITERATIONS = enum.auto()  # of a scan over several tasks
 
 
 class Writer(abc.ABC):

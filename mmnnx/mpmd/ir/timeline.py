@@ -88,7 +88,7 @@ class Timeline:
     def period(self) -> float:
         """The time from one step to the next when steps follow each other and no mesh waits for all others.
 
-        It is the longest time that one mesh is at it, from its first event to its last: what zero-bubble
+        It is the longest time of one mesh from its first event to its last: what zero-bubble
         schedules shorten (Qi et al. 2023, arXiv:2401.10241).
         """
         spans = ((min(e.start for e in es), max(e.end for e in es)) for es in self.by_mesh().values())

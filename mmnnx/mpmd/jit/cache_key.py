@@ -1,4 +1,4 @@
-"""What a trace, and a program, are made for: equal keys mean that one that was made before will do."""
+"""Cache keys of traces and programs: what each depends on."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ def aval_of(x: Any) -> jax.ShapeDtypeStruct:
     try:
         aval = jax.typeof(x)
     except TypeError as error:
-        raise TypeError(f"{error}. What is no array is named by static_argnums or static_argnames") from None
+        raise TypeError(
+            f"{error}. Name arguments that are no arrays by static_argnums or static_argnames"
+        ) from None
     # Without its sharding, which is not the same in a process that has the array and in one that has not.
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def put(leaves: Sequence[Any], shardings: Mapping[int, Sharding]) -> list[Any]:
-    """Arguments of which some are somewhere else, by number; types stand for those."""
+def with_shardings(leaves: Sequence[Any], shardings: Mapping[int, Sharding]) -> list[Any]:
+    """The arguments, with a type and sharding in the place of each whose sharding is given, by number."""
     moved = list(leaves)
     for n, sharding in shardings.items():
         aval = aval_of(leaves[n])

@@ -16,7 +16,7 @@ from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.equations import scopes_in
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import is_committed
-from mmnnx.mpmd.jit.cache_key import program_key, put
+from mmnnx.mpmd.jit.cache_key import program_key, with_shardings
 from mmnnx.mpmd.jit.static_arguments import restore
 from mmnnx.mpmd.pipeline import Split, split
 from mmnnx.mpmd.runtime.collective_order import in_collective_order
@@ -124,7 +124,9 @@ class FlatTraced:
                 variant = Variant(found, as_it_is, self.traced.out_tree, self.record)
                 variants[key] = variant
                 if found.next_shardings:
-                    later = program_key(self.tree, self.static, put(self.leaves, found.next_shardings))
+                    later = program_key(
+                        self.tree, self.static, with_shardings(self.leaves, found.next_shardings)
+                    )
                     variants.setdefault(later, variant)
             return variants[key].split
 

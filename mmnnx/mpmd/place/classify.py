@@ -13,7 +13,7 @@ from mmnnx.sharding.name_stack import is_backward
 class Role(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
-    UPDATE = "late"  # what depends on a backward or a loop, such as an optimizer
+    UPDATE = "update"  # what depends on a backward or a loop, such as an optimizer
     LOOP = "loop"
 
 

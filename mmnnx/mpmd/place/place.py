@@ -60,9 +60,11 @@ def place(function: Function, flat: Flat, fits: Fits) -> Placed:
     shardings = function.shardings
     inputs = {v: at_home(home) for v, home in zip(flat.invars, shardings.homes)}
     inputs |= {v: FREE for v, _ in flat.constants}
-    led = {v: flat.invars[n] for v, n in zip(flat.outvars, shardings.follows) if n is not None and is_var(v)}
+    result_state = {
+        v: flat.invars[n] for v, n in zip(flat.outvars, shardings.follows) if n is not None and is_var(v)
+    }
     nodes, sums = separate_sums(flat.nodes)
-    placement = _cheapest(Problem(nodes, inputs, function.task_of, led, fits))
+    placement = _cheapest(Problem(nodes, inputs, function.task_of, result_state, fits))
     grouped = group_sums(flat.nodes, sums, placement)
     placed = Placed(flat, grouped, with_task_options(placement, function.multimesh))
     function.dump.write("place", functools.partial(placed_text, placed, function.meshes.names()))

@@ -13,7 +13,10 @@ from mmnnx.mpmd.schedule.v_shaped import row_of
 
 @register_schedule("zbv")
 def zbv(stages: Stages, num_microbatches: int, interleave: int | None = None) -> list[list[Action]]:
-    """Bubble 0 (of a `Timeline.period`) for P meshes and M >= 2P - 1; at most 2P pairs are held, as in 1F1B.
+    """Bubble 0 (of a `Timeline.period`) for P meshes and M >= 2P - 1.
+
+    A mesh holds saved activations of at most 2P (stage, microbatch) pairs. Its stages are half as large as
+    those of 1F1B, which holds P: the bytes are the same.
 
     Args:
       stages: a chain down the meshes and back up: 0, 1, 2, 2, 1, 0.
@@ -28,7 +31,7 @@ def zbv(stages: Stages, num_microbatches: int, interleave: int | None = None) ->
       2
     """
     num_meshes = stages.vee("zbv", interleave)
-    steady = max(num_microbatches, 2 * num_meshes - 1)  # fewer: as if there were so many, some of them empty
+    steady = max(num_microbatches, 2 * num_meshes - 1)  # for fewer: the rows for so many, without the rest
     rows = []
     for mesh in range(num_meshes):
         below = num_meshes - mesh - 1
