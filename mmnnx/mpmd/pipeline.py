@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from mmnnx.mpmd.compile.input_shardings import derive_shardings
+from mmnnx.mpmd.compile.input_shardings import deriver
 from mmnnx.mpmd.emit.emit import emit
 from mmnnx.mpmd.frontend.function import Function, enter
 from mmnnx.mpmd.frontend.record import Record
@@ -69,7 +69,7 @@ def split(
 def _runnable(function: Function, partition: Partition, program: Program) -> Split:
     """What compiles and runs a program; the function itself, where JAX alone does what is asked."""
     mesh = function.only_mesh
-    derive = functools.partial(derive_shardings, function, partition, program)
+    derive = deriver(function, partition, program)
     if mesh is not None and runs_as_it_is(function, partition.flat, mesh):
         return Split(program, None, derive)
     results = out_shardings(function, partition)

@@ -7,7 +7,8 @@ loop. So all that one mesh computes for the first microbatch is compiled togethe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,14 +26,24 @@ from mmnnx.mpmd.partition.partition import Partition
 Derived = dict[tuple[Var, Mesh], NamedSharding]
 
 
-def derive_shardings(function: Function, partition: Partition, program: Program) -> list[NamedSharding]:
-    """The sharding of each input of a function: as given, else derived from the constraints inside.
+def deriver(function: Function, partition: Partition, program: Program) -> Callable[[], list[NamedSharding]]:
+    """What derives the sharding of each input of a function. It keeps none of the arguments alive."""
+    whole = function.multimesh.mesh if function.multimesh is not None else None
+    inputs, given = partition.flat.invars, function.shardings.in_shardings
+    return functools.partial(_derive, program, inputs, given, _first_slices(partition), whole)
+
+
+def _derive(
+    program: Program,
+    inputs: Sequence[Var],
+    given: Sequence[NamedSharding | None],
+    slices: Mapping[Var, Var],
+    whole: Mesh | None,
+) -> list[NamedSharding]:
+    """The sharding of each input: as given, else derived from the constraints inside.
 
     Scalars are replicated on the whole MultiMesh; where there is none, they are where they are read.
     """
-    inputs, given = partition.flat.invars, function.shardings.in_shardings
-    whole = function.multimesh.mesh if function.multimesh is not None else None
-    slices = _first_slices(partition)
     order: dict[Mesh, float] = {}  # in which activations flow through the meshes
     for call in program.calls:
         position = call.fragment.position
