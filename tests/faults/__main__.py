@@ -63,7 +63,7 @@ def noticed(fault: Fault, tree: Path, tests: Sequence[str] | None) -> str | None
     """The first test that fails with a fault; None if none does."""
     if tests:
         return first_failure(tree, tests, WHOLE)
-    found = first_failure(tree, fault.tests, NAMED) if fault.tests else None
+    found = first_failure(tree, ["-n", "0", *fault.tests], NAMED) if fault.tests else None
     return found or first_failure(tree, ["--ignore=tests/faults"], WHOLE)  # it looks for the old text
 
 

@@ -218,25 +218,22 @@ FAULTS: tuple[Fault, ...] = (
         tests=(),
     ),
     Fault(
-        name="order-of-fragments-forgets",
-        file="mmnnx/mpmd/partition/fragment_order.py",
-        old="if self._after[g] >> f & 1:",
-        new="if g == f:",
+        name="fragments-in-a-circle",
+        file="mmnnx/mpmd/partition/grouping.py",
+        old="free = [f for f in self._numbers.get(group, ()) if not beyond >> f & 1]",
+        new="free = list(self._numbers.get(group, ()))",
         what=(
-            "That a fragment comes after another is not handed on to those before it, so that two may "
+            "Equations join a fragment that reads their results by way of another mesh, so that the two "
             "wait for each other."
         ),
-        tests=(),
+        tests=("tests/mpmd/place/test_reused_state.py::test_activations_and_scalars_alone_cross",),
     ),
     Fault(
-        name="phases-are-not-told-apart",
+        name="joins-stay-in-their-stage",
         file="mmnnx/mpmd/partition/joins.py",
-        old='group[node] = 2 << 2 * location.position + (placement.phases[node] != "forward")',
-        new="group[node] = 2 << 2 * location.position",
-        what=(
-            "Where branches of a graph join is not found, for what a backward waits for counts as known "
-            "to its forward."
-        ),
+        old="joins = [n for n, g in group.items() if g in base and waits[n] & ~base[g]]",
+        new="joins: list[Node] = []",
+        what=("What joins branches of a graph belongs to a stage, which then waits for a stage beside it."),
         tests=(),
     ),
     Fault(
@@ -474,7 +471,10 @@ FAULTS: tuple[Fault, ...] = (
         old="return jaxpr_key(f.jaxpr), specs, tuple(donations), _mesh_key(f.mesh)",
         new="return jaxpr_key(f.jaxpr), specs, _mesh_key(f.mesh)",
         what=("A fragment that keeps its inputs is given the program of one that is alike and donates them."),
-        tests=(),
+        tests=(
+            "tests/mpmd/test_parity.py::test_counters_and_keys_need_no_rule_of_their_own",
+            "tests/mpmd/test_every_schedule.py::test_state_that_changes_with_every_microbatch",
+        ),
     ),
     Fault(
         name="equal-but-for-types",
@@ -487,7 +487,7 @@ FAULTS: tuple[Fault, ...] = (
             "A fragment is given the program of one whose values have other weak types, or are words "
             "instead of keys."
         ),
-        tests=(),
+        tests=("tests/multimesh/test_microbatch_tasks.py::test_random_numbers_from_a_key",),
     ),
     Fault(
         name="callbacks-asked-again",

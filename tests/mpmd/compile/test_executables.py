@@ -288,7 +288,7 @@ def test_what_xla_refuses_is_raised(monkeypatch, compiled_anew):
     )
     mesh, placement = on_stages(2)
     with mesh, pytest.raises(RuntimeError, match="out of registers"):
-        born(lambda: Chain(2), placement)
+        mm.jit(lambda: Chain(2), out_shardings=placement)()
 
 
 def start(folder):
