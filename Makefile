@@ -1,6 +1,6 @@
 # Everything runs inside .venv, which is made on first use and brought up to date when pyproject.toml changes.
 #   make train ARGS="--steps 200 --stages 2"      make test ARGS="tests/mpmd -k dropout"
-#   make test-all: also what is slow, and four times as many random examples
+#   make test-all runs what is slow as well, and four times as many of the random examples that are
 #   make bench BENCH=schedules ARGS="--stages 2"
 
 # The first Python of a supported version that works (a version manager's shim may be there and not work).

@@ -32,8 +32,8 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 # A run that decides whether a change is taken tries the same examples every time; at home, new ones.
 HOW = dict(deadline=None, print_blob=True)
 HOW |= dict(derandomize=True, database=None) if os.environ.get("CI") else {}
-hypothesis.settings.register_profile("all", max_examples=100, **HOW)  # make test-all
-hypothesis.settings.register_profile("some", max_examples=25, **HOW)
+hypothesis.settings.register_profile("all", **HOW)  # make test-all
+hypothesis.settings.register_profile("some", **HOW)  # fewer where tests.slow.examples says how many there are
 hypothesis.settings.load_profile("some")
 
 import jax  # noqa: E402  # reads the environment
