@@ -23,7 +23,7 @@ import mmnnx as mm
 from mmnnx import _compat
 from mmnnx.modules.lm import LMConfig
 from mmnnx.mpmd import pipeline
-from mmnnx.mpmd.emit import program
+from mmnnx.mpmd.emit import emit
 from mmnnx.mpmd.partition import partition
 
 PASSES = ("inline", "place", "hoist", "partition", "emit", "verify")
@@ -61,7 +61,7 @@ def timed_passes(seconds: dict[str, float]) -> Iterator[None]:
         "place": (pipeline, "place"),
         "hoist": (pipeline, "hoist"),
         "partition": (partition, "plan_fragments"),
-        "emit": (program, "build"),
+        "emit": (emit, "build_program"),
         "verify": (mm.Program, "verify"),
     }
     originals = {name: getattr(*owner) for name, owner in owners.items()}
