@@ -41,7 +41,9 @@ FAULTS: tuple[Fault, ...] = (
         what=(
             "Slots of an optimizer go where the rule for all that is left says, and not to their parameters."
         ),
-        tests=(),
+        tests=(
+            "tests/mpmd/frontend/test_optimizer_state.py::test_a_rule_for_all_that_is_left_is_not_for_slots",
+        ),
     ),
     Fault(
         name="optimizer-state-of-two-alike-networks",
@@ -346,7 +348,7 @@ FAULTS: tuple[Fault, ...] = (
         old="                and sent.isdisjoint(first.outputs)\n",
         new="",
         what="Calls are merged though another mesh waits for what the first one makes.",
-        tests=(),
+        tests=("tests/mpmd/emit/test_merge.py::test_what_is_sent_is_not_kept_back",),
     ),
     # ir
     Fault(
@@ -453,7 +455,7 @@ FAULTS: tuple[Fault, ...] = (
         old="return (type(x), repr(x) if isinstance(x, (float, complex)) else x)",
         new="return (type(x), x)",
         what="Stages that differ in 0.0 and -0.0 alone are compiled as one.",
-        tests=(),
+        tests=("tests/mpmd/compile/test_equality.py::test_different",),
     ),
     Fault(
         name="arguments-at-the-last-reader",
@@ -600,7 +602,7 @@ FAULTS: tuple[Fault, ...] = (
         old='if said["count"] != count:',
         new='if said["count"] > count:',
         what="A process that was started as one of fewer is not refused.",
-        tests=(),
+        tests=("tests/processes/test_start.py::test_processes_of_different_counts_do_not_start",),
     ),
     Fault(
         name="array-of-another-call",
@@ -608,7 +610,9 @@ FAULTS: tuple[Fault, ...] = (
         old=("return hash((process, count, progress.current.step, progress.current.call)) & (2**63 - 1)"),
         new="return hash((process, count, progress.current.step)) & (2**63 - 1)",
         what="An array that a process sends in another call is taken for that of this one.",
-        tests=(),
+        tests=(
+            "tests/processes/test_transport.py::test_arrays_of_another_program_call_or_step_have_another_ticket",
+        ),
     ),
     Fault(
         name="end-of-a-sender-unseen",
