@@ -154,7 +154,9 @@ FAULTS: tuple[Fault, ...] = (
         ),
         new="elif is_backward(n.scope) and n not in inner:",
         what="What jax.checkpoint computes again of arguments alone counts as backward.",
-        tests=(),
+        tests=(
+            "tests/mpmd/place/test_classify.py::test_a_forward_that_is_computed_again_of_arguments_is_a_forward",
+        ),
     ),
     Fault(
         name="cut-overflows",
@@ -217,7 +219,9 @@ FAULTS: tuple[Fault, ...] = (
         old="if here != size and f\"'{axis}'\" in text:",
         new="if here is None and f\"'{axis}'\" in text:",
         what="A shard_map over an axis that has another size on the TaskMesh is not refused.",
-        tests=(),
+        tests=(
+            "tests/mpmd/partition/test_change_mesh.py::test_a_shard_map_over_an_axis_of_another_size_is_refused",
+        ),
     ),
     Fault(
         name="fragments-in-a-circle",
@@ -236,7 +240,7 @@ FAULTS: tuple[Fault, ...] = (
         old="joins = [n for n, g in group.items() if g in base and waits[n] & ~base[g]]",
         new="joins: list[Node] = []",
         what=("What joins branches of a graph belongs to a stage, which then waits for a stage beside it."),
-        tests=(),
+        tests=("tests/mpmd/partition/test_joins.py::test_an_encoder_does_not_wait_for_the_one_beside_it",),
     ),
     Fault(
         name="saved-activations-by-number",
@@ -244,7 +248,7 @@ FAULTS: tuple[Fault, ...] = (
         old="edges.append((number[v], number[v] + 1, nbytes(v)))",
         new="edges.append((number[v], number[v] + 1, 1))",
         what="A forward keeps the fewest values for its backward, not the fewest bytes.",
-        tests=(),
+        tests=("tests/mpmd/partition/test_residuals.py::test_of_as_many_arrays_the_smaller_ones_are_kept",),
     ),
     Fault(
         name="chain-in-weight-part",
@@ -382,7 +386,7 @@ FAULTS: tuple[Fault, ...] = (
             "A sum of floats that is rounded to a narrower type is taken apart, and its terms rounded "
             "one by one."
         ),
-        tests=(),
+        tests=("tests/mpmd/ir/test_dataflow.py::test_a_sum_that_is_rounded_is_one_term",),
     ),
     Fault(
         name="spec-that-does-not-divide",
@@ -506,7 +510,9 @@ FAULTS: tuple[Fault, ...] = (
         old="tuple(place[s] for s in step.frees if s in place)",
         new="()",
         what="Every array of a call is kept to its end.",
-        tests=(),
+        tests=(
+            "tests/mpmd/runtime/test_dispatch.py::test_arrays_are_dropped_when_nothing_reads_them_any_more",
+        ),
     ),
     Fault(
         name="bytes-of-one-device",
