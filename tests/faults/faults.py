@@ -41,7 +41,9 @@ FAULTS: tuple[Fault, ...] = (
         what=(
             "Slots of an optimizer go where the rule for all that is left says, and not to their parameters."
         ),
-        tests=(),
+        tests=(
+            "tests/mpmd/frontend/test_optimizer_state.py::test_a_rule_for_all_that_is_left_is_not_for_slots",
+        ),
     ),
     Fault(
         name="optimizer-state-of-two-alike-networks",
@@ -152,7 +154,9 @@ FAULTS: tuple[Fault, ...] = (
         ),
         new="elif is_backward(n.scope) and n not in inner:",
         what="What jax.checkpoint computes again of arguments alone counts as backward.",
-        tests=(),
+        tests=(
+            "tests/mpmd/place/test_classify.py::test_a_forward_that_is_computed_again_of_arguments_is_a_forward",
+        ),
     ),
     Fault(
         name="cut-overflows",
@@ -215,7 +219,9 @@ FAULTS: tuple[Fault, ...] = (
         old="if here != size and f\"'{axis}'\" in text:",
         new="if here is None and f\"'{axis}'\" in text:",
         what="A shard_map over an axis that has another size on the TaskMesh is not refused.",
-        tests=(),
+        tests=(
+            "tests/mpmd/partition/test_change_mesh.py::test_a_shard_map_over_an_axis_of_another_size_is_refused",
+        ),
     ),
     Fault(
         name="fragments-in-a-circle",
@@ -234,7 +240,7 @@ FAULTS: tuple[Fault, ...] = (
         old="joins = [n for n, g in group.items() if g in base and waits[n] & ~base[g]]",
         new="joins: list[Node] = []",
         what=("What joins branches of a graph belongs to a stage, which then waits for a stage beside it."),
-        tests=(),
+        tests=("tests/mpmd/partition/test_joins.py::test_an_encoder_does_not_wait_for_the_one_beside_it",),
     ),
     Fault(
         name="saved-activations-by-number",
@@ -242,7 +248,7 @@ FAULTS: tuple[Fault, ...] = (
         old="edges.append((number[v], number[v] + 1, nbytes(v)))",
         new="edges.append((number[v], number[v] + 1, 1))",
         what="A forward keeps the fewest values for its backward, not the fewest bytes.",
-        tests=(),
+        tests=("tests/mpmd/partition/test_residuals.py::test_of_as_many_arrays_the_smaller_ones_are_kept",),
     ),
     Fault(
         name="chain-in-weight-part",
@@ -346,7 +352,7 @@ FAULTS: tuple[Fault, ...] = (
         old="                and sent.isdisjoint(first.outputs)\n",
         new="",
         what="Calls are merged though another mesh waits for what the first one makes.",
-        tests=(),
+        tests=("tests/mpmd/emit/test_merge.py::test_what_is_sent_is_not_kept_back",),
     ),
     # ir
     Fault(
@@ -380,7 +386,7 @@ FAULTS: tuple[Fault, ...] = (
             "A sum of floats that is rounded to a narrower type is taken apart, and its terms rounded "
             "one by one."
         ),
-        tests=(),
+        tests=("tests/mpmd/ir/test_dataflow.py::test_a_sum_that_is_rounded_is_one_term",),
     ),
     Fault(
         name="spec-that-does-not-divide",
@@ -453,7 +459,7 @@ FAULTS: tuple[Fault, ...] = (
         old="return (type(x), repr(x) if isinstance(x, (float, complex)) else x)",
         new="return (type(x), x)",
         what="Stages that differ in 0.0 and -0.0 alone are compiled as one.",
-        tests=(),
+        tests=("tests/mpmd/compile/test_equality.py::test_different",),
     ),
     Fault(
         name="arguments-at-the-last-reader",
@@ -504,7 +510,9 @@ FAULTS: tuple[Fault, ...] = (
         old="tuple(place[s] for s in step.frees if s in place)",
         new="()",
         what="Every array of a call is kept to its end.",
-        tests=(),
+        tests=(
+            "tests/mpmd/runtime/test_dispatch.py::test_arrays_are_dropped_when_nothing_reads_them_any_more",
+        ),
     ),
     Fault(
         name="bytes-of-one-device",
@@ -600,7 +608,7 @@ FAULTS: tuple[Fault, ...] = (
         old='if said["count"] != count:',
         new='if said["count"] > count:',
         what="A process that was started as one of fewer is not refused.",
-        tests=(),
+        tests=("tests/processes/test_start.py::test_processes_of_different_counts_do_not_start",),
     ),
     Fault(
         name="array-of-another-call",
@@ -608,7 +616,9 @@ FAULTS: tuple[Fault, ...] = (
         old=("return hash((process, count, progress.current.step, progress.current.call)) & (2**63 - 1)"),
         new="return hash((process, count, progress.current.step)) & (2**63 - 1)",
         what="An array that a process sends in another call is taken for that of this one.",
-        tests=(),
+        tests=(
+            "tests/processes/test_transport.py::test_arrays_of_another_program_call_or_step_have_another_ticket",
+        ),
     ),
     Fault(
         name="end-of-a-sender-unseen",

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mmnnx import _compat
-from mmnnx.mpmd.distributed import transport
+from mmnnx.mpmd.distributed import progress, transport
 from mmnnx.mpmd.distributed.processes import holders
 from mmnnx.mpmd.runtime import across_processes, transfers
 
@@ -60,6 +60,19 @@ def test_a_copy_asks_for_the_way(monkeypatch):
     monkeypatch.setattr(transport, "goes_by_device_put", lambda *_: False)
     assert across_processes.copy_across(x, source, target).sharding == target
     assert len(asked) == 1
+
+
+def test_arrays_of_another_program_call_or_step_have_another_ticket(monkeypatch):
+    """Also where one process has a function to itself: what the other sends it is of another program."""
+
+    def ticket(step, program, call):
+        monkeypatch.setattr(progress.current, "step", step)
+        monkeypatch.setattr(progress.current, "call", (program, call))
+        return transport._ticket(1, 1)
+
+    places = [(3, 0, 1), (4, 0, 1), (3, 1, 1), (3, 0, 2)]
+    assert len({ticket(*place) for place in places}) == len(places)
+    assert [ticket(*place) for place in places] == [ticket(*place) for place in places]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,10 @@ DIFFERENT = {
     "operands": (lambda x, y: x - y, lambda x, y: y - x),
     "a number": (lambda x, y: x * 2, lambda x, y: x * 3),
     "the sign of zero": (lambda x, y: x * 0.0, lambda x, y: x * -0.0),
+    "the sign of zero as a number of Python": (
+        lambda x, y: jnp.where(x > 9, x, 0.0),
+        lambda x, y: jnp.where(x > 9, x, -0.0),
+    ),
     "its type": (lambda x, y: x > 1, lambda x, y: x.astype(int) > 1),
     "a parameter": (lambda x, y: x.sum(0), lambda x, y: x.sum(1)),
     "an order": (lambda x, y: (x + y, x * y), lambda x, y: (x * y, x + y)),

@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 import mmnnx as mm
+from mmnnx import _compat
 from mmnnx.mpmd.emit.merge import merge
-from mmnnx.mpmd.ir.instructions import Call
+from mmnnx.mpmd.ir.fragments import Fragment
+from mmnnx.mpmd.ir.instructions import Call, Transfer
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, pipeline, place
@@ -85,6 +89,29 @@ def test_under_gpipe_all_forwards_come_first():
     program = program_of("gpipe")
     merged, numbers = merge(program)
     assert merged.instructions == program.instructions and numbers == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_what_is_sent_is_not_kept_back(sent):
+    """Two calls side by side are one, unless another mesh waits for what the first one makes."""
+    here, there = (jax.sharding.Mesh(jax.devices()[n : n + 1], ("x",)) for n in range(2))
+    jaxpr = jax.make_jaxpr(lambda x: jnp.cos(jnp.sin(x)))(1.0).jaxpr
+    x, y, z = *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)
+    one, other = (
+        Fragment(name, "task", here, "forward", 0, _compat.close_jaxpr([read], [made], [e]), (read,), (made,))
+        for name, read, made, e in zip(("one", "other"), (x, y), (y, z), jaxpr.eqns)
+    )
+    first, second = Call(one, 0, (0,), (1,)), Call(other, 0, (1,), (2,))
+    transfer = Transfer("here", "there", (), jnp.float32, 4, 0, here, there, (1,), (3,))
+    program = mm.Program(
+        instructions=(first, *[transfer] * sent, second),
+        inputs={0: (x, here)},
+        outputs=((1,), (2,)),
+        values=((x, here), (y, here), (z, here), (y, there)),
+        names={here: "here", there: "there"},
+    )
+    merged, _ = merge(program)
+    assert [c.name for c in merged.calls] == (["one", "other"] if sent else ["one and other"])
 
 
 def test_two_parts_of_a_backward_and_their_forward():

@@ -85,6 +85,12 @@ def test_slots_are_with_their_parameters(kind, sharding):
             assert x.sharding.is_fully_replicated
 
 
+def test_a_rule_for_all_that_is_left_is_not_for_slots():
+    """`...` says where what has no parameter goes; slots that have one go with it."""
+    _, optimizer = placed("adam", out_shardings=mm.TaskSharding({...: TASKS[2]}))
+    assert all(x.sharding.device_set == set(stage(path)) for path, x in slots(optimizer).items())
+
+
 @pytest.mark.parametrize("kind", all_but(["adam", "history"], OPTIMIZERS))
 def test_steps(kind):
     """What a step computes is that of one device, and nothing but activations and scalars is sent."""

@@ -103,6 +103,17 @@ class MarkedSine(Sine):
         return self.second(checkpoint_name(jnp.sin(x), "sine"))
 
 
+class Widened(Sine):
+    """The first layer in bfloat16, and the second of its tanh in float32."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.linear = nnx.Linear(8, WIDTH, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+
+    def after(self, x):
+        return self.second(jnp.tanh(x.astype(jnp.float32)))
+
+
 BODIES = [Relu, Gelu, Norm, Dropout, Attention, Convolution, Loop]
 
 
@@ -174,6 +185,11 @@ def test_functions_of_one_array_keep_that_array(body):
     """Polynomials, exponentials and statistics of the product are computed again from it."""
     assert kept(program(body)) == [ACTIVATION]
     assert len(kept(program(body, recompute=False))) > 1
+
+
+def test_of_as_many_arrays_the_smaller_ones_are_kept():
+    """What is widened later is kept as it was before."""
+    assert kept(program(Widened)) == [f"bf16[{ROWS},{WIDTH}]"]
 
 
 def test_a_norm_is_computed_again():

@@ -1,0 +1,34 @@
+"""Equations that were traced over one mesh, on the mesh of their task."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mmnnx.mpmd.partition.change_mesh import change_mesh
+
+
+def mesh(start: int, **sizes: int) -> Mesh:
+    """A mesh of these axes, over devices from this one on."""
+    count = int(np.prod([*sizes.values()]))
+    return Mesh(np.array(jax.devices()[start : start + count]).reshape(*sizes.values()), tuple(sizes))
+
+
+def mapped(over: Mesh):
+    """A shard_map that sums over axis "x" alone."""
+    f = jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=over, in_specs=P("x"), out_specs=P())
+    (eqn,) = jax.make_jaxpr(f)(jnp.ones(4)).eqns
+    return eqn
+
+
+@pytest.mark.parametrize(
+    "sizes, words",
+    [({"x": 2}, "uses axis 'x', which is of size 2 on its TaskMesh"), ({"y": 4}, "'x', which is not there")],
+)
+def test_a_shard_map_over_an_axis_of_another_size_is_refused(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        change_mesh(mapped(mesh(0, x=4)), mesh(4, **sizes))
