@@ -59,6 +59,11 @@ class Member:
         if self.streams is not None and not self.streams[1].is_closing():
             self.streams[1].write(json.dumps(message).encode() + b"\n")
 
+    def close(self) -> None:
+        """Closes the connection, if there is one: Python would, at exit, when it no longer can."""
+        if self.streams is not None:
+            self.streams[1].close()
+
 
 def this_process(number: int) -> Member:
     return Member(number, socket.gethostname(), os.getpid())

@@ -61,6 +61,9 @@ class Watchdog:
             try:
                 with contextlib.suppress(asyncio.CancelledError):
                     self._loop.run_until_complete(self._watching)
+                for member in self.members:
+                    member.close()
+                self._loop.run_until_complete(asyncio.sleep(0))
             except Exception:
                 traceback.print_exc()
                 self._exit.now()
