@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
 from mmnnx.inspect.units import ranges_text
+from mmnnx.sharding.aligned_spec import aligned_spec
 from mmnnx.sharding.mesh import current_multimesh, program_devices
 from mmnnx.sharding.path_filter import Path, parts_of
 from mmnnx.sharding.placement import Match, PlacementError, TaskSharding
@@ -69,7 +70,8 @@ class Homes:
         self._homes: dict[Any, Home] = {}
         self._matched: set[int] = set()
         self._needed_rules = False  # whether some state had to be placed by a rule
-        self._parameters: dict[Path, tuple[Match, tuple[int, ...]]] = {}
+        self._parameters: dict[Path, list[Any]] = {}  # as `lookup_optimizer_state` reads them
+        self._places: dict[Path, tuple[Match, tuple[int, ...]]] = {}  # of parameters, with their shapes
 
     def find(self, paths: Sequence[Path], value: Any, arrays: Sequence[Any]) -> list[Placed | None]:
         """Where the arrays of `value`, a Variable or an array itself, live; None where unknown.
@@ -104,12 +106,12 @@ class Homes:
                 self._matched.add(match.index)
                 return match
             parts = [part for path in paths for part in parts_of(path)]
-            known = next((self._parameters[part] for part in parts if part in self._parameters), None)
+            known = next((self._places[part] for part in parts if part in self._places), None)
             if known is None:
                 return match
             parameter, its_shape = known
-            whole = NamedSharding(parameter.sharding.mesh, PartitionSpec())
-            return parameter if its_shape == shape else dataclasses.replace(parameter, sharding=whole)
+            spec = aligned_spec(parameter.sharding.spec, its_shape, shape)
+            return dataclasses.replace(parameter, sharding=NamedSharding(parameter.sharding.mesh, spec))
         matches, errors = [], []
         for path in paths:
             try:
@@ -123,7 +125,9 @@ class Homes:
         found = min(matches, key=lambda match: match.index)
         self._matched.update(match.index for match in matches)
         self._needed_rules = True
-        self._parameters.update(dict.fromkeys(paths, (found, shape)))
+        for path in paths:
+            self._parameters.setdefault(path, []).append(value)
+            self._places[path] = found, shape
         return found
 
     def _everywhere(self) -> NamedSharding:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmnnx.sharding.logical import logical_spec
+from mmnnx.sharding.aligned_spec import aligned_spec
+from mmnnx.sharding.logical import logical_names, logical_spec
 from mmnnx.sharding.path_filter import Path, PathPattern, is_catch_all, path_text
 from mmnnx.sharding.task import Task
 
@@ -97,28 +99,39 @@ class TaskSharding(nnx.StateSharding):
         return self._match(index, path, variable)
 
     def lookup_optimizer_state(
-        self, paths: Sequence[Path], variable: nnx.Variable, parameters: Collection[Path] = ()
+        self,
+        paths: Sequence[Path],
+        variable: nnx.Variable,
+        parameters: Mapping[Path, Sequence[Any]] = MappingProxyType({}),
     ) -> Match | None:
         """Where a Variable of an optimizer lives: by a rule of its own, else by that of its parameter.
 
-        Its path ends with the path of its parameter. A rule is its own if it does not match the parameter.
+        Its path ends with the path of its parameter. A rule is its own if it does not match the parameter. By
+        its parameter's rule it is sharded as `aligned_spec` says. Logical axis names are its own if it has
+        some, such as from Flax's `optimizer_sharding`, else those of its parameter.
 
         Args:
           paths: all paths to it, such as ("opt_state", 0, "mu", "dense", "kernel").
           variable: the Variable.
-          parameters: the paths of parameters, as far as they are known. If none of them is the end of its
-            path, any end may be the parameter's path.
+          parameters: the Variables and arrays that may be its parameter, by path, as far as they are known;
+            several models may have one path. If none of these paths is the end of its own, any end may be the
+            parameter's path, and the parameter is taken to have its shape.
 
         Returns:
-          None if no rule matches it or its parameter. By a parameter's rule whose spec does not fit this
-          Variable, the Variable is replicated over the mesh.
+          None if no rule matches it or its parameter. If the parameter's rule does not fit, the Variable is
+          replicated over the mesh.
 
         Raises:
           PlacementError: a rule of its own does not fit, as for `lookup`.
         """
-        parameter = nnx.Param(variable.get_raw_value())
         ends = [path[n:] for path in paths for n in range(1, len(path))]
-        ends = [end for end in ends if end in parameters][:1] or ends  # the longest comes first
+        known = next((end for end in ends if end in parameters), None)  # the longest comes first
+        ends = ends if known is None else [known]
+        if known is None:
+            parameter = nnx.Param(variable.get_raw_value())
+        else:
+            alike = (p for p in parameters[known] if _shapes(p) == _shapes(variable))
+            parameter = next(alike, parameters[known][0])
         matching = {i for path in paths if (i := self._first_match(path, variable)) is not None}
         own = [i for i in matching if not any(self._predicates[i](end, parameter) for end in ends)]
         if own:
@@ -130,19 +143,25 @@ class TaskSharding(nnx.StateSharding):
             return None
         index = min(particular or found)
         try:
-            match = self._match(index, found[index], parameter)
+            match = self._match(index, found[index], parameter, named=variable)
+            spec = _optimizer_spec(match.sharding.spec, parameter, variable)
+            names = logical_names(variable) if self._rules[index][1] is None else None
+            if known is None and names is not None and {len(names)} != set(map(len, _shapes(variable))):
+                spec = PartitionSpec()  # they are those of a parameter of another shape
         except PlacementError:
-            task = self._rules[index][0]
-            match = Match(task, NamedSharding(task.to_mesh(), PartitionSpec()), index)
-        return replace(match, own=False)
+            spec = PartitionSpec()
+        task = self._rules[index][0]
+        return Match(task, NamedSharding(task.to_mesh(), spec), index, own=False)
 
-    def _match(self, index: int, path: Path, variable: Any) -> Match:
+    def _match(self, index: int, path: Path, variable: Any, named: Any = None) -> Match:
+        """Where a rule places state. `named`, if it has logical axis names, has them for `variable`."""
         task, spec = self._rules[index]
         mesh, origin = task.to_mesh(), f"{self._filters[index]!r}: ({task}, {spec})"
         if spec is None:
-            spec, origin = self._metadata_spec(path, variable, task, mesh), f"its logical axes, for {task}"
-        for leaf in jax.tree.leaves(_value(variable)):
-            _check_spec(spec, _shape(leaf), mesh, f"{_describe(path, variable)} by {origin}")
+            of = variable if logical_names(named) is None else named
+            spec, origin = self._metadata_spec(path, of, task, mesh), f"its logical axes, for {task}"
+        for shape in _shapes(variable):
+            _check_spec(spec, shape, mesh, f"{_describe(path, variable)} by {origin}")
         return Match(task, NamedSharding(mesh, spec), index)
 
     def map_prefix(self, path: Path, variable: Any) -> NamedSharding:
@@ -261,6 +280,15 @@ def _check_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh, what: s
             )
 
 
+def _optimizer_spec(spec: PartitionSpec, parameter: Any, variable: nnx.Variable) -> PartitionSpec:
+    """The spec of optimizer state whose parameter has `spec`; one for all arrays that the Variable holds."""
+    shapes, own = _shapes(parameter), _shapes(variable)
+    if shapes == own:
+        return spec
+    specs = {aligned_spec(spec, shape, mine) for shape in shapes for mine in own}
+    return specs.pop() if len(specs) == 1 else PartitionSpec()
+
+
 def _value(variable: Any) -> Any:
     return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
 
@@ -270,6 +298,10 @@ def _describe(path: Path, variable: Any) -> str:
     kind = f"{type(variable).__name__}, " if isinstance(variable, nnx.Variable) else ""
     arrays = [f"{_dtype(leaf)}{list(_shape(leaf))}" for leaf in jax.tree.leaves(value)]
     return f"{path_text(path) or 'the state'} ({kind}{', '.join(arrays)})"
+
+
+def _shapes(variable: Any) -> list[tuple[int, ...]]:
+    return [_shape(leaf) for leaf in jax.tree.leaves(_value(variable))]
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

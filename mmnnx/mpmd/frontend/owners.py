@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from mmnnx.mpmd.frontend.record import Leaf, Record
+from mmnnx.sharding.aligned_spec import aligned_spec
 from mmnnx.sharding.path_filter import parts_of
 
 
@@ -42,14 +43,14 @@ class Owners:
         for n, leaf in enumerate(record.inputs):
             if leaf is not None and (home := homes[n]) is not None:
                 self._add_argument(n, leaf, home)
-        # Parameters among the results, whose optimizer state may be made along with them: their shardings, by
-        # the suffixes of their path and shape, and by these alone.
-        self.made: dict[Any, list[NamedSharding]] = {}
+        # Parameters among the results, whose optimizer state may be made along with them: their shardings and
+        # shapes, by the suffixes of their path and shape, and by these alone.
+        self.made: dict[Any, list[tuple[NamedSharding, tuple[int, ...]]]] = {}
         for leaf, aval, rule in zip(record.results, types, rules):
             if leaf is not None and rule is not None and not leaf.is_optimizer_state:
                 for k in range(len(leaf.within)):
-                    self.made.setdefault((leaf.within[k:], aval.shape), []).append(rule)
-                    self.made.setdefault(leaf.within[k:], []).append(rule)
+                    self.made.setdefault((leaf.within[k:], aval.shape), []).append((rule, aval.shape))
+                    self.made.setdefault(leaf.within[k:], []).append((rule, aval.shape))
         self.optimizers: dict[Any, list[Any]] = {}  # by such a suffix: those that have state for it so far
 
     def owner(self, leaf: Leaf, aval: Any) -> tuple[int | None, NamedSharding | None]:
@@ -61,18 +62,18 @@ class Owners:
         if leaf.origin is not None:
             follow = self.by_path.get(leaf.origin)
         elif (follow := self._first(self.by_state_path, suffixes)) is None and leaf.is_optimizer_state:
-            if (own := self._made(suffixes, leaf)) is not None:
-                return None, own
+            if (made := self._made(suffixes, leaf)) is not None:
+                return None, made[0]
             if aval.shape:  # statistics of rows, a history
                 parts = parts_of(leaf.path)
-                if (own := self._made(parts, leaf)) is not None:
-                    return None, NamedSharding(own.mesh, PartitionSpec())
+                if (made := self._made(parts, leaf)) is not None:
+                    return None, _aligned(*made, aval.shape)
                 follow = self._first(self.by_state_path, parts)
             if follow is None:  # of a module within an argument
                 follow = self._first(self.by_suffix, suffixes)
         own = self.in_shardings[follow] if follow is not None else None
-        if follow is not None and own is not None and self.shapes[follow] != aval.shape:
-            own = NamedSharding(own.mesh, PartitionSpec())
+        if follow is not None and own is not None:
+            own = _aligned(own, self.shapes[follow], aval.shape)
         return follow, own
 
     def module_mesh(self, leaf: Leaf) -> Mesh | None:
@@ -101,8 +102,8 @@ class Owners:
         # Where it is not clear, what a result is made of, such as a gradient, says where it is.
         return found[0] if len({self.homes[n] for n in found}) == 1 else None
 
-    def _made(self, keys: Iterable[Any], leaf: Leaf) -> NamedSharding | None:
-        """The sharding of the parameter among the results that is known by the first of these keys.
+    def _made(self, keys: Iterable[Any], leaf: Leaf) -> tuple[NamedSharding, tuple[int, ...]] | None:
+        """The sharding and shape of the parameter among the results that is known by the first of these keys.
 
         Of several the first is for the first optimizer: optimizers are made in the order of models.
         """
@@ -113,3 +114,8 @@ class Owners:
         if leaf.path[:1] not in optimizers:
             optimizers.append(leaf.path[:1])
         return self.made[key][min(optimizers.index(leaf.path[:1]), len(self.made[key]) - 1)]
+
+
+def _aligned(parameter: NamedSharding, its_shape: tuple[int, ...], shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding of optimizer state, from that of its parameter."""
+    return NamedSharding(parameter.mesh, aligned_spec(parameter.spec, its_shape, shape))

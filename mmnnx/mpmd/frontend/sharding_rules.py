@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from mmnnx.mpmd.frontend.record import Rule
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.placement import Match, PlacementError, TaskSharding
 
-Parameters = Callable[[], set[Path]]
+Parameters = Callable[[], Mapping[Path, list[Any]]]
 
 
 def sharding_rules(prefix: Any, tree: Any, name: str, around: Any) -> dict[int, Rule]:
@@ -34,7 +34,7 @@ def sharding_rules(prefix: Any, tree: Any, name: str, around: Any) -> dict[int, 
     """
     if prefix is None:
         return {}
-    parameters = functools.cache(lambda: _parameter_paths(around))
+    parameters = functools.cache(lambda: _parameters(around))
     rules: dict[int, Rule] = {}
     used: dict[int, tuple[TaskSharding, set[int]]] = {}  # the rules that match something
     for entry, subtree in _pairs(prefix, tree, name):
@@ -88,9 +88,13 @@ def _state(tree: Any) -> Iterator[tuple[Any, list[Path]]]:
         yield from all_paths(node)
 
 
-def _parameter_paths(tree: Any) -> set[Path]:
-    """The paths of all Variables in a tree that are no optimizer state."""
-    return {path for value, paths in _state(tree) if not _compat.is_optimizer_state(value) for path in paths}
+def _parameters(tree: Any) -> dict[Path, list[Any]]:
+    """All Variables and arrays in a tree that are no optimizer state, by path; of several models, several."""
+    found: dict[Path, list[Any]] = {}
+    for value, paths in _state(tree):
+        for path in paths if not _compat.is_optimizer_state(value) else ():
+            found.setdefault(path, []).append(value)
+    return found
 
 
 def _rule(entry: Any, path: Path, value: Any) -> Rule | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from mmnnx import _compat
 from mmnnx.inspect.locations import Homes
 from mmnnx.inspect.model_state import list_state
+from mmnnx.sharding.aligned_spec import aligned_spec
 from mmnnx.sharding.mesh import current_multimesh, program_devices
 from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.train.checkpoint.errors import Path
@@ -86,7 +87,10 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
         for name, node in nodes.items()
         for path, variable in nnx.to_flat_state(nnx.state(node))
     ]
-    paths = {path for _, path, variable in variables if not _compat.is_optimizer_state(variable)}
+    of_path: dict[Path, list[Any]] = {}
+    for _, path, variable in variables:
+        if not _compat.is_optimizer_state(variable):
+            of_path.setdefault(path, []).append(variable)
     for name, path, variable in sorted(variables, key=lambda v: _compat.is_optimizer_state(v[-1])):
         value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
         for keys, x in jax.tree_util.tree_leaves_with_path(value):
@@ -96,7 +100,7 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
                     parameters[path, shape] = x.sharding
                 continue
             if _compat.is_optimizer_state(variable):
-                own = _of_optimizer_state(sharding, path, variable, shape, parameters, paths)
+                own = _of_optimizer_state(sharding, path, variable, shape, parameters, of_path)
             else:
                 own = parameters[path, shape] = _of_parameter(sharding, path, variable, shape)
             inner = jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -146,11 +150,11 @@ def _of_optimizer_state(
     variable: nnx.Variable,
     shape: tuple[int, ...],
     parameters: Mapping[tuple[Path, tuple[int, ...]], Sharding],
-    paths: Collection[Path],
+    of_path: Mapping[Path, list[Any]],
 ) -> Sharding:
     """By a rule of its own, else where its parameter lives, or would live by the rules if it is not among the
-    nodes. If it has its parameter's shape, it is sharded like it, else (factored moments) replicated."""
-    match = sharding.lookup_optimizer_state([path], variable, paths)
+    nodes; sharded like it, dimension by dimension."""
+    match = sharding.lookup_optimizer_state([path], variable, of_path)
     if match is not None and match.own:
         return match.sharding
     endings = [path[k:] for k in range(len(path))]
@@ -159,9 +163,9 @@ def _of_optimizer_state(
             return parameters[ending, shape]
     if shape:
         for ending in endings:
-            for (parameter, _), own in parameters.items():
+            for (parameter, its_shape), own in parameters.items():
                 if parameter == ending and isinstance(own, NamedSharding):
-                    return NamedSharding(own.mesh, PartitionSpec())
+                    return NamedSharding(own.mesh, aligned_spec(own.spec, its_shape, shape))
         if match is not None:
             return match.sharding
     return _everywhere(sharding)

@@ -1,0 +1,287 @@
+"""Optimizer state is sharded like its parameters, whichever way it comes to be placed."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+from mmnnx.inspect.locations import Homes
+from mmnnx.sharding.aligned_spec import aligned_spec
+from mmnnx.train.checkpoint.placement import shardings_of
+from tests.mpmd.parity import assert_same, pipeline, values
+
+MESH, _ = pipeline(2, 2)
+TASKS = [
+    mm.Task(f"stage{n}", mesh_slice={"stage": n}, logical_axes=mm.logical_rules("tensor")) for n in range(2)
+]
+
+
+class Layer(nnx.Module):
+    """The kernels have logical axes, the bias has none."""
+
+    def __init__(self, rngs):
+        named = lambda *names: nnx.with_partitioning(
+            nnx.initializers.lecun_normal(), names, eager_sharding=False
+        )
+        self.up = nnx.Linear(8, 16, kernel_init=named("embed", "mlp"), rngs=rngs)
+        self.down = nnx.Linear(16, 8, use_bias=False, kernel_init=named("mlp", "embed"), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List(Layer(rngs) for _ in range(2))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def labels(params):
+    return jax.tree.map_with_path(lambda path, _: "a" if "up" in str(path) else "b", params)
+
+
+OPTIMIZERS = {
+    "adam": lambda: optax.adam(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9),
+    "multi_transform": lambda: optax.multi_transform(
+        {"a": optax.adam(1e-2), "b": optax.sgd(1e-2, 0.9)}, labels
+    ),
+    "ema": lambda: optax.chain(optax.sgd(1e-2), optax.ema(0.9)),
+    "history": lambda: optax.chain(optax.scale_by_lbfgs(3), optax.scale(-1e-2)),
+}
+
+
+def placement():
+    return mm.pipeline_sharding(nnx.eval_shape(Model), TASKS)
+
+
+def optimizer_of(model, kind):
+    return nnx.Optimizer(model, OPTIMIZERS[kind](), wrt=nnx.Param)
+
+
+def on_the_host(kind):
+    model = Model()
+    return model, optimizer_of(model, kind)
+
+
+def both_by_out_shardings(kind):
+    return mm.jit(lambda m, o: (m, o), out_shardings=placement())(*on_the_host(kind))
+
+
+def both_by_a_prefix(kind):
+    rules = placement()
+    return mm.jit(lambda m, o: (m, o), out_shardings=(rules, rules))(*on_the_host(kind))
+
+
+def both_by_in_shardings(kind):
+    rules = placement()
+    return mm.jit(lambda m, o: (m, o), in_shardings=(rules, rules))(*on_the_host(kind))
+
+
+def in_a_dict(kind):
+    model, optimizer = on_the_host(kind)
+    state = mm.jit(lambda state: state, out_shardings=placement())({"model": model, "optimizer": optimizer})
+    return state["model"], state["optimizer"]
+
+
+def made_with_the_model(kind):
+    return mm.jit(lambda: on_the_host(kind), out_shardings=placement())()
+
+
+def made_of_a_placed_model(kind):
+    model = mm.jit(Model, out_shardings=placement())()
+    return model, mm.jit(lambda m: optimizer_of(m, kind))(model)
+
+
+def made_of_a_placed_model_with_rules(kind):
+    model = mm.jit(Model, out_shardings=placement())()
+    return model, mm.jit(lambda m: optimizer_of(m, kind), out_shardings=placement())(model)
+
+
+ROUTES = [
+    both_by_out_shardings,
+    both_by_a_prefix,
+    both_by_in_shardings,
+    in_a_dict,
+    made_with_the_model,
+    made_of_a_placed_model,
+    made_of_a_placed_model_with_rules,
+]
+SPECS = {  # by the parameter's name and the shape of its state; None: in a dimension that the state alone has
+    ("up.kernel", (8, 16)): P(None, "model"),
+    ("up.kernel", (8,)): P(),
+    ("up.kernel", (16,)): P("model"),
+    ("up.kernel", (3, 8, 16)): P(None, None, "model"),
+    ("down.kernel", (16, 8)): P("model", None),
+    ("down.kernel", (8,)): P(),
+    ("down.kernel", (16,)): P("model"),
+    ("down.kernel", (3, 16, 8)): P(None, "model", None),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_the_mesh():
+    with MESH:
+        yield
+
+
+def state_of(optimizer):
+    """(path of the parameter, its block, its name, the array), for all optimizer state of a parameter."""
+    for path, variable in nnx.to_flat_state(nnx.state(optimizer, nnx.optimizer.OptState)):
+        text = ".".join(map(str, path))
+        found = re.search(r"blocks\.(\d)\.((?:up|down)\.(?:kernel|bias))", text)
+        for x in jax.tree.leaves(variable.get_raw_value()):
+            if found and x.shape:
+                yield text, int(found[1]), found[2], x
+
+
+def expected(block, name, shape):
+    mesh = TASKS[block].to_mesh()
+    return NamedSharding(mesh, SPECS.get((name, tuple(shape)), P()))
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_like_the_parameter(kind, route):
+    model, optimizer = route(kind)
+    assert model.blocks[1].up.kernel.sharding.spec == P(None, "model")
+    found = list(state_of(optimizer))
+    assert len(found) >= 6
+    for path, block, name, x in found:
+        assert x.sharding.is_equivalent_to(expected(block, name, x.shape), x.ndim), (
+            path,
+            x.shape,
+            x.sharding,
+        )
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_alone(kind):
+    """What the parameter's shape would say is not known; moments are sharded all the same."""
+    _, optimizer = on_the_host(kind)
+    optimizer = mm.jit(lambda o: o, out_shardings=placement())(optimizer)
+    for path, block, name, x in state_of(optimizer):
+        like = expected(block, name, x.shape)
+        if x.ndim != 2:
+            like = NamedSharding(like.mesh, P())
+        assert x.sharding.is_equivalent_to(like, x.ndim), (path, x.shape, x.sharding)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_tables_and_checkpoints_say_the_same(kind):
+    model, optimizer = nnx.eval_shape(lambda: on_the_host(kind))
+    nodes = {"model": model, "optimizer": optimizer}
+    restored = shardings_of(nodes, placement())
+    homes = Homes(placement())
+    for name, node in nodes.items():
+        for path, variable in nnx.to_flat_state(nnx.state(node)):
+            arrays = jax.tree.leaves(variable.get_raw_value())
+            for x, said in zip(arrays, homes.find([path], variable, arrays)):
+                found = re.search(r"blocks\.(\d)\.(.+?\.(?:kernel|bias))", ".".join(map(str, path)))
+                if found and x.shape:
+                    like = expected(int(found[1]), found[2], x.shape)
+                    told = restored[(name, *map(str, path))]
+                    assert told.is_equivalent_to(like, len(x.shape)), path
+                    assert said.shard_bytes == 4 * np.prod(like.shard_shape(x.shape)), path
+
+
+def test_names_of_its_own():
+    """Flax's `optimizer_sharding` names the axes of optimizer state apart from those of the parameter."""
+
+    def make():
+        init = nnx.with_metadata(
+            nnx.initializers.lecun_normal(), out_sharding=("mlp", None), optimizer_sharding=(None, "mlp")
+        )
+        model = nnx.Linear(4, 8, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    rules = mm.TaskSharding({...: TASKS[0]})
+    model, optimizer = mm.jit(lambda m, o: (m, o), out_shardings=rules)(*make())
+    assert model.kernel.sharding.spec == P("model", None)
+    assert optimizer.opt_state[0].mu["kernel"].sharding.spec == P(None, "model")
+
+
+def test_models_with_one_path():
+    """The state of each has the shape that says whose it is."""
+
+    def make(size):
+        init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"), eager_sharding=False)
+        model = nnx.Linear(4, size, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))
+        return model, optimizer_of(model, "adam")
+
+    rules = mm.TaskSharding({...: TASKS[0]})
+    small, large = mm.jit(lambda *x: x, out_shardings=rules)(make(2), make(6))
+    for _, optimizer in (small, large):
+        assert optimizer.opt_state[0].mu["kernel"].sharding.spec == P(None, "model")
+
+
+@pytest.mark.parametrize("route", [both_by_out_shardings, both_by_in_shardings])
+def test_a_step_keeps_them(route):
+    """The same values as on one device, and no state is gathered or replicated by a step."""
+
+    def step(model, optimizer, x):
+        grad_fn = nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean())
+        loss, grads = mm.microbatch(grad_fn, 0, 2, argnum=1, reduce="mean")(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    whole, split = on_the_host("adafactor"), route("adafactor")
+    before = [x.sharding for *_, x in state_of(split[1])]
+    losses = nnx.jit(step)(*whole, x), mm.jit(step)(*split, x)
+    assert_same(
+        values((losses[1], *map(nnx.state, split))), values((losses[0], *map(nnx.state, whole))), 1e-4
+    )
+    assert [x.sharding for *_, x in state_of(split[1])] == before
+
+
+def test_abstract_state_is_planned_as_it_is_placed():
+    """`in_shardings` of a step that is only planned: no optimizer state is whole on every device."""
+
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(lambda model: (model(x) ** 2).mean())(model))
+
+    model, optimizer = nnx.eval_shape(lambda: on_the_host("adam"))
+    rules = placement()
+    planned = mm.jit(step, in_shardings=(rules, rules, None))
+    (_, of_optimizer, _), _ = planned.input_shardings(model, optimizer, np.ones((4, 8), np.float32))
+    for path, sharding in nnx.to_flat_state(of_optimizer):
+        text = ".".join(map(str, path))
+        if "mu" in path and "kernel" in path:
+            assert "model" in jax.tree.leaves(tuple(jax.tree.leaves(sharding)[0].spec)), text
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((4, 6), P("data", "model")),
+        ((2, 3, 4, 6), P(None, None, "data", "model")),
+        ((4, 1), P("data")),
+        ((6,), P("model")),
+        ((), P()),
+        ((4, 7), P()),
+        ((6, 4), P()),
+        ((1,), P()),
+    ],
+)
+def test_aligned(shape, spec):
+    assert aligned_spec(P("data", "model"), (4, 6), shape) == spec
+
+
+def test_aligned_where_sizes_do_not_tell():
+    assert aligned_spec(P("data", "model"), (4, 4), (4,)) == P()
+    assert aligned_spec(P("data"), (4, 4, 8), (4, 8)) == P()
+    assert aligned_spec(P(None, None, "data"), (4, 4, 8), (4, 8)) == P(None, "data")
