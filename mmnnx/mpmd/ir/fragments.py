@@ -23,7 +23,7 @@ class Fragment:
       task: the task.
       mesh: the TaskMesh that it is compiled for.
       phase: "forward", "backward", one of its parts "backward-input" and "backward-weight", or "none"
-        (outside autodiff).
+        (no part of a derivative, such as the optimizer).
       position: its place in the flow of activations, None outside the flow.
       jaxpr: what it computes.
       invars, outvars: the variables that it reads and makes, all on `mesh`.
@@ -41,10 +41,10 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoopPlan:
-    """A microbatch loop whose body is cut into fragments.
+    """A microbatch loop whose body is partitioned into fragments.
 
     Attributes:
-      loop: what it was cut from.
+      loop: what it was made of.
       body: the fragments of one microbatch.
       carried: for each carry, the meshes that hold it between microbatches.
       kept: for each result that is kept per microbatch, the meshes that hold it.

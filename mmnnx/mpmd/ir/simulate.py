@@ -69,6 +69,6 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
 
 
 def _overwritten(reused: Mapping[Fragment, Pairs], i: Instruction) -> set[int]:
-    """Slots that an instruction drops and whose memory a result takes over, and those of the results."""
+    """Buffers that an instruction drops and whose memory a result takes over, and those of the results."""
     pairs = reused[i.fragment] if isinstance(i, Call) else ()
     return {s for n, k in pairs for s in (i.inputs[n], i.outputs[k])}

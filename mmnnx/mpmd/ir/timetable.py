@@ -121,7 +121,7 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-    """What is decided about a loop before its body is cut.
+    """What is decided about a loop before its body is partitioned.
 
     Attributes:
       schedule: the name of its schedule.
