@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from mmnnx import _compat
 from mmnnx.mpmd.compile.donation import Donations
 from mmnnx.mpmd.compile.lower import Lowered, lower, lowering_key
+from mmnnx.mpmd.distributed.processes import is_described
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 
 
@@ -48,9 +49,12 @@ class Code:
         if mesh not in self.loaded:
             results = jax.tree.leaves(self.compiled.output_shardings)
             named = all(isinstance(s, NamedSharding) for s in results)  # or nothing says how to move it
-            self.loaded[mesh] = (
-                _compat.load_for(self.compiled, mesh) if named else lower_there().stage.compile()
-            )
+            if not named:
+                self.loaded[mesh] = lower_there().stage.compile()
+            elif is_described(mesh.devices.flat[0]):
+                self.loaded[mesh] = self.compiled  # it is looked at, and never runs
+            else:
+                self.loaded[mesh] = _compat.load_for(self.compiled, mesh)
         return self.loaded[mesh]
 
 

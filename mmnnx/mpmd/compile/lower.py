@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.compile.donation import Donations
 from mmnnx.mpmd.compile.equality import jaxpr_key
-from mmnnx.mpmd.distributed.processes import span_processes
+from mmnnx.mpmd.distributed.processes import is_described, span_processes
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 
 
@@ -102,7 +102,8 @@ def lowering_key(
 
 def _mesh_key(mesh: Mesh) -> Any:
     """What an executable depends on of its mesh."""
-    return (mesh.axis_names, mesh.devices.shape) if loads_on_other_meshes(mesh) else mesh
+    is_one_of_many = loads_on_other_meshes(mesh) or is_described(mesh.devices.flat[0])
+    return (mesh.axis_names, mesh.devices.shape) if is_one_of_many else mesh
 
 
 def _donated_first(f: Fragment, donations: Donations) -> tuple[tuple[int, ...], tuple[int, ...]]:

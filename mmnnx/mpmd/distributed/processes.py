@@ -12,9 +12,18 @@ from jax.sharding import Mesh, Sharding
 
 @functools.lru_cache(maxsize=4096)
 def holders(where: Mesh | Sharding) -> frozenset[int]:
-    """The processes that have devices of a mesh, or of a sharding."""
+    """The processes that have devices of a mesh, or of a sharding; this one, if they are only described."""
     devices = where.devices.flat if isinstance(where, Mesh) else cast(Any, where.device_set)
-    return frozenset(d.process_index for d in devices)
+    return frozenset(jax.process_index() if is_described(d) else d.process_index for d in devices)
+
+
+@functools.cache
+def is_described(device: jax.Device) -> bool:
+    """Whether a device cannot be used: `jax.experimental.topologies` describes it, to compile for it."""
+    try:
+        return device not in jax.devices(device.platform)
+    except RuntimeError:  # there is no such platform here
+        return True
 
 
 def is_here(where: Mesh | Sharding) -> bool:

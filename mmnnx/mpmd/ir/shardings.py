@@ -93,7 +93,9 @@ def entering(aval: Any, mesh: Mesh, given: NamedSharding | None) -> NamedShardin
 
 
 def is_committed(x: Any) -> bool:
-    """Whether an argument is an array that somebody has put where it is."""
+    """Whether an argument is an array that somebody has put where it is, or stands for one."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.sharding is not None
     return isinstance(x, jax.Array) and x.committed
 
 

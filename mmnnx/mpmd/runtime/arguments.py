@@ -60,7 +60,9 @@ def bind_inputs(bound: BoundProgram, leaves: Sequence[Any], constants: Sequence[
         # Where it is used on a mesh with some of the same devices, that has its buffers there.
         others = [m for u, m in inputs.values() if u is v and m != mesh]
         alone = not any(set(mesh.devices.flat) & set(m.devices.flat) for m in others)
-        if donated[n] and bind is None and alone and v not in bound.flat.outvars:
+        # An abstract argument stands for one that is there already, as the state of a later step is.
+        is_there = bind is None or (here is own and isinstance(values[n], jax.ShapeDtypeStruct))
+        if donated[n] and is_there and alone and v not in bound.flat.outvars:
             overwritable.add(buffer)
     return InputBindings(sources, placed_constants, overwritable)
 

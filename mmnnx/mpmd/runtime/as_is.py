@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.distributed.processes import holders
+from mmnnx.mpmd.distributed.processes import holders, is_described
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.ir.equations import Equation, Flat, is_var
 from mmnnx.mpmd.ir.shardings import constrains, is_committed
@@ -22,6 +22,8 @@ def runs_as_it_is(function: Function, flat: Flat, mesh: Mesh) -> bool:
     record = function.record
     groups = {frozenset(x.sharding.device_set) for x in function.leaves if is_committed(x)}
     if len(groups) > 1 or len(holders(mesh)) < jax.process_count():  # every process decides alike
+        return False
+    if is_described(mesh.devices.flat[0]):
         return False
     if any(leaf is not None and leaf.rule for leaf in (*record.inputs, *record.results)):
         return False

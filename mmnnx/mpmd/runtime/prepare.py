@@ -16,6 +16,7 @@ from mmnnx.mpmd.compile.compile_program import compile_program, compiled_text
 from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.compile.rewrites import rewrite
 from mmnnx.mpmd.distributed.agreement import check_same_program
+from mmnnx.mpmd.distributed.processes import is_described
 from mmnnx.mpmd.ir.equations import is_var
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.runtime.arguments import InputBindings, bind_inputs, binder, place_constant
@@ -48,6 +49,12 @@ def preparer(bound: BoundProgram, leaves: Sequence[Any]) -> Callable[[], Run]:
 
     @gc_paused()
     def prepare() -> Run:
+        described = [d for mesh in bound.program.names for d in mesh.devices.flat if is_described(d)]
+        if described:
+            raise ValueError(
+                f"{bound.name} is placed on devices that are only described ({described[0].device_kind}). "
+                "Its program can be looked at; to call it, place it on devices that are here"
+            )
         return _Prepared(bound, constants, bindings, deliveries, donated)
 
     return prepare
