@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mmnnx.mpmd.ir.placement import Reason
 from tests.environment import environment
 
 ROOT = Path(__file__).parent.parent
@@ -58,6 +59,18 @@ def test_the_programs_written_for_multimesh(tmp_path):
 def unnumbered(text: str) -> str:
     """Without the numbers of variables: another JAX may make an equation more."""
     return re.sub(r"\bv\d+", "v", text)
+
+
+def test_every_reason_has_a_line():
+    """In the table of how-it-works, with files that give it."""
+    text = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
+    _, after = text.split("## Why an equation is on a mesh\n")
+    rows = re.findall(r"^\| ([^|]*) \| [^|]* \| ([^|]*) \|$", after.split("\n## ")[0], flags=re.MULTILINE)
+    assert [reason for reason, _ in rows[1:]] == [reason.value for reason in Reason]
+    for (_, files), reason in zip(rows[1:], Reason):
+        for file in re.findall(r"`([^`]*)`", files):
+            path = ROOT / "mmnnx/mpmd" / (file if "/" in file else f"place/{file}")
+            assert f"Reason.{reason.name}" in path.with_suffix(".py").read_text(encoding="utf-8"), reason
 
 
 def test_the_dumps_and_the_files_of_how_it_works(tmp_path):

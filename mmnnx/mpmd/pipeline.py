@@ -36,8 +36,8 @@ class Split:
       prepare: compiles it, once, and returns the function from flat arguments to flat results; None where
         everything is on one TaskMesh already and the function can run as it is.
       input_shardings: derives where each flat argument would best live.
-      next_shardings: for flat arguments that live nowhere in particular, where a call leaves their new
-        values, if it may be called with those as well.
+      next_shardings: for some unplaced arguments, by their number, the sharding in which a call leaves their
+        new value. The next call may be given that value.
     """
 
     program: Program

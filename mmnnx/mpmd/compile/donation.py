@@ -5,6 +5,9 @@
 2. `runtime.arguments.bind_inputs` says which arguments of the function may be overwritten: those that the
    caller donates and that reach the program as they are.
 3. `find_donations`, here, drops the pairs that must not be, and `lower` hands the rest to JAX.
+4. `runtime.donated_arguments` deletes, after a call, donated arguments whose buffer no result took over.
+
+Where `runtime.as_is` says that JAX alone does, no program runs, and JAX decides.
 """
 
 from __future__ import annotations

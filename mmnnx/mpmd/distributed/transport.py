@@ -1,4 +1,4 @@
-"""What carries arrays from one process to another: the only file that knows how.
+"""How the arrays of a program go from one process to another. (`mm.fetch` goes through the coordinator.)
 
 Where the client's own `jax.device_put` reaches other processes, arrays with equal shards go by that
 (`goes_by_device_put`, `device_put`). Else `send` and `receive` carry shards by `jax.experimental.transfer`.
@@ -47,9 +47,10 @@ def listen_at(address: str) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def goes_by_device_put(source: NamedSharding, target: NamedSharding) -> bool:
-    """Whether `jax.device_put` copies an array of one sharding to another that spans other processes.
+    """Whether `jax.device_put` carries an array of one sharding to another, of other processes.
 
-    It must be able to on this client, and the shards equal one by one.
+    The client must be able to do that, and both meshes must have the same shape, so that the shards are equal
+    one by one.
     """
     return (
         holders(source) != holders(target)

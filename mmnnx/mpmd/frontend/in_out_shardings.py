@@ -21,17 +21,15 @@ class InOutShardings:
     """What is known of the arguments and results of a function, in flat order.
 
     Attributes:
-      in_shardings: for each argument, the sharding that it has or is given; None for one that lives nowhere
-        in particular.
+      in_shardings: for each argument, the sharding that it has or is given; None for one that is unplaced.
       homes: for each argument, its mesh if it is placed state; None for others, and for scalars, which are
         copied to every mesh that reads them.
-      follows: for each result, the placed argument that it is the new value, the gradient or optimizer state
-        of.
+      follows: for each result, its owner (see `owners`): the placed argument that it belongs to.
       out_shardings: for each result, the sharding that it must have; None for one that stays where it is
         computed.
       module_meshes: for each result that is state, the mesh of all other state of its module, or of the
         module that it is in: where it goes if it depends on nothing, as an empty cache does.
-      on_every_mesh: for each result, whether it is the new value of a scalar that nobody placed, or that
+      on_every_mesh: for each result, whether it is the new value of a scalar that is unplaced, or that
         lives on the whole MultiMesh already.
     """
 
@@ -96,7 +94,7 @@ def find_in_out_shardings(
 
 
 def _in_sharding(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
-    """Where an argument lives: by in_shardings, else by its own sharding; None if nowhere in particular."""
+    """Where an argument lives: by in_shardings, else by its own sharding; None if it is unplaced."""
     rule = _rule(leaf, meshes)
     if rule is not None:
         return rule

@@ -44,16 +44,16 @@ def microbatch(
       size: size of a microbatch along `dim`; must divide the batch.
       argnum: which positional argument to slice, a pytree of arrays. The others are constant over the loop.
       schedule: the name of a schedule ("gpipe", "1f1b", "zero-bubble-h1", ...; `mmnnx schedule` lists them),
-        or "custom". Default: of those of mmnnx that can be used here, the one whose step is shortest in
-        simulation with unit costs (and fits `memory_limit`).
+        or "custom". Default: of those of mmnnx that can be used here (and fit `memory_limit`), the one with
+        the lowest step latency in simulation with unit costs.
       num_stages: number of pipeline stages expected; checked against what is found.
       interleave: number of stages on each TaskMesh expected, for schedules that interleave them.
       unrolling: for "interleaved-1f1b" and "interleaved-zero-bubble", how many microbatches a mesh runs of
         one of its stages before it turns to its next. Default: the number of meshes.
       arg_shardings: PartitionSpec, or a prefix tree of them, for each slice of the argument.
-      custom_schedule: the order of work itself, one row for each TaskMesh: of task names (the k-th time a
-        name appears is microbatch k), of (microbatch, task name) pairs, or of `mm.Action`. A task that is
-        trained has several names: "stage0 forward", "stage0 backward". What no row names follows by
+      custom_schedule: the order of work itself, in rows, each of them on one TaskMesh: of task names (the
+        k-th time a name appears is microbatch k), of (microbatch, task name) pairs, or of `mm.Action`. A task
+        that is trained has several names: "stage0 forward", "stage0 backward". What no row names follows by
         dependency.
       reduce: "sum" (default; of booleans it is "or"), "mean", "max", "last" or "concat" (along `dim`; scalars
         become a vector of one entry per microbatch), or a prefix tree of these over the results. Sums and

@@ -1,4 +1,7 @@
-"""The owner of a result: placed state that it is a new value, a gradient or optimizer state of."""
+"""The owner of a result: the placed argument that it belongs to.
+
+The result is the new value of its owner, its gradient, or its optimizer state.
+"""
 
 from __future__ import annotations
 

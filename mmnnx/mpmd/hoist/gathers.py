@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Dims, Known, dims_of, follow, of_spec
 from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import Kind, at_home
-from mmnnx.mpmd.ir.placement import Location, Placed, Placement
+from mmnnx.mpmd.ir.placement import Location, Placed, Placement, Reason
 from mmnnx.mpmd.ir.rewrite import inline
 
 
@@ -68,7 +68,7 @@ def _hoisted(loop: Loop, placement: Placement, known: Known) -> list[Node]:
             )
             equations, (whole,) = inline(constrain, v, scope="")
             for e in equations:
-                placement.put(e, Location(home), "none", "gathers state")
+                placement.put(e, Location(home), "none", Reason.GATHERS_STATE)
                 placement.where.update(dict.fromkeys(e.outvars, at_home(home)))
             gathered[v, home] = whole
             before += equations

@@ -3,8 +3,14 @@
 The gradient of a weight is a product over the examples of a microbatch. Where these are sharded over a mesh
 axis, XLA adds up what the devices make, in every microbatch. Here the product is divided into as many parts
 as the axis has devices, each over the examples of one: the accumulator holds a part for each device, and the
-parts are added up after the loop. It is the same sum in another order, whatever is sharded how: what
-`mmnnx.mpmd.hoist.sharding_propagation` finds decides about speed alone.
+parts are added up after the loop. With a gradient f32[4,8] of 6 examples that are sharded over 2 devices:
+
+    before, in the loop:    sum f32[4,8] += dot_general x f32[6,4] dy f32[6,8], and XLA reduces over devices
+    now, in the loop:       parts f32[2,4,8] += dot_general x f32[2,3,4] dy f32[2,3,8], batched over devices
+    after the loop:         sum f32[4,8] = reduce_sum parts, over its first dimension
+
+It is the same sum in another order, whatever is sharded how: what `mmnnx.mpmd.hoist.sharding_propagation`
+finds decides about speed alone.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from mmnnx.mpmd.hoist.partial_sums import Groups, PartialSums
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Known, follow, of_spec
 from mmnnx.mpmd.ir.equations import Atom, Equation, Loop, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import CONST, Kind, Origin
-from mmnnx.mpmd.ir.placement import Location, Placed, Placement
+from mmnnx.mpmd.ir.placement import Location, Placed, Placement, Reason
 from mmnnx.mpmd.ir.rewrite import inline
 from mmnnx.mpmd.ir.shardings import same_shape
 
@@ -202,7 +208,7 @@ def _place(
         home = placement.where[state].home
     assert home is not None  # what is placed in the loop has a home after it
     for e in summed:
-        placement.put(e, Location(home), "none", "reduces a sum")
+        placement.put(e, Location(home), "none", Reason.REDUCES_SUM)
         placement.where.update(dict.fromkeys(e.outvars, Origin(Kind.ACTIVATION, home)))
 
 

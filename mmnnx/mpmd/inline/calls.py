@@ -55,7 +55,7 @@ def inline_calls(
 
     Args:
       jaxpr: a closed jaxpr.
-      homes: for each of its inputs, the mesh where that state lives, None for inputs that live nowhere.
+      homes: for each of its inputs, the mesh where that state lives, None for unplaced inputs.
       task_mesh: from a name stack to the mesh of the task it lies in, None outside tasks.
       names: what messages call each mesh.
       follows: for results, the input whose home will be theirs, if that is known.

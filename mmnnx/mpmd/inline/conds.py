@@ -120,7 +120,7 @@ def _distribute(
 ) -> list[Part] | None:
     """Divides the branches between meshes.
 
-    Gradients and their updates are made nowhere in particular yet: they go where their parameters are.
+    Gradients and their updates are unplaced as yet: they go where their parameters are.
     """
     operands = filter(is_var, eqn.invars[1:])
     homes = {a: writer.destination[a] for a in operands if a in writer.destination}

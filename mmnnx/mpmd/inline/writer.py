@@ -38,7 +38,7 @@ class Writer(abc.ABC):
       constants: variables for arrays that the function captured, and the arrays.
       layout_of: of values that only lay out another one anew, the other one.
       available: for what a distributed scan or cond made, the meshes that have it.
-      destination: where there are conds, for gradients and updates that live nowhere in particular, the home
+      destination: where there are conds, for gradients and updates that are unplaced as yet, the home
         of the state that they are for.
     """
 

@@ -28,11 +28,13 @@ def saved_activations(program: ProgramData) -> frozenset[int]:
 def buffer_reuse(program: ProgramData) -> dict[Fragment, Pairs]:
     """For each fragment, the inputs whose memory results take over: (number of the input, of the result).
 
-    An input qualifies if each call of the fragment is its last use. What has a successor gives way to it;
-    what else was made by the program, and is no other mesh's as well, to a result of its type.
+    An input qualifies if each call of the fragment is its last use, and if it shares no memory with another
+    mesh. If it is state or a sum, its next value takes its buffer, where this fragment makes that. Any other
+    value that the program made gives its buffer to a result of the same shape and dtype.
     """
-    # To a mesh of another shape, or with devices of the same, go shards that are there already. With the
-    # same devices, those of the source: whichever of the two is last used first, the other is still read.
+    # A transfer to a mesh of another shape, or to one that shares devices with the source, may not copy: the
+    # result shares memory with the source. Then it is not overwritten. If the two meshes share devices, the
+    # source is not either: whichever of the two is last used first, the other is still read.
     shared = {t.outputs[0] for t in program.transfers if not _is_copied(t)}
     shared |= {t.inputs[0] for t in program.transfers if _common_devices(t)}
     dying: dict[Fragment, set[int]] = {}

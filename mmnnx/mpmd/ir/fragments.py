@@ -16,14 +16,15 @@ PlacedVar = tuple[Var, Mesh]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fragment:
-    """One SPMD program.
+    """One SPMD program: equations of one mesh, phase and position.
 
     Attributes:
-      name: the task and the phase, such as "stage0 forward".
+      name: made of the task and the phase, such as "stage0 forward". Several may have the same:
+        `Program.labels` tells them apart.
       task: the task.
       mesh: the TaskMesh that it is compiled for.
       phase: "forward", "backward", one of its parts "backward-input" and "backward-weight", or "none"
-        (no part of a derivative, such as the optimizer).
+        (in no forward or backward of a stage, such as the optimizer, joins, and work on state alone).
       position: its place in the flow of activations, None outside the flow.
       jaxpr: what it computes.
       invars, outvars: the variables that it reads and makes, all on `mesh`.

@@ -116,7 +116,7 @@ class ProgramData:
 
     @property
     def fragments(self) -> list[Fragment]:
-        """The distinct programs; each is compiled once, however many microbatches there are."""
+        """The distinct fragments; each is compiled once, however many microbatches there are."""
         return list(dict.fromkeys(c.fragment for c in self.calls))
 
     @property

@@ -122,7 +122,7 @@ def _where(node: Node, placement: Placement | None, mesh_names: Mapping[Mesh, st
         return "  @ wherever it is read"
     position = "" if location.position is None else f" {location.position}"
     where = f"{mesh_names[location.mesh]}, {placement.phases[node]}{position}"
-    return f"  @ {where} ({placement.reasons[node]})"
+    return f"  @ {where} ({placement.reasons[node].value})"
 
 
 def _scope(node: Equation) -> str:

@@ -14,9 +14,9 @@ class LoopSpec:
     """What a loop keeps of the call of `mm.microbatch` that made it.
 
     Attributes:
-      schedule: name of the schedule, None for the shortest or a custom one.
+      schedule: name of the schedule, None for one chosen by simulation, or a custom one.
       options: those of `interleave` and `unrolling` that were given, by name.
-      rows: a custom schedule: one row for each mesh, of Actions or of (microbatch, name of a task).
+      rows: a custom schedule: rows, each of one mesh, of Actions or of (microbatch, name of a task).
       num_stages, remat, memory_limit: as given.
       length: number of microbatches, filled in when traced.
     """

@@ -12,21 +12,27 @@ from jax.sharding import Mesh
 # What a value is made of. It decides who must hold it and what a piece of computation is tied to.
 class Kind(enum.Enum):
     CONST = "const"  # of literals alone
-    FREE = "free"  # of inputs that live nowhere in particular: batches, counters, keys
+    FREE = "free"  # of unplaced inputs: batches, counters, keys
     STATE = "state"  # of placed state of one home
     ACTIVATION = "activation"  # of anything else
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """The kind of a value, and its home: that of state, and of an activation the mesh it was placed on."""
+    """The kind of a value, and its mesh.
+
+    Attributes:
+      kind: of the value.
+      home: the home of state; of an activation, the mesh where it is made. None for all else, and for an
+        activation that is not placed yet.
+    """
 
     kind: Kind
     home: Mesh | None = None
 
     @property
     def mesh(self) -> Mesh:
-        """The home of what has one: state, and activations that are placed."""
+        """The mesh of state, or of an activation that is placed."""
         assert self.home is not None
         return self.home
 
@@ -35,7 +41,7 @@ CONST, FREE, ACTIVATION = Origin(Kind.CONST), Origin(Kind.FREE), Origin(Kind.ACT
 
 
 def at_home(home: Mesh | None) -> Origin:
-    """The origin of state that lives on a mesh, or of an input that lives nowhere in particular."""
+    """The origin of state that lives on a mesh, or of an unplaced input."""
     return FREE if home is None else Origin(Kind.STATE, home)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import operator
 from collections.abc import Iterable, Sequence
 
@@ -11,6 +12,29 @@ from jax.sharding import Mesh
 from mmnnx.mpmd.ir.equations import Atom, Equation, Flat, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import Kind, Origin, combine
 from mmnnx.sharding.task import Task
+
+
+class Reason(enum.Enum):
+    """Why an equation is where it is, as printed behind its "@". docs/how-it-works.md explains each."""
+
+    IN_TASK = "in the scope of a task"
+    MADE_OF_STATE = "made of nothing but state of this mesh"
+    READS_STATE = "reads state of this mesh"
+    STATE_IS_SENT = "reads state that is sent here"
+    FOLLOWS_OPERANDS = "follows the values it reads"
+    NEW_STATE = "makes a new value of state of this mesh"
+    FEWEST_BYTES = "moved so that the fewest bytes are sent (minimum cut)"
+    READS_SAVED = "reads what the forward saved"
+    READS_NEW_STATE = "reads a new value of state of this mesh"
+    ALL_HERE = "everything it reads is already on this mesh"
+    FOR_BACKWARD = "only the backward reads it"
+    ADDS_TO_SUM = "adds to a sum kept on this mesh"
+    UPDATE = "runs after the backward or the loop"
+    READ_FIRST = "its result is read first on this mesh"
+    CALLBACK = "a callback that depends on no placed state"
+    REDUCES_SUM = "reduces a sum once, after the loop"
+    GATHERS_STATE = "gathers sharded state once, before the loop"
+    COMPUTED_AGAIN = "computed again for the backward"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,8 +70,8 @@ class Placement:
       positions: the flow of activations, in order.
       locations: where each equation runs; absent for work that depends on no placed state.
       phases: for each equation in `locations`, "forward", "backward" or "none".
-      reasons: why each equation in `locations` is there, in words.
-      where: the origin of each variable, with the mesh that holds it unless it is free.
+      reasons: why each equation in `locations` is there.
+      where: the origin of each variable, with the mesh that holds it unless it is unplaced.
       backward_tasks: the positions whose backward is in a task of another name than the forward.
       follows: for gradients and what becomes of them, the state variable that they will be combined with.
       bodies: for each Loop, the placement of its body.
@@ -56,7 +80,7 @@ class Placement:
     positions: list[Position] = dataclasses.field(default_factory=list)
     locations: dict[Node, Location] = dataclasses.field(default_factory=dict)
     phases: dict[Node, str] = dataclasses.field(default_factory=dict)
-    reasons: dict[Node, str] = dataclasses.field(default_factory=dict)
+    reasons: dict[Node, Reason] = dataclasses.field(default_factory=dict)
     where: dict[Var, Origin] = dataclasses.field(default_factory=dict)
     backward_tasks: dict[int, str] = dataclasses.field(default_factory=dict)
     follows: dict[Var, Var] = dataclasses.field(default_factory=dict)
@@ -79,7 +103,7 @@ class Placement:
             bodies={loop: body.copy() for loop, body in self.bodies.items()},
         )
 
-    def put(self, e: Node, location: Location, phase: str, reason: str) -> None:
+    def put(self, e: Node, location: Location, phase: str, reason: Reason) -> None:
         """Places an equation."""
         self.locations[e], self.phases[e], self.reasons[e] = location, phase, reason
 

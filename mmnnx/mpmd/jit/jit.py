@@ -39,7 +39,7 @@ def jit(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Compiles a function over NNX objects into one program for each TaskMesh that it touches.
+    """Compiles a function over NNX objects into fragments, XLA programs of one TaskMesh each.
 
     It behaves as `nnx.jit` does. State is placed: computation follows the state that lives on a mesh (or is
     put there by `in_shardings` or `out_shardings`), and an explicit task scope (`mm.task`) overrides. A

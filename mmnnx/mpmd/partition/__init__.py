@@ -1,4 +1,4 @@
-"""Placed equations become fragments, SPMD programs of one mesh, phase and position, and stages of loops.
+"""Placed equations become fragments: SPMD programs of one mesh, phase and position each; and stages of loops.
 
 In: placed nodes. Out: a `Partition`: the plan (fragments and loops in order), what holds each result, and the
 shardings that are decided. On the way each backward repeats what is cheaper to compute again than to keep

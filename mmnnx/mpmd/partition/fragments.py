@@ -1,4 +1,4 @@
-"""Placed equations become fragments: one program for each task and phase.
+"""Placed equations become fragments: SPMD programs of one mesh, phase and position each.
 
 Values that cross between fragments are saved activations (on one mesh) or transfers (between meshes).
 """
@@ -31,7 +31,7 @@ def plan_fragments(placed: Placed, required: Iterable[PlacedVar], names: Names, 
       placed: all nodes, in order, and where they go.
       required: results, each with the mesh on which it is wanted.
       names: for meshes whose work is in no named task.
-      choice: for loops that ask for no schedule, which of those that would do; 0 is the shortest.
+      choice: for loops that ask for no schedule, which of those that would do; 0 has the lowest step latency.
     """
     nodes, placement = rematerialise(placed.nodes, placed.placement, task_remat(placed.placement))
     placement = split_backward(nodes, placement, split_positions(placement))

@@ -1,6 +1,6 @@
 """Equations are grouped into fragments: those of one TaskMesh, phase and position.
 
-Where one program would need its own results by way of another mesh, there are several. This goes over the
+Where one fragment would need its own results by way of another mesh, there are several. This goes over the
 nodes from the last to the first: an equation joins a fragment that reads its results, so that work is done as
 late as it can be, and what a loop does not read is not done before it.
 """
@@ -60,7 +60,7 @@ class Grouping:
                     self._add(node, mesh)
 
     def made_on(self, var: Var, mesh: Mesh) -> Mesh:
-        """The mesh that makes what `mesh` reads: the variable's home, or `mesh` itself for free work."""
+        """The mesh that makes what `mesh` reads: that of the variable, or `mesh` itself for unplaced work."""
         return self.placement.where[var].home or mesh
 
     def _is_needed(self, node: Equation) -> bool:

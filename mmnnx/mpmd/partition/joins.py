@@ -20,8 +20,9 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 def set_joins_apart(loop: Loop, placement: Placement) -> Placement:
     """Gives equations of a loop's body that join branches the phase "none".
 
-    They are those at the end of a forward or backward that depend on a position on which none of its work
-    does. Its work is what is made of the microbatch with state, and products.
+    Work, here, is what depends on the microbatch and is a product or reads state. An equation of the forward
+    (or backward) of a stage joins branches if it depends on another stage on which no work of that forward
+    (or backward) depends.
 
     Args:
       loop: the loop.

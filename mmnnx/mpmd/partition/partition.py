@@ -1,7 +1,7 @@
 """The partitions of a function: its fragments, what holds its results, and the shardings that are fixed.
 
-A function that touches one mesh is one fragment. Any other is partitioned by task and phase; where its loops
-ask for no schedule, once for each schedule that would do, the shortest first.
+A function that touches one mesh is one fragment. Any other is partitioned by mesh, phase and position;
+where its loops ask for no schedule, once for each schedule that would do, that of lowest step latency first.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import jax.extend.core as jex
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Loop, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import Kind
-from mmnnx.mpmd.ir.placement import Location, Placement
+from mmnnx.mpmd.ir.placement import Location, Placement, Reason
 from mmnnx.mpmd.ir.timetable import Remat
 from mmnnx.mpmd.place.min_cut import sink_side
 
@@ -82,7 +82,7 @@ def _with_repeats(
     def add(node: Equation, outvars: Sequence[Var], location: Location) -> None:
         invars = [again.get((a, location), a) if is_var(a) else a for a in node.invars]
         copy = Equation(node.eqn.replace(invars=invars, outvars=list(outvars)), node.scope)
-        placed.put(copy, location, "backward", "computed again")
+        placed.put(copy, location, "backward", Reason.COMPUTED_AGAIN)
         placed.where.update((new, placement.where[old]) for new, old in zip(outvars, node.outvars))
         out.append(copy)
 

@@ -17,7 +17,7 @@ def held_results(function: Function, flat: Flat, placement: Placement) -> list[l
     covered = {d for m in meshes for d in m.devices.flat}
     devices = set(multimesh.mesh.devices.flat) if multimesh is not None else set()
     whole = covered == devices or (covered < devices and len(meshes) > 1 and jax.process_count() == 1)
-    # Counters that nobody placed are computed on every mesh, so that none is ever sent.
+    # Unplaced counters are computed on every mesh, so that none is ever sent.
     everywhere = meshes if whole else meshes[:1]
     inputs = {*flat.invars, *(v for v, _ in flat.constants)}
     results: list[list[PlacedVar]] = []

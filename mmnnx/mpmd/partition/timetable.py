@@ -19,8 +19,8 @@ def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:
     Args:
       loop: the loop.
       placement: of its body.
-      choice: where no schedule was asked for, which of those that would do: 0 is the shortest. Where there
-        are fewer, the last.
+      choice: where no schedule was asked for, which of those that would do: 0 has the lowest step latency.
+        Where there are fewer, the last.
 
     Raises:
       ValueError: if the loop has another number of stages than was asked for, or its schedule (where none was

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import Kind
-from mmnnx.mpmd.ir.placement import Location, by_rank
+from mmnnx.mpmd.ir.placement import Location, Reason, by_rank
 from mmnnx.mpmd.place.classify import Role
 from mmnnx.mpmd.place.region import Region
 
@@ -30,13 +30,12 @@ def place_backward(region: Region, e: Equation) -> None:
         choices = set.intersection(*residuals.values())
         if incoming and len(choices) > 1 and all(region.origin_of(a).kind is Kind.FREE for a in residuals):
             # A scalar that several stages use, say, is at hand wherever this comes to be.
-            region.put(e, min(incoming, key=by_rank), "backward", "with its operands")
+            region.put(e, min(incoming, key=by_rank), "backward", Reason.FOLLOWS_OPERANDS)
             return
         choices = choices or _with_most_bytes(residuals)
     elif (renewed := region.renewed_homes(e)) and None in (s.position for s in incoming):
-        region.put(
-            e, Location(max(renewed, key=renewed.__getitem__)), "backward", "reads a new value of state"
-        )
+        mesh = max(renewed, key=renewed.__getitem__)
+        region.put(e, Location(mesh), "backward", Reason.READS_NEW_STATE)
         region.note_renewed(e)
         return
     elif incoming:
@@ -44,7 +43,7 @@ def place_backward(region: Region, e: Equation) -> None:
         # What is recomputed in a backward is no residual: a gradient is made at home even so.
         at_home = [s for s in incoming if s.mesh == region.followed_home(e)]
         location = _beside(region, e, ahead) if ahead else min(at_home or incoming, key=by_rank)
-        region.put(e, location, "backward", "with its operands")
+        region.put(e, location, "backward", Reason.FOLLOWS_OPERANDS)
         return
     else:
         choices = {Location(region.positions[-1].mesh, len(region.positions) - 1)}
@@ -52,10 +51,10 @@ def place_backward(region: Region, e: Equation) -> None:
     location = max(reached, key=by_rank) if reached else min(choices, key=by_rank)
     sent = scoped is None and came is None and all(s.mesh != location.mesh for s in incoming)
     if sent and (there := _all_there(region, incoming, residuals)) is not None:
-        region.put(e, there, "backward", "all that it reads is there")
+        region.put(e, there, "backward", Reason.ALL_HERE)
         return
     region.tied.add(e)
-    reason = "in the scope of a task" if scoped is not None else "reads what the forward saved"
+    reason = Reason.IN_TASK if scoped is not None else Reason.READS_SAVED
     region.put(e, location, "backward", reason)
     if scoped is not None and location.position is not None:
         here, name = region.positions[location.position].task, scoped[0].name
@@ -98,7 +97,7 @@ def _available(region: Region, atom: Atom) -> set[Location] | None:
     held = {
         region.locations[m] for m in holders if m in region.locations and region.roles.of[m] is Role.FORWARD
     }
-    # What is free could be had everywhere, but a gradient over it belongs to the stage that used it.
+    # What is unplaced could be had everywhere, but a gradient over it belongs to the stage that used it.
     return held if origin.kind is Kind.ACTIVATION else held or None
 
 
@@ -146,4 +145,4 @@ def join_backward(region: Region) -> None:
             if location.position is not None and all(
                 (s := _available(region, a)) is None or location in s for a in e.invars
             ):
-                region.put(e, location, region.out.phases[e], "read by the backward alone")
+                region.put(e, location, region.out.phases[e], Reason.FOR_BACKWARD)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.ir.equations import Equation, Node, Var, is_var, nbytes
-from mmnnx.mpmd.ir.placement import Location
+from mmnnx.mpmd.ir.placement import Location, Reason
 from mmnnx.mpmd.place.classify import Role
 from mmnnx.mpmd.place.min_cut import sink_side
 from mmnnx.mpmd.place.region import Region
@@ -143,7 +143,7 @@ def move_across_boundaries(region: Region, equations: Sequence[Equation]) -> boo
         if e not in region.tied:
             position = coordinate(new[e])
             moved = new[e] != at[e]
-            reason = "minimum cut" if moved else region.out.reasons[e]
+            reason = Reason.FEWEST_BYTES if moved else region.out.reasons[e]
             here = Location(region.positions[position].mesh, position)
             region.put(e, here, region.out.phases[e], reason)
     return new != at

@@ -23,9 +23,9 @@ class Roles:
 
     Attributes:
       of: by node, in order.
-      inner: backwards of derivatives that are themselves derived, and so part of the forward of that.
-      after_inner: these and all that depends on them, such as weights after a step down the gradient.
-      for_updates: what nobody reads but what is late: no part of the flow.
+      inner: the backward of a gradient that is itself differentiated; it is part of the outer forward.
+      after_inner: these and all that depend on them, such as weights after a step of an inner optimizer.
+      for_updates: what only updates read, directly or through others of these; it is no part of the flow.
     """
 
     of: Mapping[Node, Role]
@@ -66,7 +66,7 @@ def classify(nodes: Sequence[Node], users: Mapping[Var, Sequence[Node]]) -> Role
 
 
 def _inner(nodes: Sequence[Node]) -> tuple[set[Node], set[Node]]:
-    """Backwards of derivatives that are themselves derived; and these with all that depends on them."""
+    """`inner` and `after_inner` of `Roles`."""
     read: set[Var] = set()  # by the backward of an outermost derivative
     derived: set[Node] = set()
     for n in reversed(nodes):

@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from mmnnx.mpmd.ir.equations import Equation, Node, is_var
 from mmnnx.mpmd.ir.origin import Kind
-from mmnnx.mpmd.ir.placement import Location
+from mmnnx.mpmd.ir.placement import Location, Reason
 from mmnnx.mpmd.place.classify import Role
 from mmnnx.mpmd.place.region import Region
 
@@ -20,9 +20,11 @@ def place_forward(region: Region, e: Equation) -> None:
     )
     scoped, homes, renewed = region.task_of(e.scope), region.state_homes(e), region.renewed_homes(e)
     homes = homes or renewed
+    reason = Reason.READS_STATE if homes else Reason.FOLLOWS_OPERANDS
     if scoped is not None:
         task, mesh = scoped
         position = region.position(mesh, task, before)
+        reason = Reason.IN_TASK
     elif homes:
         mesh = max(homes, key=homes.__getitem__)
         ahead = any(p.mesh == mesh for p in region.positions[max(before, 0) :])
@@ -33,6 +35,7 @@ def place_forward(region: Region, e: Equation) -> None:
             # scalar is sent back: such as the norm of all weights, which scales each of them.)
             region.sent |= region.roots_of(e) or {a for a in e.invars if is_var(a) and a in region.renewed}
             position = before
+            reason = Reason.STATE_IS_SENT
         else:
             position = region.position(mesh, None, before)
     else:
@@ -40,9 +43,6 @@ def place_forward(region: Region, e: Equation) -> None:
     if scoped is not None or homes:
         region.tied.add(e)
         region.used_state |= region.roots_of(e)
-    reason = (
-        "in the scope of a task" if scoped is not None else "reads state" if homes else "with its operands"
-    )
     region.put(e, Location(region.positions[position].mesh, position), region.forward_phase, reason)
     if e in region.roles.after_inner:
         region.note_renewed(e)
@@ -67,4 +67,4 @@ def bring_home(region: Region) -> None:
         ):
             held = region.at_hand(e)
             if home[e] == max(held, key=held.__getitem__, default=None):
-                region.put(e, Location(home[e]), "none", "makes new state")
+                region.put(e, Location(home[e]), "none", Reason.NEW_STATE)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from mmnnx.mpmd.ir.dataflow import sum_terms
 from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import CONST
-from mmnnx.mpmd.ir.placement import Location, Placement
+from mmnnx.mpmd.ir.placement import Location, Placement, Reason
 from mmnnx.mpmd.ir.rewrite import inline
 
 
@@ -111,7 +111,7 @@ def _carry_over(placement: Placement, apart: Sums, grouped: Sums) -> None:
             body.where.update(dict.fromkeys(e.outvars, body.where[first.leaves]))
             if found := [at[v] for v in e.invars if is_var(v) and v in at]:
                 here = min(found, key=lambda item: item[0].rank)
-                body.put(e, *here, "adds up what was made there")
+                body.put(e, *here, Reason.ADDS_TO_SUM)
                 at.update(dict.fromkeys(e.outvars, here))
         body.where[a.enters] = body.where[first.enters]
         if a.part is not a.total:

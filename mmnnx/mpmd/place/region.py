@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from mmnnx.mpmd.ir.dataflow import follow_back
 from mmnnx.mpmd.ir.equations import Atom, Equation, Loop, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import CONST, FREE, Kind, Origin, combine
-from mmnnx.mpmd.ir.placement import Location, Placement, Position
+from mmnnx.mpmd.ir.placement import Location, Placement, Position, Reason
 from mmnnx.mpmd.place.classify import Role, classify
 from mmnnx.mpmd.place.options import fusing
 from mmnnx.sharding.task import Task
@@ -108,7 +108,7 @@ class Region:
         return frozenset().union(*(self.roots.get(a, ()) for a in e.invars if is_var(a)))
 
     def put(
-        self, e: Equation, location: Location, phase: str, reason: str, kind: Kind = Kind.ACTIVATION
+        self, e: Equation, location: Location, phase: str, reason: Reason, kind: Kind = Kind.ACTIVATION
     ) -> None:
         """Places an equation, and with it its results."""
         self.out.put(e, location, "backward" if self.roles.is_backward(e) else phase, reason)
@@ -160,7 +160,7 @@ class Region:
         return self.bytes_by_home(a for a in e.invars if is_var(a) and a in self.renewed)
 
     def bytes_by_home(self, atoms: Iterable[Atom]) -> dict[Mesh, int]:
-        """Bytes of values that have a home, by home."""
+        """Bytes of values that are on a mesh, by mesh."""
         homes: dict[Mesh, int] = {}
         for a in atoms:
             mesh = self.origin_of(a).mesh
@@ -194,13 +194,14 @@ class Region:
             self.renewed.add(out)
 
     def stays(self, e: Equation) -> bool:
-        """Places what is made of free values alone (nowhere) or of one home's state (there), else False."""
+        """Places an equation that needs no position: at home, if it is made of state of one home; nowhere, if
+        of unplaced values alone. Else it returns False."""
         if self.task_of(e.scope) is not None:
             return False
         origins = [self.origin_of(a) for a in e.invars]
         origin = combine(origins)
         if origin.kind is Kind.ACTIVATION and (self.forward_phase == "none" or e in self.roles.for_updates):
-            # State and a free scalar are state still, such as a moment times its decay.
+            # State and an unplaced scalar are state still, such as a moment times its decay.
             origin = combine(o for a, o in zip(e.invars, origins) if o.kind is not Kind.FREE or a.aval.shape)
         if origin.kind is Kind.ACTIVATION:
             return False
@@ -211,7 +212,7 @@ class Region:
             if True in of_batch:
                 self.of_batch.update(e.outvars)
             self.roots.update(dict.fromkeys(e.outvars, self.roots_of(e)))
-            self.put(e, Location(origin.mesh), "none", "reads state alone", Kind.STATE)
+            self.put(e, Location(origin.mesh), "none", Reason.MADE_OF_STATE, Kind.STATE)
         else:
             self.where.update(dict.fromkeys(e.outvars, origin))
         return True

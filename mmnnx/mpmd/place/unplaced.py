@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Loop
 from mmnnx.mpmd.ir.origin import Kind
-from mmnnx.mpmd.ir.placement import Location, by_rank
+from mmnnx.mpmd.ir.placement import Location, Reason, by_rank
 from mmnnx.mpmd.place.region import Region
 
 
@@ -29,7 +29,7 @@ def place_free(region: Region) -> None:
                 found.append(region.locations[u])
         if found:
             phase = region.forward_phase if found[0].position is not None else "none"
-            region.put(e, min(found, key=by_rank), phase, "read there first")
+            region.put(e, min(found, key=by_rank), phase, Reason.READ_FIRST)
 
 
 def place_effects(region: Region) -> None:
@@ -44,4 +44,4 @@ def place_effects(region: Region) -> None:
     begin = Location(region.positions[0].mesh, 0) if region.positions else first
     for e in region.nodes:
         if isinstance(e, Equation) and e.eqn.effects and e not in region.locations and begin is not None:
-            region.put(e, begin, region.forward_phase if region.positions else "none", "a callback")
+            region.put(e, begin, region.forward_phase if region.positions else "none", Reason.CALLBACK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mmnnx.mpmd.ir.equations import Equation
-from mmnnx.mpmd.ir.placement import Location, by_rank
+from mmnnx.mpmd.ir.placement import Location, Reason, by_rank
 from mmnnx.mpmd.place.classify import Role
 from mmnnx.mpmd.place.region import Region
 
@@ -28,8 +28,8 @@ def place_update(region: Region, e: Equation) -> None:
     # In a loop, sums of gradients and the like join the fragment that made what they sum.
     joined = [s for s in arriving if s.mesh == mesh and s.position is not None] if region.in_loop else []
     if joined:
-        region.put(e, min(joined, key=by_rank), "backward", "adds up what was made there")
+        region.put(e, min(joined, key=by_rank), "backward", Reason.ADDS_TO_SUM)
     else:
-        reason = "in the scope of a task" if scoped is not None else "updates state"
+        reason = Reason.IN_TASK if scoped is not None else Reason.UPDATE
         region.put(e, Location(mesh), "none", reason)
     region.note_renewed(e)

@@ -73,7 +73,7 @@ def binder(x: Any, target: NamedSharding) -> Bind | None:
 
 
 def _counter_binder(x: Any, later: NamedSharding, target: NamedSharding) -> Bind:
-    """The same for one that lives nowhere in particular, and after a call where `later` says."""
+    """The same for one that is unplaced, and after a call lives where `later` says."""
     binds = {False: binder(x, target), True: _binder(jax.typeof(x), later, target)}
 
     def bind(x: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A program, and what ties it to the function that it is of."""
+"""A program, and what ties it to its function."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mmnnx.sharding.mesh import MultiMesh
 
 @dataclasses.dataclass(frozen=True)
 class BoundProgram:
-    """A program, and what ties it to the function that it is of.
+    """A program, and what ties it to its function.
 
     Attributes:
       program: the program.
       flat: the equations that it was made of.
       fixed: shardings that are decided; those of inputs are added.
-      in_shardings: for each argument, the sharding that it has or is given; None if it lives nowhere in
-        particular.
-      next_shardings: for some of those that do not, where their next values will be: both are taken.
+      in_shardings: for each argument, the sharding that it has or is given; None if it is unplaced.
+      next_shardings: for some unplaced arguments, by their number, the sharding in which a call leaves their
+        new value. The next call may be given that value.
       out_shardings: for each result, the sharding that it must have; None for one that stays where it is
         computed.
       results: for each result, the values of the program that hold it; none for an argument or a constant.

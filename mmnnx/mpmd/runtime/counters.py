@@ -1,4 +1,4 @@
-"""Scalars that nobody placed, such as step counters: where a call leaves them, and takes them from."""
+"""Unplaced scalars, such as step counters: where a call leaves them, and takes them from."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def out_shardings(function: Function, partition: Partition) -> list[NamedShardin
 def next_shardings(
     function: Function, partition: Partition, requested: Sequence[NamedSharding | None]
 ) -> dict[int, NamedSharding]:
-    """For scalars that nobody placed, and that are state: where a call leaves them, by argument.
+    """For unplaced scalars that are state, by number of the argument: where a call leaves their new value.
 
-    It is all the same to a program whether they are there or nowhere in particular, as after `nnx.Optimizer`
-    or `nnx.metrics.Average` outside of `mm.jit`, unless what is called all of the MultiMesh is a task's own.
+    A program takes such a scalar unplaced, as `nnx.Optimizer` or `nnx.metrics.Average` make it outside of
+    `mm.jit`, and from where an earlier call left it. If the mesh of a task is the whole MultiMesh, there is
+    none: a scalar that is kept on every mesh would count as placed in that task.
 
     Args:
       function: the function.

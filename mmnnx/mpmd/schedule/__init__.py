@@ -1,7 +1,8 @@
 """Pipeline schedules: in which order each mesh runs the forwards and backwards of its stages. One file each.
 
-In: the stages of a microbatch loop, and the number of microbatches. Out: a table, one row of actions for each
-mesh (`table.py` checks it); and the order in which all fragments are dispatched (`dispatch_order.py`).
+In: the stages of a microbatch loop, and the number of microbatches. Out: a table, which is rows of actions,
+each row of one mesh (`table.py` checks it); and the order in which all fragments are dispatched
+(`dispatch_order.py`).
 Always: an action comes after those that it needs. Read `one_f_one_b.py` first, then `base.py`.
 """
 

@@ -1,4 +1,4 @@
-"""The schedule of a loop: the one that it asks for, or the one with the shortest step in simulation."""
+"""The schedule of a loop: the one that it asks for, or the one with the lowest step latency in simulation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from mmnnx.mpmd.schedule.table import check_table, simulate
 
 
 def candidates(spec: LoopSpec, stages: Stages, parts: Mapping[int, Collection[str]]) -> list[str]:
-    """The names of the schedules that a loop may have, the shortest first: the one that it asks for, if any.
+    """The names of the schedules that a loop may have: the one that it asks for, or all that would do.
 
-    They are ranked for 2S + 1 microbatches of S stages if there are more: all are in steady state by then.
+    That of lowest step latency comes first, in simulation of at most 2S + 1 microbatches of S stages: all are
+    in steady state by then.
 
     Args:
       spec: what the loop asks for.
@@ -63,7 +64,8 @@ def make_table(
 def _ranked(
     schedules: Sequence[Schedule], stages: Stages, length: int, options: tuple[tuple[str, Any], ...]
 ) -> list[str]:
-    """The schedules that can be used, the shortest first; of equals that with fewest saved activations."""
+    """The schedules that can be used, that of lowest step latency first; of equal ones, that with the fewest
+    saved activations."""
     found = []
     for schedule in schedules:
         if not {name for name, _ in options} <= set(schedule.options):

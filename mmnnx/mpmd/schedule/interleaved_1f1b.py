@@ -14,9 +14,8 @@ def interleaved_1f1b(
 ) -> list[list[Action]]:
     """Bubble (P-1)/(VM+P-1) for P meshes with V stages each, and M >= P.
 
-    If M is a multiple of P, mesh p holds saved activations of at most PV + P - 2p - 1 (stage, microbatch)
-    pairs; if not, of V - 1 more for each microbatch that the longest turn is longer. (With V = 1 it is eager
-    1F1B.)
+    Mesh p holds saved activations of at most (V - 1) L + 2 (P - p) - 1 (stage, microbatch) pairs. L is the
+    length of the longest turn: P, if M is a multiple of P. (With V = 1 it is eager 1F1B.)
 
     Args:
       stages: a chain that goes round the meshes: stage i on mesh i % P.

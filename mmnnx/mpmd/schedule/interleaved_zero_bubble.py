@@ -14,10 +14,10 @@ def interleaved_zero_bubble(
 ) -> list[list[Action]]:
     """Bubble (P-1)/(3VM+P-1) for P meshes with V stages each, and M >= P.
 
-    If M is a multiple of P, every mesh holds saved activations of at most PV (stage, microbatch) pairs, as in
-    1F1B; if not, of V - 1 more for each microbatch that the longest turn is longer. An input part is as short
-    as a forward: one forward ahead for each mesh behind will do, where interleaved 1F1B has two. Mesh p runs
-    its weight parts p microbatches late.
+    Every mesh holds saved activations of at most (V - 1) L + P (stage, microbatch) pairs. L is the length of
+    the longest turn: P, if M is a multiple of P; these are VP pairs, the bytes of 1F1B. An input part is as
+    short as a forward: one forward ahead for each mesh behind will do, where interleaved 1F1B has two. Mesh p
+    runs a weight part p input parts later.
 
     Args:
       stages: a chain that goes round the meshes: stage i on mesh i % P.

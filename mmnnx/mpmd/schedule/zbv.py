@@ -1,4 +1,4 @@
-"""ZB-V (Qi et al., arXiv:2401.10241 and 2405.15362): no bubble between steps, in 1F1B's memory.
+"""ZB-V (Qi et al. 2023, arXiv:2401.10241; 2024, arXiv:2405.15362): no bubble between steps, in 1F1B's memory.
 
 Each mesh has two stages, in a V: the longer it holds saved activations of its first stage, the shorter those
 of its second.

@@ -81,7 +81,7 @@ TASKS = {
 @pytest.mark.parametrize("donated", [(), (0, 1, 2)])
 @pytest.mark.parametrize("kind", TASKS)
 def test_counters_made_outside_cost_no_second_program(compiled, kind, donated):
-    """`nnx.Optimizer` and metrics are often made outside of mm.jit: their counters live nowhere in particular
+    """`nnx.Optimizer` and metrics are often made outside of mm.jit: their counters are unplaced
     before the first step; after it, on every mesh, or without a MultiMesh on one."""
     tasks = [mm.Task(name, **where) for name, where in zip(("first", "last"), TASKS[kind])]
     rules = {mm.path(task.name): (task, P()) for task in tasks}

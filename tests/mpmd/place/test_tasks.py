@@ -471,7 +471,7 @@ def test_logical_axes_in_metadata():
 
 
 def test_a_function_of_one_task_runs_on_the_mesh_of_that_task():
-    """Wherever its arguments are: nowhere in particular, on another device, or there already."""
+    """Wherever its arguments are: unplaced, on another device, or there already."""
     double = mm.task(lambda x: x * 2, "double", mesh=mm.TaskMesh(devices=[2, 3]))
     f = mm.jit(double)
     there = f(np.ones(4))
