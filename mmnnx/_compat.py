@@ -214,9 +214,9 @@ def in_cached_partial() -> bool:
     return nnx.graphlib.GRAPH_CONTEXT.tmp_static_cache is not None
 
 
-def inner_traced(traced: Any) -> Any:
-    """What `replacement.trace` returned, out of the stage object that `nnx.jit(...).trace` wraps it in."""
-    return traced.traced
+def inner_stage(stage: Any) -> Any:
+    """What `replacement.trace` (`lower`, `compile`) returned, out of the stage object of Flax around it."""
+    return stage._inner_obj
 
 
 def key_value_store() -> Any:

@@ -275,7 +275,7 @@ def test_pure_function_and_its_replacement(options):
 
 def test_nodes_stand_for_nnx_objects():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    traced = _compat.inner_traced(nnx.jit(lambda m, x: m(x)).trace(model, jnp.ones((1, 2))))
+    traced = _compat.inner_stage(nnx.jit(lambda m, x: m(x)).trace(model, jnp.ones((1, 2))))
     (node, x), _ = traced.args_info
     assert isinstance(node, _compat.NODE)
     assert [a.shape for a in jax.tree.leaves(node)] == [(3,), (2, 3)]
@@ -354,7 +354,7 @@ def test_in_cached_partial():
 
 
 @pytest.mark.parametrize("options", [{}, {"graph": False}])
-def test_inner_traced(options):
+def test_inner_stage(options):
     """`trace` of an nnx.jit whose function was replaced asks the replacement, and wraps what it gave."""
     jitted = nnx.jit(increment, **options)
     answer = jax.jit(_compat.pure_function(jitted))
@@ -366,7 +366,7 @@ def test_inner_traced(options):
             return given[-1]
 
     _compat.replace_pure_function(jitted, Replacement())
-    assert _compat.inner_traced(jitted.trace(Counter(), jnp.float32(3))) is given[0]
+    assert _compat.inner_stage(jitted.trace(Counter(), jnp.float32(3))) is given[0]
 
 
 def test_is_optimizer_slot():

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.input_shardings import deriver
 from mmnnx.mpmd.emit.emit import emit
-from mmnnx.mpmd.frontend.function import Function, enter
+from mmnnx.mpmd.frontend.function import Function, check_device, enter
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.hoist.hoist import hoist
 from mmnnx.mpmd.inline.calls import inline
@@ -23,7 +24,7 @@ from mmnnx.mpmd.place.place import place
 from mmnnx.mpmd.runtime.as_is import runs_as_it_is
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.mpmd.runtime.counters import next_shardings, out_shardings
-from mmnnx.mpmd.runtime.prepare import Run, preparer
+from mmnnx.mpmd.runtime.prepare import Prepared, preparer
 from mmnnx.sharding.mesh import MultiMesh
 
 
@@ -33,23 +34,30 @@ class Split:
 
     Attributes:
       program: what a call runs.
-      prepare: compiles it, once, and returns the function from flat arguments to flat results; None where
-        everything is on one TaskMesh already and the function can run as it is.
+      prepare: compiles it with options for XLA, once for each, and returns the function from flat arguments
+        to flat results; None where everything is on one TaskMesh already and the function can run as it is.
       input_shardings: derives where each flat argument would best live.
       next_shardings: for some unplaced arguments, by their number, the sharding in which a call leaves their
         new value. The next call may be given that value.
     """
 
     program: Program
-    prepare: Callable[[], Run] | None
+    prepare: Callable[[CompilerOptions], Prepared] | None
     input_shardings: Callable[[], list[NamedSharding]]
     next_shardings: dict[int, NamedSharding] = dataclasses.field(default_factory=dict)
 
 
 def split(
-    traced: jax.stages.Traced, record: Record, leaves: Sequence[Any], multimesh: MultiMesh | None
+    traced: jax.stages.Traced,
+    record: Record,
+    leaves: Sequence[Any],
+    multimesh: MultiMesh | None,
+    device: jax.Device | None,
 ) -> Split:
     """Splits a traced function for arguments that live where `leaves` do.
+
+    Args:
+      device: the one that it was told to run on, if any.
 
     Raises:
       PlacementError, ValueError: as `mm.jit` does.
@@ -63,15 +71,16 @@ def split(
         partition, program = emit(function, partitions(function, hoisted))
     else:
         partition, program = emit(function, [one_fragment(function, function.only_mesh)])
-    return _runnable(function, partition, program)
+    return _runnable(function, partition, program, device)
 
 
-def _runnable(function: Function, partition: Partition, program: Program) -> Split:
+def _runnable(function: Function, partition: Partition, program: Program, device: jax.Device | None) -> Split:
     """What compiles and runs a program; the function itself, where JAX alone does what is asked."""
     mesh = function.only_mesh
     derive = deriver(function, partition, program)
     if mesh is not None and runs_as_it_is(function, partition.flat, mesh):
         return Split(program, None, derive)
+    check_device(function, device)
     results = out_shardings(function, partition)
     later = next_shardings(function, partition, results)
     bound = BoundProgram(

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from mmnnx.mpmd.compile.buffer_shardings import BufferShardings, replicated
 from mmnnx.mpmd.compile.donation import Donations, find_donations
-from mmnnx.mpmd.compile.executables import CompilePool, Executable
+from mmnnx.mpmd.compile.executables import CompilePool, CompilerOptions, Executable
 from mmnnx.mpmd.distributed.agreement import get_result_specs, put_result_specs
 from mmnnx.mpmd.distributed.processes import is_here
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
@@ -38,7 +38,11 @@ class Compiled:
 
 
 def compile_program(
-    program: Program, fixed: dict[PlacedVar, NamedSharding], donated: set[int], program_number: int = 0
+    program: Program,
+    fixed: dict[PlacedVar, NamedSharding],
+    donated: set[int],
+    program_number: int = 0,
+    options: CompilerOptions = (),
 ) -> Compiled:
     """Compiles every fragment of a program that this process has devices for.
 
@@ -50,6 +54,7 @@ def compile_program(
       fixed: shardings that are decided: of inputs, results and carries.
       donated: input buffers whose arrays may be overwritten.
       program_number: by which several processes know the program (`agreement.check_same_program`).
+      options: for XLA.
     """
     fixed = fixed | replicated(program, fixed)
     donations = find_donations(program, fixed, donated)
@@ -58,7 +63,7 @@ def compile_program(
     executables: dict[Fragment, Executable] = {}
     foreign: set[Fragment] = set()  # those of other processes whose results may be known to them
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        pool = CompilePool(threads)
+        pool = CompilePool(threads, options)
         while shardings.ready or pool.waiting or foreign:
             ready, shardings.ready = shardings.ready, []
             foreign.update(c.fragment for c in ready if not is_here(c.mesh))

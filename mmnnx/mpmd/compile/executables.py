@@ -18,6 +18,9 @@ from mmnnx.mpmd.compile.lower import Lowered, lower, lowering_key
 from mmnnx.mpmd.distributed.processes import is_described
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 
+CompilerOptions = tuple[tuple[str, Any], ...]
+"""What XLA is told beside the program: pairs (option, value), as `jax.stages.Lowered.compile` takes them."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Executable:
@@ -43,14 +46,19 @@ class Code:
     compiled: jax.stages.Compiled
     loaded: dict[Mesh, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
-    def on(self, mesh: Mesh, lower_there: Callable[[], Lowered]) -> jax.stages.Compiled:
+    def on(
+        self,
+        mesh: Mesh,
+        lower_there: Callable[[], Lowered],
+        compile_it: Callable[[Lowered], jax.stages.Compiled],
+    ) -> jax.stages.Compiled:
         if mesh == self.mesh:
             return self.compiled
         if mesh not in self.loaded:
             results = jax.tree.leaves(self.compiled.output_shardings)
             named = all(isinstance(s, NamedSharding) for s in results)  # or nothing says how to move it
             if not named:
-                self.loaded[mesh] = lower_there().stage.compile()
+                self.loaded[mesh] = compile_it(lower_there())
             elif is_described(mesh.devices.flat[0]):
                 self.loaded[mesh] = self.compiled  # it is looked at, and never runs
             else:
@@ -66,13 +74,17 @@ _in_use: WeakValueDictionary[Any, Code] = WeakValueDictionary()
 class CompilePool:
     """Compiles in a pool of threads, and what is equal but for its devices once.
 
+    Args:
+      threads: the pool.
+      options: for XLA.
+
     Attributes:
       waiting: the fragments that were begun and have not been handed out.
     """
 
-    def __init__(self, threads: ThreadPoolExecutor):
+    def __init__(self, threads: ThreadPoolExecutor, options: CompilerOptions = ()):
         self.waiting: dict[Fragment, tuple[Lowered, Callable[[], Lowered]]] = {}
-        self._threads = threads
+        self._threads, self._options = threads, options
         self._lowered: dict[Any, Lowered] = {}
         self._code: dict[Any, Future[Code]] = {}
 
@@ -90,19 +102,25 @@ class CompilePool:
         if key is not None and lowered.is_shareable:
             self._lowered[key] = lowered
         self.waiting[f] = lowered, lower_it
-        if lowered.key not in self._code:
-            known = _in_use.get(lowered.key)
-            compiling = lambda: Code(f.mesh, lowered.stage.compile())
-            self._code[lowered.key] = self._threads.submit(compiling) if known is None else _finished(known)
+        code_key = lowered.key, self._options
+        if code_key not in self._code:
+            known = _in_use.get(code_key)
+            compiling = lambda: Code(f.mesh, self._compile(lowered))
+            self._code[code_key] = self._threads.submit(compiling) if known is None else _finished(known)
 
     def completed(self) -> Iterator[tuple[Fragment, Executable]]:
         """The fragments that are compiled, as soon as there are any; none if none was begun."""
-        done, _ = wait([self._code[low.key] for low, _ in self.waiting.values()], None, FIRST_COMPLETED)
-        for f, (lowered, lower_it) in list(self.waiting.items()):
-            if (future := self._code[lowered.key]) in done:
-                del self.waiting[f]
-                code = _in_use[lowered.key] = future.result()
-                yield f, Executable(code.on(f.mesh, lower_it), lowered.inputs, lowered.outputs, code)
+        futures = {f: self._code[low.key, self._options] for f, (low, _) in self.waiting.items()}
+        done, _ = wait(futures.values(), None, FIRST_COMPLETED)
+        for f, future in futures.items():
+            if future in done:
+                lowered, lower_it = self.waiting.pop(f)
+                code = _in_use[lowered.key, self._options] = future.result()
+                call = code.on(f.mesh, lower_it, self._compile)
+                yield f, Executable(call, lowered.inputs, lowered.outputs, code)
+
+    def _compile(self, lowered: Lowered) -> jax.stages.Compiled:
+        return lowered.stage.compile(dict(self._options) or None)
 
 
 def _finished(result: Any) -> Future[Any]:

@@ -119,6 +119,19 @@ def enter(
     return function
 
 
+def check_device(function: Function, device: jax.Device | None) -> None:
+    """Raises ValueError if a function that JAX alone cannot run shall run on a device, and is of others."""
+    meshes = function.meshes.names()
+    if device is None or all(list(mesh.devices.flat) == [device] for mesh in meshes):
+        return
+    raise ValueError(
+        f"{function.traced.fun_name} has device= (or backend=), which means {device}, and state, shardings "
+        f"or tasks on {', '.join(meshes.values())}: computation follows these. Leave it out. To have all of "
+        "it on one device, put its state there: in_shardings= and out_shardings= of mm.jit take a "
+        "jax.sharding.SingleDeviceSharding, and mm.Task takes mesh=mm.TaskMesh(devices=[number])"
+    )
+
+
 def _task_of(multimesh: MultiMesh | None, meshes: Meshes, scope: str) -> tuple[Task, Mesh] | None:
     task = find_task(scope, multimesh)
     try:

@@ -16,7 +16,8 @@ from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.frontend.observe import Observer
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.jit.cache_key import aval_of, program_key, trace_key
-from mmnnx.mpmd.jit.stages import FlatTraced, Trace, Variant
+from mmnnx.mpmd.jit.lowered import FlatLowered
+from mmnnx.mpmd.jit.stages import FlatTraced, Trace, Variant, XlaOptions
 from mmnnx.mpmd.jit.static_arguments import StaticArguments, restore
 from mmnnx.mpmd.runtime.prepare import OUTERMOST, Run
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
@@ -54,6 +55,8 @@ class FlatJit:
         self.observer, self.static, self.mesh, self.options = observer, static, mesh, options
         self.observed = observer.around_flat(pure, lambda a, k: jax.tree.leaves(static.separate(a, k)[0]))
         self.nested = jax.jit(pure, **options)
+        compiler_options = tuple(sorted(options["compiler_options"].items()))
+        self.xla = XlaOptions(_device(options["device"], options["backend"]), compiler_options)
         self.traces: dict[Any, Trace] = {}
         self.variants: dict[Any, Variant] = {}
         self.finished = threading.local()  # .call is the last call of each thread
@@ -76,7 +79,7 @@ class FlatJit:
                 self._trace(leaves, tree, static).split()
                 key = program_key(tree, static, leaves)  # state may have been placed
             variant = self.variants[key]
-            run = variant.prepare()
+            run = variant.prepare(self.xla.compiler)
             results = run(leaves)
             self.finished.call = FinishedCall(leaves, run, variant.record)
             return jax.tree.unflatten(variant.out_tree, results)
@@ -96,7 +99,7 @@ class FlatJit:
         with self.context():
             return self._trace(leaves, tree, static)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered | FlatLowered:
         """The function traced and split for these arguments."""
         return self.trace(*args, **kwargs).lower()
 
@@ -125,7 +128,9 @@ class FlatJit:
                 self.observer.ask_for_origins()
                 with contextlib.suppress(Exception):  # it may compare what is marked with what is not
                     self.traces[key] = self._new_trace(args, kwargs)
-        return FlatTraced(self.variants, self.traces[key], leaves, tree, static, current_multimesh())
+        return FlatTraced(
+            self.variants, self.traces[key], leaves, tree, static, current_multimesh(), self.xla
+        )
 
     def _new_trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
         # JAX would give one jax.jit the same trace again where what differs is not known to it.
@@ -133,3 +138,8 @@ class FlatJit:
         with tracing(split=not ignoring.get()), gc_paused(), jax.disable_jit(False):
             traced = jitted.trace(*args, **kwargs)
         return Trace(jitted, traced, self.observer.take_record())
+
+
+def _device(device: jax.Device | None, backend: str | None) -> jax.Device | None:
+    """The device that `device=` or `backend=` of `jax.jit` means."""
+    return jax.local_devices(backend=backend)[0] if backend is not None else device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Profile
 from mmnnx.mpmd.jit.fast_path import FastPaths, fast_path, flatten_arguments
 from mmnnx.mpmd.jit.inner_jit import FlatJit
+from mmnnx.mpmd.jit.stage_objects import Lowered, Traced
+from mmnnx.mpmd.jit.stages import FlatTraced
 from mmnnx.mpmd.jit.static_arguments import static_arguments
 from mmnnx.mpmd.runtime.profile import measuring
 from mmnnx.sharding.mesh import MultiMesh
@@ -35,6 +37,10 @@ def jit(
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
     keep_unused: bool = False,
+    device: jax.Device | None = None,
+    backend: str | None = None,
+    inline: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
     mesh: MultiMesh | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
@@ -49,7 +55,9 @@ def jit(
       fun: the function; without it, a decorator is returned.
       in_shardings, out_shardings: `TaskSharding`, `nnx.StateSharding`, `jax.sharding.Sharding`, PartitionSpec
         or None, or prefix trees of them, over the positional arguments and over the result.
-      static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in `jax.jit`.
+      static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, inline: as in `jax.jit`.
+      device, backend: as in `jax.jit`, for a function of one device.
+      compiler_options: options for XLA, as in `jax.jit`; they hold for each of the programs.
       mesh: the MultiMesh to partition the function over. Default: the current one when called.
       graph, graph_updates: as in `nnx.jit`.
 
@@ -60,7 +68,8 @@ def jit(
     Raises:
       PlacementError: when called, if state cannot be placed as asked.
       TypeError: for what is no function, MultiMesh or sharding (a Task, or rules without TaskSharding).
-      ValueError: when called, for a `cond` or `while` across tasks, or an argument that was donated before.
+      ValueError: when called, for a `cond` or `while` across tasks, an argument that was donated before, or
+        `device` where state, a sharding or a task says where the function runs.
 
     Example:
       >>> @mm.jit
@@ -77,6 +86,10 @@ def jit(
         "donate_argnums": donate_argnums,
         "donate_argnames": donate_argnames,
         "keep_unused": keep_unused,
+        "device": device,
+        "backend": backend,
+        "inline": inline,
+        "compiler_options": compiler_options,
         "mesh": mesh,
         "graph": graph,
         "graph_updates": graph_updates,
@@ -98,6 +111,9 @@ class Jit:
         mesh: MultiMesh | None,
         graph: bool | None,
         graph_updates: bool | None,
+        device: jax.Device | None,
+        backend: str | None,
+        compiler_options: Mapping[str, Any] | None,
         **options: Any,
     ):
         if not callable(fun):
@@ -106,6 +122,7 @@ class Jit:
             raise TypeError(f"mesh= is a MultiMesh, not {mesh!r}")
         _check_shardings("in_shardings", in_shardings)
         _check_shardings("out_shardings", out_shardings)
+        _check_device(device, backend, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh)
         if inspect.ismethod(fun) and isinstance(fun.__self__, nnx.Module):
             raise ValueError(
                 f"mm.jit of the bound method {fun.__qualname__}: decorate the method in its class, "
@@ -116,6 +133,8 @@ class Jit:
         observer = Observer(in_shardings, out_shardings, static.positions)
         watched = observer.around_user(fun)
         self._nnx_jit = nnx.jit(watched, graph=graph, graph_updates=graph_updates, **options)
+        # What nnx.jit does not have, or hands to a jax.jit that refuses it, is for the one inside alone.
+        options |= {"device": device, "backend": backend, "compiler_options": dict(compiler_options or {})}
         self._inner = FlatJit(_compat.pure_function(self._nnx_jit), observer, static, mesh, options)
         _compat.replace_pure_function(self._nnx_jit, self._inner)
         self._in_graph_mode = _compat.in_graph_mode(self._nnx_jit)
@@ -151,20 +170,20 @@ class Jit:
         """The result's shapes and dtypes, without computing it. See `jax.eval_shape`."""
         return self._nnx_jit.eval_shape(*args, **kwargs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The function traced for these arguments, to be lowered and compiled. See `jax.stages.Traced`."""
-        return self._nnx_jit.trace(*args, **kwargs)
+        return Traced(self._nnx_jit.trace(*args, **kwargs))
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The function lowered for these arguments, to be compiled. See `jax.stages.Lowered`."""
-        return self._nnx_jit.lower(*args, **kwargs)
+        return Lowered(self._nnx_jit.lower(*args, **kwargs))
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with these arguments runs: to print, verify, simulate and draw.
 
         Nothing is compiled or run, and the arguments are not changed.
         """
-        traced = _compat.inner_traced(self.trace(*args, **kwargs))
+        traced = self._flat_traced(*args, **kwargs)
         return dataclasses.replace(
             traced.split().program, run=functools.partial(self._profile, traced.signature())
         )
@@ -177,7 +196,7 @@ class Jit:
           >>> [task.name for task in mm.jit(lambda x: double(x) + 1).tasks(3.0)]
           ['double']
         """
-        return _compat.inner_traced(self.trace(*args, **kwargs)).tasks()
+        return self._flat_traced(*args, **kwargs).tasks()
 
     def input_shardings(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Where the arguments would best live, derived from what the function does with them.
@@ -196,11 +215,13 @@ class Jit:
           >>> w.spec
           P(None, 'model')
         """
-        traced = _compat.inner_traced(self.trace(*args, **kwargs))
-        return traced.input_shardings()
+        return self._flat_traced(*args, **kwargs).input_shardings()
+
+    def _flat_traced(self, *args: Any, **kwargs: Any) -> FlatTraced:
+        return _compat.inner_stage(self._nnx_jit.trace(*args, **kwargs))
 
     def _profile(self, expected: list[tuple[str, str]], *args: Any, **kwargs: Any) -> Profile:
-        found = _compat.inner_traced(self.trace(*args, **kwargs)).signature()
+        found = self._flat_traced(*args, **kwargs).signature()
         if found != expected:
             differ = [
                 f"argument {a} is {now}, not {b}" for (a, now), (_, b) in zip(found, expected) if now != b
@@ -219,6 +240,17 @@ class Jit:
                 "take apart. jax.profiler shows what is inside"
             )
         return profiles[-1]
+
+
+def _check_device(device: Any, backend: Any, **others: Any) -> None:
+    given = [name for name, value in others.items() if value is not None]
+    if given and (device is not None or backend is not None):
+        name = "device" if device is not None else "backend"
+        raise ValueError(
+            f"mm.jit has {name}= next to {'= and '.join(given)}=, which says where the function runs. Leave "
+            f"{name}= out: for one device, in_shardings= and out_shardings= take a "
+            "jax.sharding.SingleDeviceSharding"
+        )
 
 
 def _check_shardings(name: str, entry: Any) -> None:

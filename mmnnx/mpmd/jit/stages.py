@@ -1,22 +1,23 @@
-"""The stages of a function on its way to run, as in `jax.stages`: traced, lowered and compiled."""
+"""A traced function, to be split, and what is known of it once it was."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
 from mmnnx import _compat
+from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.equations import scopes_in
-from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import is_committed
 from mmnnx.mpmd.jit.cache_key import program_key, with_shardings
+from mmnnx.mpmd.jit.lowered import FlatLowered
 from mmnnx.mpmd.jit.static_arguments import restore
 from mmnnx.mpmd.pipeline import Split, split
 from mmnnx.mpmd.runtime.collective_order import in_collective_order
@@ -25,6 +26,13 @@ from mmnnx.mpmd.runtime.prepare import Run
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import find_task
+
+
+class XlaOptions(NamedTuple):
+    """What `mm.jit` was told of XLA: the device that device= or backend= means, and compiler_options."""
+
+    device: jax.Device | None
+    compiler: CompilerOptions
 
 
 class Trace(NamedTuple):
@@ -51,9 +59,9 @@ class Variant:
     out_tree: Any
     record: Record
 
-    def prepare(self) -> Run:
+    def prepare(self, options: CompilerOptions) -> Run:
         """Compiles the program, once, and returns what runs it; the function as it is, where that will do."""
-        return self.as_it_is if self.split.prepare is None else self.split.prepare()
+        return self.as_it_is if self.split.prepare is None else self.split.prepare(options)
 
 
 class FlatTraced:
@@ -65,6 +73,7 @@ class FlatTraced:
       leaves, tree: the dynamic arguments, flattened.
       static: the static ones.
       multimesh: the MultiMesh that was current.
+      xla: options for XLA.
     """
 
     def __init__(
@@ -75,10 +84,11 @@ class FlatTraced:
         tree: Any,
         static: Any,
         multimesh: MultiMesh | None,
+        xla: XlaOptions,
     ):
         self.jitted, self.traced, self.record = trace
         self.leaves, self.tree, self.static, self.multimesh = leaves, tree, static, multimesh
-        self.variants = variants
+        self.variants, self.xla = variants, xla
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.traced, name)
@@ -116,7 +126,7 @@ class FlatTraced:
             key = program_key(self.tree, self.static, self.leaves)
             if key not in variants:
                 with gc_paused():
-                    found = split(self.traced, self.record, self.leaves, self.multimesh)
+                    found = split(self.traced, self.record, self.leaves, self.multimesh, self.xla.device)
                 key = program_key(self.tree, self.static, self.leaves)  # state may have been placed
                 as_it_is = self.run_as_it_is()
                 if found.prepare is None and found.program.calls:
@@ -131,16 +141,20 @@ class FlatTraced:
             return variants[key].split
 
     def input_shardings(self) -> Any:
-        """Where the arguments would best live, as a tree (args, kwargs) like that of the dynamic ones.
+        """Where the arguments would best live, as `for_arguments` arranges them."""
+        return self.for_arguments(self.split().input_shardings())
+
+    def for_arguments(self, values: Sequence[Any]) -> Any:
+        """Something for each flat argument, as a tree (args, kwargs) like that of the dynamic ones.
 
         NNX objects become States.
         """
-        shardings = iter(zip(self.split().input_shardings(), self.record.inputs))
+        given = iter(zip(values, self.record.inputs))
 
         def give(path: Any, entry: Any) -> Any:
             if not isinstance(entry, _compat.NODE):
-                return next(shardings)[0]
-            found = [next(shardings) for _ in jax.tree.leaves(entry)]
+                return next(given)[0]
+            found = [next(given) for _ in jax.tree.leaves(entry)]
             flat = [(leaf.path[len(path) - 1 :], s) for s, leaf in found if leaf is not None]
             if len(flat) == 1 and not flat[0][0]:
                 return flat[0][1]  # a Variable by itself
@@ -149,72 +163,14 @@ class FlatTraced:
         tree = jax.tree.unflatten(self.tree, self.leaves)
         return jax.tree_util.tree_map_with_path(give, tree, is_leaf=lambda x: isinstance(x, _compat.NODE))
 
-    def lower(self, **kwargs: Any) -> Any:
+    def lower(self, *, lowering_platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered | FlatLowered:
+        """What is to be compiled: the function itself, or the program that it was split into."""
         found = self.split()
         if found.prepare is None:
-            return self.traced.lower(**kwargs)
-        return FlatLowered(self, found.program, found.prepare)
-
-
-class FlatLowered:
-    """A function split into fragments, to be compiled."""
-
-    def __init__(self, traced: FlatTraced, program: Program, prepare: Callable[[], Run]):
-        self.traced, self.program, self.prepare = traced, program, prepare
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.traced, name)
-
-    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
-        """The program as it prints. It is several XLA programs, so a dialect has no meaning here."""
-        return str(self.program)
-
-    def compile(self, compiler_options: Any = None) -> FlatCompiled:
-        if compiler_options:
+            return self.traced.lower(lowering_platforms=lowering_platforms)
+        if lowering_platforms is not None:
             raise ValueError(
-                "a program over several TaskMeshes takes no compiler_options yet: leave them out"
+                f"lowering_platforms={lowering_platforms!r}: {self.fun_name} is lowered as a program over "
+                "several TaskMeshes, for the platform of their devices. Leave it out"
             )
-        self.prepare()
-        return FlatCompiled(self)
-
-    def compiler_ir(self, dialect: str | None = None) -> None:
-        """None: there is no one representation of several XLA programs."""
-
-    def cost_analysis(self) -> None:
-        """None: there is none of several XLA programs; `Program.profile` measures."""
-
-
-class FlatCompiled:
-    """A compiled program, to be called with arguments of the types and homes it was compiled for.
-
-    As with what JAX compiles, static arguments are left out.
-    """
-
-    def __init__(self, lowered: FlatLowered):
-        self.lowered = lowered
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.lowered, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        traced = self.lowered.traced
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        if tree != traced.tree:
-            raise TypeError(
-                f"{traced.fun_name} is called with other arguments than it was lowered for: another number "
-                "of them, names where there were none, or another static attribute of a module. Static "
-                "arguments are left out. Lower it for these, or call what mm.jit made, which compiles for "
-                "what it is given"
-            )
-        return jax.tree.unflatten(traced.out_tree, self.lowered.prepare()(leaves))
-
-    @property
-    def input_shardings(self) -> Any:
-        """Where the arguments would best live: a tree (args, kwargs)."""
-        return self.lowered.traced.input_shardings()
-
-    def memory_analysis(self) -> None:
-        """None: there is none of several XLA programs; `Program.simulate` has the bytes on each mesh."""
-
-    def runtime_executable(self) -> None:
-        """None: there are several."""
+        return FlatLowered(self, found.program, found.input_shardings, found.prepare)

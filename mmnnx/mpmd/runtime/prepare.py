@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx import _compat
 from mmnnx.mpmd.compile.compile_program import compile_program, compiled_text
+from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.compile.rewrites import rewrite
 from mmnnx.mpmd.distributed.agreement import check_same_program
@@ -35,8 +36,8 @@ OUTERMOST = (
 )
 
 
-def preparer(bound: BoundProgram, leaves: Sequence[Any]) -> Callable[[], Run]:
-    """What compiles a program and returns the function from flat arguments to flat results.
+def preparer(bound: BoundProgram, leaves: Sequence[Any]) -> Callable[..., Prepared]:
+    """What compiles a program with options for XLA, and returns the function from flat arguments to results.
 
     Args:
       bound: the program.
@@ -48,20 +49,25 @@ def preparer(bound: BoundProgram, leaves: Sequence[Any]) -> Callable[[], Run]:
     deliveries, donated = deliver_results(bound), DonatedArguments(bound, leaves)
 
     @gc_paused()
-    def prepare() -> Run:
+    def prepare(options: CompilerOptions = ()) -> Prepared:
         described = [d for mesh in bound.program.names for d in mesh.devices.flat if is_described(d)]
         if described:
             raise ValueError(
                 f"{bound.name} is placed on devices that are only described ({described[0].device_kind}). "
                 "Its program can be looked at; to call it, place it on devices that are here"
             )
-        return _Prepared(bound, constants, bindings, deliveries, donated)
+        return Prepared(bound, constants, bindings, deliveries, donated, options)
 
     return prepare
 
 
-class _Prepared:
-    """A compiled program, as a function from flat arguments to flat results."""
+class Prepared:
+    """A compiled program, as a function from flat arguments to flat results.
+
+    Attributes:
+      compiled: what was compiled.
+      bound: what it was compiled of.
+    """
 
     def __init__(
         self,
@@ -70,6 +76,7 @@ class _Prepared:
         bindings: InputBindings,
         deliveries: list[Delivery],
         donated: DonatedArguments,
+        options: CompilerOptions,
     ):
         program = bound.program
         number = check_same_program(lambda: _in_full(program), bound.name)
@@ -77,8 +84,9 @@ class _Prepared:
         added = list(rewritten.program.inputs.values())[len(program.inputs) :]  # where keys are read
         key_shardings = [NamedSharding(mesh, PartitionSpec()) for _, mesh in added]
         fixed = bound.fixed | dict(zip(added, key_shardings))
-        compiled = compile_program(rewritten.program, fixed, bindings.overwritable, number)
+        compiled = compile_program(rewritten.program, fixed, bindings.overwritable, number, options)
         bound.dump.write("compile", lambda _: compiled_text(compiled))
+        self.compiled, self.bound = compiled, bound
         self._execute = runner(compiled, bound.name, rewritten.numbers, number)
         self._bindings, self._deliveries, self._donated = bindings.sources, deliveries, donated
         returned = {v for v in bound.flat.outvars if is_var(v)}
@@ -91,7 +99,7 @@ class _Prepared:
             """What runs the program as it prints, and measures it."""
             if rewritten.program.instructions == program.instructions:
                 return measurer(compiled)
-            return measurer(compile_program(program, bound.fixed, bindings.overwritable))
+            return measurer(compile_program(program, bound.fixed, bindings.overwritable, 0, options))
 
         self._as_printed = as_printed
 

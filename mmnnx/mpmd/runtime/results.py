@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
 from mmnnx.mpmd.distributed.processes import absent_array, is_here
@@ -39,6 +39,19 @@ def deliver_results(bound: BoundProgram) -> list[Delivery]:
         deliveries.append(_weakly_typed(delivery) if aval.weak_type else delivery)
         used.update([v] if is_var(v) else [])
     return deliveries
+
+
+def result_shardings(bound: BoundProgram, buffers: Mapping[int, NamedSharding]) -> list[Sharding | None]:
+    """Where each result is: as asked, as its buffer, or as the argument that it is; None for anywhere."""
+    given = dict(zip(bound.flat.invars, bound.in_shardings))
+    found: list[Sharding | None] = []
+    for v, requested, held in zip(bound.flat.outvars, bound.out_shardings, bound.program.outputs):
+        if len(held) > 1 and bound.multimesh is not None:
+            found.append(NamedSharding(bound.multimesh.mesh, PartitionSpec()))
+        else:
+            own = given.get(v) if is_var(v) else None
+            found.append(requested or (buffers[held[0]] if held else own))
+    return found
 
 
 def _deliver(

@@ -77,9 +77,9 @@ def compiles(monkeypatch, compiled_anew, no_folder):
         name: str
         stage: jax.stages.Lowered
 
-        def compile(self):
+        def compile(self, options):
             names.append(self.name)
-            return self.stage.compile()
+            return self.stage.compile(options)
 
     def watched(f, *args):
         low = lower(f, *args)
@@ -280,7 +280,7 @@ def test_on_one_device_each_nothing_waits(compiles):
 
 def test_what_xla_refuses_is_raised(monkeypatch, compiled_anew):
     class Refused:
-        def compile(self):
+        def compile(self, options):
             raise RuntimeError("out of registers")
 
     monkeypatch.setattr(

@@ -408,7 +408,7 @@ def test_trace_lower_compile(mode, model):
         positional, by_name = compiled.input_shardings
         assert len(positional) == 2 and not by_name
         figures = lowered.cost_analysis, lowered.compiler_ir, compiled.memory_analysis
-        assert [figure() is None for figure in figures] == [mode.split] * 3
+        assert all(figure() is not None for figure in figures)
         count = int(model.count[...])
         np.testing.assert_allclose(compiled(model, X), expected, rtol=1e-5)
         assert int(model.count[...]) == count + 1
