@@ -84,7 +84,7 @@ def generate(
             f"capacity={capacity} is too small for a prompt of {prompt.shape[1]} tokens and "
             f"{max_new_tokens} new ones: give at least {needed}"
         )
-    choice = dict(
+    choice: dict[str, Any] = dict(
         key=jax.random.key(0) if rng is None else rng,
         temperature=np.float32(temperature or 1),
         top_p=None if top_p in (None, 1) else np.float32(top_p),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from flax import nnx
@@ -26,6 +26,37 @@ from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import ignoring
 
+P = ParamSpec("P")
+WithoutSelf = ParamSpec("WithoutSelf")
+R = TypeVar("R")
+
+
+class _Options(TypedDict, total=False):
+    """The options of `jit`, for type checkers."""
+
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Iterable[str] | None
+    keep_unused: bool
+    device: jax.Device | None
+    backend: str | None
+    inline: bool
+    compiler_options: Mapping[str, Any] | None
+    mesh: MultiMesh | None
+    graph: bool | None
+    graph_updates: bool | None
+
+
+@overload
+def jit(fun: Callable[P, R], **options: Unpack[_Options]) -> Jit[P, R]: ...
+
+
+@overload
+def jit(fun: None = None, **options: Unpack[_Options]) -> Callable[[Callable[P, R]], Jit[P, R]]: ...
+
 
 def jit(
     fun: Callable[..., Any] | None = None,
@@ -33,9 +64,9 @@ def jit(
     in_shardings: Any = None,
     out_shardings: Any = None,
     static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
     keep_unused: bool = False,
     device: jax.Device | None = None,
     backend: str | None = None,
@@ -99,12 +130,12 @@ def jit(
     return Jit(fun, **options)
 
 
-class Jit:
+class Jit(Generic[P, R]):
     """A function made by `mm.jit`."""
 
     def __init__(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[P, R],
         *,
         in_shardings: Any,
         out_shardings: Any,
@@ -140,7 +171,7 @@ class Jit:
         self._in_graph_mode = _compat.in_graph_mode(self._nnx_jit)
         self._fast_paths = FastPaths()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         as_it_is = ignoring.get() or _compat.jit_is_disabled()
         if as_it_is or not self._in_graph_mode or _compat.in_cached_partial():
             try:
@@ -163,10 +194,18 @@ class Jit:
     def __repr__(self) -> str:
         return f"mm.jit({getattr(self, '__qualname__', 'function')})"
 
+    @overload
+    def __get__(self, obj: None, objtype: type | None = None) -> Jit[P, R]: ...
+
+    @overload
+    def __get__(
+        self: Jit[Concatenate[Any, WithoutSelf], R], obj: object, objtype: type | None = None
+    ) -> Callable[WithoutSelf, R]: ...
+
     def __get__(self, obj: Any, objtype: type | None = None) -> Any:
         return self if obj is None else functools.partial(self, obj)
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, *args: Any, **kwargs: Any) -> R:
         """The result's shapes and dtypes, without computing it. See `jax.eval_shape`."""
         return self._nnx_jit.eval_shape(*args, **kwargs)
 
