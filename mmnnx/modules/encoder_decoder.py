@@ -17,6 +17,7 @@ from mmnnx.modules.linear import Linear
 from mmnnx.modules.lm import SMALL, Block, LMConfig, rms_norm, types
 from mmnnx.modules.logical import constrain
 from mmnnx.modules.stack import apply_layers
+from mmnnx.sharding.incompatible_devices import advising
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,10 +164,12 @@ class EncoderDecoder(nnx.Module):
         """
         return self.decode(self.encode(source), source, target)
 
+    @advising
     def encode(self, source: jax.Array) -> jax.Array:
         """The encoder's output for `source`: [batch, source length, width]."""
         return self.encoder(self.embed(source), mask=self.seen(source))
 
+    @advising
     def decode(self, memory: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
         """Logits of the token after each token of `target`, from the output of `encode` for `source`."""
         x = self.decoder(self.embed(target), memory, mask=self.seen(source))

@@ -23,6 +23,7 @@ from mmnnx.modules.norm import RMSNorm
 from mmnnx.modules.presets import PRESETS
 from mmnnx.modules.rotary import RotaryScaling
 from mmnnx.modules.stack import Stack, apply_layers
+from mmnnx.sharding.incompatible_devices import advising
 
 SMALL = nnx.initializers.normal(0.02)  # logits near zero: the first loss is that of a uniform guess
 
@@ -198,6 +199,7 @@ class LM(nnx.Module):
         """Block number `index`; where blocks are scanned, all are made as number 0 is."""
         return Block(self.config, rngs=rngs)
 
+    @advising
     def __call__(
         self,
         tokens: jax.Array,

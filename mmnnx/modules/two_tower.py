@@ -16,6 +16,7 @@ from mmnnx.modules.linear import Linear
 from mmnnx.modules.logical import constrain, named
 from mmnnx.modules.norm import LayerNorm
 from mmnnx.modules.vit import ImageEncoder, ViTBlock, ViTConfig
+from mmnnx.sharding.incompatible_devices import advising
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,7 @@ class TextEncoder(nnx.Module):
         sizes = (self.config.width, self.config.heads, self.config.mlp)
         return ViTBlock(*sizes, causal=True, rngs=rngs, **self.types)
 
+    @advising
     def __call__(self, tokens: jax.Array) -> jax.Array:
         length = tokens.shape[1]
         if length > self.config.length:
@@ -153,6 +155,7 @@ class TwoTower(nnx.Module):
         """The text tower: a module from tokens to [batch, config.text.width]."""
         return TextEncoder(self.config.text, rngs=rngs)
 
+    @advising
     def __call__(self, images: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """What the loss compares.
 

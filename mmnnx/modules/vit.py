@@ -15,6 +15,7 @@ from mmnnx.modules.linear import KERNEL_INIT, Linear
 from mmnnx.modules.logical import constrain, named
 from mmnnx.modules.mlp import MLP
 from mmnnx.modules.norm import LayerNorm
+from mmnnx.sharding.incompatible_devices import advising
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +143,7 @@ class ImageEncoder(nnx.Module):
             return self.norm(x[:, 0])
         return self.norm(x).mean(axis=1)
 
+    @advising
     def __call__(self, images: jax.Array) -> jax.Array:
         return self.features(images)
 
@@ -170,6 +172,7 @@ class ViT(ImageEncoder):
             **self.types,
         )
 
+    @advising
     def __call__(self, images: jax.Array) -> jax.Array:
         """Logits, float32 [batch, classes], of `images` [batch, image, image, channels]."""
         return self.head(self.features(images)).astype(jnp.float32)

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from mmnnx.sharding.incompatible_devices import advise
 from mmnnx.sharding.registry import Matcher, Registry
 
 # Per thread and re-entrant: each entry has its ExitStack, closed when it is left.
@@ -54,7 +55,8 @@ class MultiMesh:
     """A global mesh whose slices are the submeshes of tasks.
 
     Entered with `with`, it is the mesh that `Task(mesh_slice=...)` slices, and the one whose axes a bare
-    PartitionSpec names. Flax's eager sharding is off inside: a `TaskSharding` says where Variables live. It
+    PartitionSpec names. Flax's eager sharding is off inside: a `TaskSharding` says where Variables live. To
+    JAX's error about arrays on several groups of devices it adds whose they are, and what mm.jit is for. It
     has the attributes of its `jax.sharding.Mesh` (`shape`, `size`, `devices`, ...), and two are equal when
     their meshes are.
 
@@ -138,10 +140,11 @@ class MultiMesh:
             _entered.set((*_entered.get(), (self, undo.pop_all())))
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         *outer, (_, undo) = _entered.get()
         _entered.set(tuple(outer))
         undo.close()
+        advise(error, tasks=self.registry.tasks_by_devices)
 
     def __getattr__(self, name: str) -> Any:
         if name == "mesh":  # not yet set, as while unpickling: self.mesh would recurse

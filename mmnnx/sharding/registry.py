@@ -50,7 +50,7 @@ class Registry:
     def __init__(self) -> None:
         self.content: Hashable = ()
         self._rules: list[Rule] = []
-        self._placed: dict[Hashable, dict[str | None, Any]] = {}
+        self._placed: dict[tuple[Any, ...], dict[str | None, Any]] = {}  # by the shape and devices of a mesh
         self._found: dict[str, Rule | None] = {}  # find() is called for each equation of a program
 
     def add(self, matcher: Matcher, callback: Callable[[str, bool], Any] | None, task: Any) -> None:
@@ -58,16 +58,21 @@ class Registry:
         self._rules.append(Rule(matcher, callback, task))
         self._changed()
 
-    def place(self, where: Hashable, task: Any) -> None:
+    def place(self, where: tuple[Any, ...], task: Any) -> None:
         """Remember that a task has state on a mesh; it replaces a task of the same name."""
         tasks = self._placed.setdefault(where, {})
         if tasks.get(task.name) != task:
             tasks[task.name] = task
             self._changed()
 
-    def placed(self, where: Hashable) -> tuple[Any, ...]:
+    def placed(self, where: tuple[Any, ...]) -> tuple[Any, ...]:
         """The tasks that have state on a mesh."""
         return tuple(self._placed.get(where, {}).values())
+
+    def tasks_by_devices(self) -> dict[tuple[int, ...], str]:
+        """Names of the tasks that have state somewhere, by the numbers of the devices."""
+        named = {where: [name for name in tasks if name] for where, tasks in self._placed.items()}
+        return {where[1:]: " and ".join(names) for where, names in named.items() if names}
 
     def clear(self) -> None:
         """Forget all rules and tasks."""

@@ -11,6 +11,7 @@ from typing import Any
 from flax import nnx
 
 from mmnnx._compat import module_is_pytree
+from mmnnx.sharding.incompatible_devices import advising
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import task_scope
 
@@ -65,6 +66,7 @@ def _choose_task(fun_or_module: Any, name: str | None, given: Task | None, kwarg
 
 
 def _in_scope(fun: Callable[..., Any], task: Task) -> Callable[..., Any]:
+    @advising
     @functools.wraps(fun)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with task_scope(task):

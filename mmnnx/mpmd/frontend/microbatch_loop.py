@@ -19,6 +19,7 @@ from mmnnx.mpmd.frontend.batch_slices import constrain_slice, count_microbatches
 from mmnnx.mpmd.frontend.graph import is_node
 from mmnnx.mpmd.frontend.reductions import Reduction, reductions
 from mmnnx.mpmd.ir.loop_spec import LoopSpec, loop_scope
+from mmnnx.sharding.incompatible_devices import advise
 
 
 def run_loop(
@@ -162,10 +163,10 @@ def _scan(
         with jax.named_scope(loop_scope(spec)):
             (carried, accumulators), stacks = jax.lax.scan(step, init, slices, length=count)
     except ValueError as error:
-        if "incompatible devices" in str(error):
-            error.add_note(
-                "A loop over state on several meshes is for mm.jit: call it, and all that is around it, "
-                "in a function that mm.jit compiles"
-            )
+        advise(
+            error,
+            "A loop over state on several meshes is for mm.jit: call it, and all that is around it, in a "
+            "function that mm.jit compiles",
+        )
         raise
     return whole(carried), accumulators, stacks

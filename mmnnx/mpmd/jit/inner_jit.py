@@ -20,6 +20,7 @@ from mmnnx.mpmd.jit.lowered import FlatLowered
 from mmnnx.mpmd.jit.stages import FlatTraced, Trace, Variant, XlaOptions
 from mmnnx.mpmd.jit.static_arguments import StaticArguments, restore
 from mmnnx.mpmd.runtime.prepare import OUTERMOST, Run
+from mmnnx.sharding.incompatible_devices import advise
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task_scope import ignoring, tracing
 
@@ -68,8 +69,7 @@ class FlatJit:
             try:
                 return self.nested(*args, **kwargs)
             except ValueError as error:
-                if "incompatible devices" in str(error):
-                    error.add_note(OUTERMOST)
+                advise(error, OUTERMOST)
                 raise
         if ignoring.get() or _compat.jit_is_disabled():
             return self._on_one_device(args, kwargs)

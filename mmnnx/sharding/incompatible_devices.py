@@ -1,0 +1,54 @@
+"""JAX's error about arrays on several groups of devices, with one sentence more: `mm.jit` is for them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CALL_IN_JIT = (
+    "A model on several submeshes is called in a function of mm.jit, as in "
+    "mm.jit(lambda m, x: m(x))(model, x), with mm.jit around all else: mm.jit(nnx.grad(f)), not "
+    "nnx.grad(mm.jit(f)), and no nnx.jit around it"
+)
+
+
+def advise(
+    error: BaseException | None,
+    advice: str = CALL_IN_JIT,
+    tasks: Callable[[], Mapping[tuple[int, ...], str]] = dict,
+) -> None:
+    """Adds advice to an error, if it is that one of JAX and has none yet.
+
+    Args:
+      error: what was raised.
+      advice: one or more sentences that name mm.jit.
+      tasks: returns, by the numbers of devices, the name of the task that has state there.
+    """
+    if not isinstance(error, ValueError) or "incompatible devices" not in str(error):
+        return
+    if any("mm.jit" in note for note in getattr(error, "__notes__", ())):
+        return
+    found = re.findall(r"device ids \[([\d, ]+)\]", str(error))
+    groups = dict.fromkeys(tuple(map(int, ids.split(", "))) for ids in found)
+    names = tasks()
+    whose = [f"devices {list(ids)} are those of task {names[ids]!r}" for ids in groups if ids in names]
+    error.add_note(f"{advice}. Here {' and '.join(whose)}" if whose else advice)
+
+
+def advising(fun: Callable[P, R]) -> Callable[P, R]:
+    """The same function, whose errors about arrays on several groups of devices say what to do."""
+
+    @functools.wraps(fun)
+    def advised(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return fun(*args, **kwargs)
+        except ValueError as error:
+            advise(error)
+            raise
+
+    return advised
