@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -27,7 +29,8 @@ def register_task(
       task: the Task, instead of a callback.
 
     Of several matchers the first registered wins, those of the current MultiMesh before the global ones. The
-    innermost scope that is a task or matches decides.
+    innermost scope that is a task or matches decides. What `mm.task(f, name)` opens, without more than a
+    name, may match as well. A warning says if a matcher is registered twice with different tasks.
 
     Raises:
       ValueError: neither or both of `callback` and `task`, or not a regex.
@@ -86,6 +89,30 @@ def registered_task(name: str, backward: bool, multimesh: MultiMesh | None) -> T
         if rule is not None:
             return _apply(rule, name, backward)
     return None
+
+
+def warn_unregistered(task: Task, multimesh: MultiMesh | None) -> None:
+    """Warns, once, of a task with a name alone that is not registered, where that looks like a mistake."""
+    registries = [global_registry] if multimesh is None else [multimesh.registry, global_registry]
+    patterns = [pattern for registry in registries for pattern in registry.patterns()]
+    whole = "on all devices" if multimesh is None else "on the whole MultiMesh"
+    if registries[0].places_another(task):
+        _say_once(
+            f"{task} of mm.task has a name alone, and so runs {whole}, not where the task of this name in a "
+            "TaskSharding has its state. Give that one as task="
+        )
+    elif patterns:
+        (nearest,) = difflib.get_close_matches(str(task.name), patterns, 1, cutoff=0)
+        _say_once(
+            f"{task} of mm.task has a name alone, which is not registered, and so runs {whole}. The nearest "
+            f"registered name is {nearest!r}. Give it mesh= or mesh_slice=, or register it with "
+            "mm.register_task"
+        )
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=7)  # the caller of what mm.task made
 
 
 @functools.lru_cache(maxsize=16384)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,18 @@ class Rule:
         """Whether the rule is for this name, one whole component of a name stack."""
         return name == self.matcher or re.fullmatch(self.matcher, name) is not None
 
+    @property
+    def pattern(self) -> str:
+        """The matcher as text."""
+        return self.matcher if isinstance(self.matcher, str) else self.matcher.pattern
+
+    def gives(self, other: Rule) -> bool:
+        """Whether it gives the tasks that another gives; of two callbacks only if they are one."""
+        return self.callback is other.callback if self.task is None else self.task == other.task
+
+    def __str__(self) -> str:
+        return repr(self.task if self.callback is None else self.callback)
+
     def apply(self, name: str, backprop: bool) -> Any:
         """The Task for a scope; the caller checks that it is one."""
         return self.task if self.callback is None else self.callback(name, backprop)
@@ -55,7 +68,16 @@ class Registry:
 
     def add(self, matcher: Matcher, callback: Callable[[str, bool], Any] | None, task: Any) -> None:
         """Append a rule; TypeError or ValueError unless it is a regex with exactly one of the others."""
-        self._rules.append(Rule(matcher, callback, task))
+        rule = Rule(matcher, callback, task)
+        first = next((r for r in self._rules if r.pattern == rule.pattern), rule)
+        if not first.gives(rule):
+            warnings.warn(
+                f"{rule.pattern!r} is registered twice: first with {first}, which stays, and now with "
+                f"{rule}, which is never used. mm.clear_tasks() forgets what is registered, but not what is "
+                "on a MultiMesh: make a new one",
+                stacklevel=3,  # the caller of register_task
+            )
+        self._rules.append(rule)
         self._changed()
 
     def place(self, where: tuple[Any, ...], task: Any) -> None:
@@ -68,6 +90,14 @@ class Registry:
     def placed(self, where: tuple[Any, ...]) -> tuple[Any, ...]:
         """The tasks that have state on a mesh."""
         return tuple(self._placed.get(where, {}).values())
+
+    def patterns(self) -> list[str]:
+        """The matchers as text."""
+        return [rule.pattern for rule in self._rules]
+
+    def places_another(self, task: Any) -> bool:
+        """Whether a task of the same name, but not this one, has state somewhere."""
+        return any(tasks.get(task.name, task) != task for tasks in self._placed.values())
 
     def tasks_by_devices(self) -> dict[tuple[int, ...], str]:
         """Names of the tasks that have state somewhere, by the numbers of the devices."""

@@ -87,6 +87,12 @@ class Task:
         """The pairs of `logical_axes`, then those of `extra_axes`."""
         return (*_items(self.logical_axes or ()), *_items(self.extra_axes or ()))
 
+    @property
+    def is_name(self) -> bool:
+        """Whether it has a name and nothing else."""
+        others = (getattr(self, f.name) for f in fields(self) if f.name != "name")
+        return self.name is not None and all(option in (None, ()) for option in others)
+
     def to_mesh(self, microbatch: int = 0) -> Mesh:
         """The `jax.sharding.Mesh` the task runs on, with Auto axes.
 

@@ -17,7 +17,7 @@ import jax
 from mmnnx._compat import current_name_stack
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh, resolve_specs_on
 from mmnnx.sharding.name_stack import is_backward, scopes
-from mmnnx.sharding.registered_tasks import registered_task
+from mmnnx.sharding.registered_tasks import registered_task, warn_unregistered
 from mmnnx.sharding.task import Task
 
 splitting: ContextVar[bool] = ContextVar("mmnnx_splitting", default=False)
@@ -67,16 +67,20 @@ def tracing(split: bool) -> Iterator[None]:
 
 @contextmanager
 def task_scope(task: Task) -> Iterator[None]:
-    """Equations that are traced inside belong to `task`."""
-    token = _current.set((*_current.get(), task))
+    """Equations that are traced inside belong to `task`, or to what a name alone is registered for."""
+    multimesh = current_multimesh()
+    meant = _meant(task, backward=False, multimesh=multimesh)
+    if splitting.get() and meant.is_name:
+        warn_unregistered(meant, multimesh)
+    token = _current.set((*_current.get(), meant))
     try:
         with ExitStack() as stack:
             stack.enter_context(jax.named_scope(scope_name(task)))
             if splitting.get():
                 # Bare PartitionSpecs name axes of the task's mesh. A jitted or checkpointed function that
                 # several tasks call is traced once for each of their meshes and rules, not only the first.
-                stack.enter_context(resolve_specs_on(task.to_mesh()))
-                stack.enter_context(_rules_around(task.axis_rules))
+                stack.enter_context(resolve_specs_on(meant.to_mesh()))
+                stack.enter_context(_rules_around(meant.axis_rules))
             yield
     finally:
         _current.reset(token)
@@ -104,8 +108,14 @@ def find_task(name_stack: str, multimesh: MultiMesh | None = None) -> Task | Non
     for name in reversed(scopes(name_stack)):
         mark = re.fullmatch(r"task\[(\d+):[^][()/]*\]", name)
         if mark and int(mark[1]) < len(_tasks):
-            return _tasks[int(mark[1])]
+            return _meant(_tasks[int(mark[1])], backward, multimesh)
         task = registered_task(name, backward, multimesh)
         if task is not None:
             return task
     return None
+
+
+def _meant(task: Task, backward: bool, multimesh: MultiMesh | None) -> Task:
+    """The task that is registered under the name of one that has a name alone; any other itself."""
+    found = registered_task(task.name, backward, multimesh) if task.name and task.is_name else None
+    return found or task

@@ -26,7 +26,8 @@ def task(fun_or_module: Any, name: str | None = None, *, task: Task | None = Non
         called `Task[Name]`, whose `__init__` and `__call__` belong to the task. A Module instance: the
         result is a new object of such a subclass that shares the instance's attributes and Variables.
       name: name of the task. Default: the name of the function or class.
-      task: a Task to use. Without it one is made of the name and the other arguments.
+      task: a Task to use. Without it one is made of the name and the other arguments. Of a name alone it is
+        what `register_task` has under it, and else a task of the whole current MultiMesh.
       **kwargs: fields of `Task`.
 
     Raises:
