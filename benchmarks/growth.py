@@ -20,7 +20,6 @@ from contenders.problem import OPTIMIZER, Problem, lm, mlp
 from flax import nnx
 
 import mmnnx as mm
-from mmnnx import _compat
 from mmnnx.modules.lm import LMConfig
 from mmnnx.mpmd import pipeline
 from mmnnx.mpmd.emit import emit
@@ -115,7 +114,7 @@ def measure(model: str, layers: int, stages: int, microbatches: int, schedule: s
     seconds = dict.fromkeys(COLUMNS, 0.0) | {"trace": time.thread_time() - start}
     with timed_passes(seconds):
         start = time.thread_time()
-        made = _compat.inner_stage(traced).split().program
+        made = traced.split().program
     seconds["rest"] = time.thread_time() - start - sum(seconds[name] for name in PASSES)
     size = len(made.instructions)
     equations = sum(len(f.jaxpr.eqns) for f in made.fragments)

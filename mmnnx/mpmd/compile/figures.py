@@ -31,13 +31,13 @@ def lower_fragments(program: Program) -> dict[Fragment, jax.stages.Lowered]:
 def total_cost(program: Program, stages: Mapping[Fragment, Stage]) -> dict[str, float]:
     """The costs of one call of the function: those of each fragment as often as it runs.
 
-    What XLA says of single operands is left out.
+    What XLA says of single operands is left out, and what it does not know, which is below zero.
     """
     total: dict[str, float] = {}
     for f, times in Counter(c.fragment for c in program.calls).items():
         cost = stages[f].cost_analysis() if f in stages else None
         for name, value in (cost or {}).items():
-            if "{" not in name:
+            if "{" not in name and value >= 0:
                 total[name] = total.get(name, 0.0) + times * value
     return total
 
