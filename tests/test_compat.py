@@ -282,6 +282,29 @@ def test_nodes_stand_for_nnx_objects():
     assert not isinstance(x, _compat.NODE)
 
 
+def test_tree_states_stand_for_nnx_objects_without_updates_of_graphs():
+    """And are made by nnx.prefix in graph mode, with what it was asked for in `.state`."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    traced = _compat.inner_traced(nnx.jit(lambda m: m.bias[...], graph_updates=False).trace(model))
+    (node,), _ = traced.args_info
+    assert isinstance(node, _compat.TREE_STATE)
+    prefix = nnx.prefix(model, {nnx.PathContains("bias"): 1, ...: None}, graph=True)
+    assert isinstance(prefix, _compat.TREE_STATE)
+    assert dict(nnx.to_flat_state(prefix.state)) == {("bias",): 1, ("kernel",): None}
+    alone = nnx.prefix(nnx.Param(jnp.zeros(1)), {...: 1}, graph=True)
+    assert isinstance(alone, _compat.TREE_STATE) and alone.state == 1
+
+
+def test_graph_modes():
+    """As nnx.jit takes them: by its arguments, or as Flax is set."""
+    jitted = {"graph": nnx.jit(increment), "functional": nnx.jit(increment, graph_updates=False)}
+    assert _compat.graph_modes(None, None) == (True, _compat.in_graph_mode(jitted["graph"]))
+    with nnx.set_graph_mode(False), nnx.set_graph_updates(False):
+        assert _compat.graph_modes(None, None) == (False, False)
+        assert _compat.graph_modes(True, True) == (True, True)
+        assert not _compat.in_graph_mode(nnx.jit(increment))
+
+
 def test_attribute_order():
     """Of a module as it was made, and of one that was merged, where `vars` is sorted."""
 

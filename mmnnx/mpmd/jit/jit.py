@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.observe import Observer
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Profile
+from mmnnx.mpmd.jit.check_shardings import check_shardings
 from mmnnx.mpmd.jit.fast_path import FastPaths, fast_path, flatten_arguments
 from mmnnx.mpmd.jit.inner_jit import FlatJit
 from mmnnx.mpmd.jit.static_arguments import static_arguments
@@ -60,7 +60,8 @@ def jit(
     Raises:
       PlacementError: when called, if state cannot be placed as asked.
       TypeError: for what is no function, MultiMesh or sharding (a Task, or rules without TaskSharding).
-      ValueError: when called, for a `cond` or `while` across tasks, or an argument that was donated before.
+      ValueError: for a prefix that the mode does not take, and for a bound method; when called, for two
+        shardings of one Variable, a `cond` or `while` across tasks, or an argument that was donated before.
 
     Example:
       >>> @mm.jit
@@ -69,6 +70,7 @@ def jit(
       ...     optimizer.update(model, grads)
       ...     return loss
     """
+    graph, graph_updates = _compat.graph_modes(graph, graph_updates)
     options = {
         "in_shardings": in_shardings,
         "out_shardings": out_shardings,
@@ -96,20 +98,23 @@ class Jit:
         in_shardings: Any,
         out_shardings: Any,
         mesh: MultiMesh | None,
-        graph: bool | None,
-        graph_updates: bool | None,
+        graph: bool,
+        graph_updates: bool,
         **options: Any,
     ):
         if not callable(fun):
             raise TypeError(f"mm.jit compiles a function, not {fun!r}")
         if not isinstance(mesh, MultiMesh | None):
             raise TypeError(f"mesh= is a MultiMesh, not {mesh!r}")
-        _check_shardings("in_shardings", in_shardings)
-        _check_shardings("out_shardings", out_shardings)
-        if inspect.ismethod(fun) and isinstance(fun.__self__, nnx.Module):
+        check_shardings("in_shardings", in_shardings, graph, graph_updates)
+        check_shardings("out_shardings", out_shardings, graph, graph_updates)
+        method: Any = fun
+        while isinstance(method, functools.partial):
+            method = method.func
+        if inspect.ismethod(method) and isinstance(method.__self__, nnx.Module):
             raise ValueError(
-                f"mm.jit of the bound method {fun.__qualname__}: decorate the method in its class, "
-                f"or give mm.jit({fun.__qualname__}) and pass the instance as first argument"
+                f"mm.jit of the bound method {method.__qualname__}: decorate the method in its class, "
+                f"or give mm.jit({method.__qualname__}) and pass the instance as first argument"
             )
         functools.update_wrapper(self, fun)
         static = static_arguments(fun, options["static_argnums"], options["static_argnames"])
@@ -219,16 +224,3 @@ class Jit:
                 "take apart. jax.profiler shows what is inside"
             )
         return profiles[-1]
-
-
-def _check_shardings(name: str, entry: Any) -> None:
-    if isinstance(entry, Task | MultiMesh | Mesh | str):
-        raise TypeError(
-            f"{name}= has {entry!r}, which is no sharding: mm.TaskSharding({{...: task}}) places state on "
-            "the mesh of a task, and a PartitionSpec names axes of the MultiMesh"
-        )
-    if isinstance(entry, dict) and any(key is ... or callable(key) for key in entry):
-        raise TypeError(f"{name}= has a dict from filters to tasks: wrap it in mm.TaskSharding")
-    inner = entry.values() if isinstance(entry, dict) else entry if type(entry) in (tuple, list) else ()
-    for each in inner:
-        _check_shardings(name, each)

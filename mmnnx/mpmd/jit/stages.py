@@ -12,6 +12,7 @@ from flax import nnx
 
 from mmnnx import _compat
 from mmnnx.mpmd.compile.gc_pause import gc_paused
+from mmnnx.mpmd.frontend.graph import is_node
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.equations import scopes_in
 from mmnnx.mpmd.ir.program import Program
@@ -138,7 +139,7 @@ class FlatTraced:
         shardings = iter(zip(self.split().input_shardings(), self.record.inputs))
 
         def give(path: Any, entry: Any) -> Any:
-            if not isinstance(entry, _compat.NODE):
+            if not _is_node(entry):
                 return next(shardings)[0]
             found = [next(shardings) for _ in jax.tree.leaves(entry)]
             flat = [(leaf.path[len(path) - 1 :], s) for s, leaf in found if leaf is not None]
@@ -147,13 +148,18 @@ class FlatTraced:
             return nnx.from_flat_state(flat)
 
         tree = jax.tree.unflatten(self.tree, self.leaves)
-        return jax.tree_util.tree_map_with_path(give, tree, is_leaf=lambda x: isinstance(x, _compat.NODE))
+        return jax.tree_util.tree_map_with_path(give, tree, is_leaf=_is_node)
 
     def lower(self, **kwargs: Any) -> Any:
         found = self.split()
         if found.prepare is None:
             return self.traced.lower(**kwargs)
         return FlatLowered(self, found.program, found.prepare)
+
+
+def _is_node(x: Any) -> bool:
+    """Whether something among the flat function's arguments stands for an NNX object, in any mode."""
+    return isinstance(x, (_compat.NODE, _compat.TREE_STATE)) or is_node(x)
 
 
 class FlatLowered:
