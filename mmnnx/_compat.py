@@ -160,11 +160,6 @@ def replace_pure_function(jitted: Any, replacement: Any) -> None:
     jitted.jitted_fn = replacement
 
 
-def in_graph_mode(jitted: Any) -> bool:
-    """Whether an `nnx.jit` object walks graphs and updates them (Flax's default) at every call."""
-    return isinstance(jitted, nnx.transforms.compilation.JitWrapped)
-
-
 def trace_context() -> Any:
     """All configuration that a trace depends on (matmul precision, x64, ...), as `jax.jit` keys its cache."""
     return jax_config.trace_context()

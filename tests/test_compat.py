@@ -297,12 +297,12 @@ def test_tree_states_stand_for_nnx_objects_without_updates_of_graphs():
 
 def test_graph_modes():
     """As nnx.jit takes them: by its arguments, or as Flax is set."""
-    jitted = {"graph": nnx.jit(increment), "functional": nnx.jit(increment, graph_updates=False)}
-    assert _compat.graph_modes(None, None) == (True, _compat.in_graph_mode(jitted["graph"]))
-    with nnx.set_graph_mode(False), nnx.set_graph_updates(False):
-        assert _compat.graph_modes(None, None) == (False, False)
-        assert _compat.graph_modes(True, True) == (True, True)
-        assert not _compat.in_graph_mode(nnx.jit(increment))
+    graph, graph_updates = _compat.graph_modes(None, None)
+    assert type(nnx.jit(increment)) is type(nnx.jit(increment, graph=graph, graph_updates=graph_updates))
+    for modes in ((True, True), (True, False), (False, False)):
+        with nnx.set_graph_mode(modes[0]), nnx.set_graph_updates(modes[1]):
+            assert _compat.graph_modes(None, None) == modes
+            assert _compat.graph_modes(True, True) == (True, True)
 
 
 def test_attribute_order():
@@ -349,14 +349,6 @@ def test_under_jit():
     for transform in (jax.jit, jax.vmap, jax.grad, lambda f: f):
         transform(look)(jnp.ones(1) if transform is jax.vmap else 1.0)
     assert seen == [True, False, False, False]
-
-
-def test_in_graph_mode():
-    """Flax's default walks graphs; the other modes take their arguments as pytrees."""
-    assert _compat.in_graph_mode(nnx.jit(increment)) is True
-    assert _compat.in_graph_mode(nnx.jit(increment, graph=True, graph_updates=True)) is True
-    assert _compat.in_graph_mode(nnx.jit(increment, graph=False)) is False
-    assert _compat.in_graph_mode(nnx.jit(increment, graph_updates=False)) is False
 
 
 def test_in_cached_partial():

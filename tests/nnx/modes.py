@@ -37,16 +37,15 @@ class Place:
         variables = [v for _, v in nnx.iter_graph(trees, graph=True) if isinstance(v, nnx.Variable)]
         for n, variable in enumerate(variables if self.tasks else ()):
             home = NamedSharding(self.tasks[n % 2].to_mesh(), P())
-            variable.set_raw_value(jax.device_put(variable.get_raw_value(), home))
+            variable.set_raw_value(jax.device_put(variable.get_raw_value(), home))  # of a tree, each array
             self._homes.append((variable, home))
         return trees if len(trees) > 1 else trees[0]
 
     def check(self) -> None:
         """Fails if a Variable is not where it was put. (Scalars may be on every mesh.)"""
         for variable, home in self._homes:
-            value = variable.get_raw_value()
-            if np.ndim(value):
-                assert value.sharding.device_set == home.device_set, f"{variable} was at {home}"
+            for x in jax.tree.leaves(variable.get_raw_value()):
+                assert not np.ndim(x) or x.sharding.device_set == home.device_set, f"{variable} was at {home}"
 
 
 # Under nnx.jit a test is checked, rather than what it tests.

@@ -1,4 +1,4 @@
-"""What a function does to its arguments is done to them: values in every style, structure with graph updates."""
+"""What a function does to its arguments is done to them: values in every style, structure in one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_value_is_set(place, style, one):
 
 @in_every_style
 def test_values_are_exchanged(place, style):
-    """Variables stay what and where they are; their values change place. The second call is like the first."""
+    """Variables stay what and where they are, and their values change. No call is traced again."""
 
     def f(model):
         a, b = model.a.get_value(), model.b.get_value()

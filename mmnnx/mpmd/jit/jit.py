@@ -123,12 +123,12 @@ class Jit:
         self._nnx_jit = nnx.jit(watched, graph=graph, graph_updates=graph_updates, **options)
         self._inner = FlatJit(_compat.pure_function(self._nnx_jit), observer, static, mesh, options)
         _compat.replace_pure_function(self._nnx_jit, self._inner)
-        self._in_graph_mode = _compat.in_graph_mode(self._nnx_jit)
+        self._updates_graphs = graph and graph_updates
         self._fast_paths = FastPaths()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         as_it_is = ignoring.get() or _compat.jit_is_disabled()
-        if as_it_is or not self._in_graph_mode or _compat.in_cached_partial():
+        if as_it_is or _compat.in_cached_partial():
             try:
                 return self._nnx_jit(*args, **kwargs)
             finally:
@@ -141,7 +141,8 @@ class Jit:
         call = self._inner.take_call()
         if arguments is not None and call is not None and call.record.out_tree is not None:
             updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
-            new = fast_path(arguments, call.leaves, updates, call.run, call.record.out_tree)
+            out_tree, out_first = call.record.out_tree, not self._updates_graphs
+            new = fast_path(arguments, call.leaves, updates, call.run, out_tree, out_first)
             if new is not None:
                 self._fast_paths.add(arguments, new)
         return out
