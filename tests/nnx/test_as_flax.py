@@ -1,4 +1,4 @@
-"""Functions that do one thing each to a module: state and results are as after nnx.jit, or so is the error."""
+"""Functions that do one thing each to a module: state, results and errors are those of nnx.jit."""
 
 from __future__ import annotations
 
