@@ -57,7 +57,7 @@ def sharding_rules(prefix: Any, tree: Any, name: str, around: Any) -> dict[int, 
             continue
         for a in own:
             known, by = rules.setdefault(id(a), (rule, one))
-            if known != rule:
+            if known.sharding != rule.sharding:
                 raise _inconsistent(by, known, one, rule)
     for entry, matched in used.values():
         entry.check_used(matched)
@@ -111,7 +111,7 @@ def _rule(asked: _Asked) -> Rule | None:
         shardings = [asked.entry.map_prefix(path, asked.value) for path in asked.paths]
     rules = [Rule(None, on) for sharding in shardings if (on := _on_mesh(sharding)) is not None]
     for other in rules[1:]:
-        if other != rules[0]:
+        if other.sharding != rules[0].sharding:
             raise _inconsistent(asked, rules[0], asked, other)
     return rules[0] if rules else None
 
