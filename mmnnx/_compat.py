@@ -133,6 +133,19 @@ def asked_transfers() -> contextlib.AbstractContextManager[None]:
 NODE: type = nnx.extract.NodeStates
 """What an NNX object is among the arguments that an `nnx.jit` object hands to `jax.jit`."""
 
+TREE_STATE: Any = nnx.extract.TreeState
+"""The same without updates of graphs; and what `nnx.prefix` makes of an NNX object in graph mode, with
+shardings in `.state`."""
+
+
+def graph_modes(graph: bool | None, graph_updates: bool | None) -> tuple[bool, bool]:
+    """(graph, graph_updates) as `nnx.jit` takes them: what is None is as Flax is set, for which it documents
+    no way to ask."""
+    return (
+        nnx.set_graph_mode.current_value() if graph is None else graph,
+        nnx.set_graph_updates.current_value() if graph_updates is None else graph_updates,
+    )
+
 
 def pure_function(jitted: Any) -> Any:
     """The function over pytrees of arrays that an `nnx.jit` object hands to `jax.jit`.
@@ -145,11 +158,6 @@ def pure_function(jitted: Any) -> Any:
 def replace_pure_function(jitted: Any, replacement: Any) -> None:
     """Makes an `nnx.jit` object run `replacement` where it would run `jax.jit(pure_function)`."""
     jitted.jitted_fn = replacement
-
-
-def in_graph_mode(jitted: Any) -> bool:
-    """Whether an `nnx.jit` object walks graphs and updates them (Flax's default) at every call."""
-    return isinstance(jitted, nnx.transforms.compilation.JitWrapped)
 
 
 def trace_context() -> Any:

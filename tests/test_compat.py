@@ -282,6 +282,29 @@ def test_nodes_stand_for_nnx_objects():
     assert not isinstance(x, _compat.NODE)
 
 
+def test_tree_states_stand_for_nnx_objects_without_updates_of_graphs():
+    """And are made by nnx.prefix in graph mode, with what it was asked for in `.state`."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    traced = _compat.inner_traced(nnx.jit(lambda m: m.bias[...], graph_updates=False).trace(model))
+    (node,), _ = traced.args_info
+    assert isinstance(node, _compat.TREE_STATE)
+    prefix = nnx.prefix(model, {nnx.PathContains("bias"): 1, ...: None}, graph=True)
+    assert isinstance(prefix, _compat.TREE_STATE)
+    assert dict(nnx.to_flat_state(prefix.state)) == {("bias",): 1, ("kernel",): None}
+    alone = nnx.prefix(nnx.Param(jnp.zeros(1)), {...: 1}, graph=True)
+    assert isinstance(alone, _compat.TREE_STATE) and alone.state == 1
+
+
+def test_graph_modes():
+    """As nnx.jit takes them: by its arguments, or as Flax is set."""
+    graph, graph_updates = _compat.graph_modes(None, None)
+    assert type(nnx.jit(increment)) is type(nnx.jit(increment, graph=graph, graph_updates=graph_updates))
+    for modes in ((True, True), (True, False), (False, False)):
+        with nnx.set_graph_mode(modes[0]), nnx.set_graph_updates(modes[1]):
+            assert _compat.graph_modes(None, None) == modes
+            assert _compat.graph_modes(True, True) == (True, True)
+
+
 def test_attribute_order():
     """Of a module as it was made, and of one that was merged, where `vars` is sorted."""
 
@@ -326,14 +349,6 @@ def test_under_jit():
     for transform in (jax.jit, jax.vmap, jax.grad, lambda f: f):
         transform(look)(jnp.ones(1) if transform is jax.vmap else 1.0)
     assert seen == [True, False, False, False]
-
-
-def test_in_graph_mode():
-    """Flax's default walks graphs; the other modes take their arguments as pytrees."""
-    assert _compat.in_graph_mode(nnx.jit(increment)) is True
-    assert _compat.in_graph_mode(nnx.jit(increment, graph=True, graph_updates=True)) is True
-    assert _compat.in_graph_mode(nnx.jit(increment, graph=False)) is False
-    assert _compat.in_graph_mode(nnx.jit(increment, graph_updates=False)) is False
 
 
 def test_in_cached_partial():

@@ -104,6 +104,18 @@ def test_an_explicit_mesh(multimesh, tasks, kind):
     assert {d.id for d in axes.sharding.device_set} == {0, 1}
 
 
+def test_what_is_refused_before_there_is_a_mesh():
+    """A bound method, and specs that nnx.shard_map does not take."""
+    layer = Layer()
+    with pytest.raises(ValueError, match="shard_map does not support bound methods"):
+        mm.shard_map(layer.up.__call__, in_specs=P(), out_specs=P())
+    with pytest.raises(ValueError, match="in_specs.*Graph nodes are not allowed as prefixes"):
+        mm.shard_map(lambda x: x, in_specs=layer, out_specs=P())
+    decorator = mm.shard_map(in_specs=P(), out_specs=nnx.StateSharding({...: P()}), graph_updates=False)
+    with pytest.raises(ValueError, match="out_specs.*cannot contain `StateSharding`"):
+        decorator(lambda x: x)
+
+
 def test_a_task_that_lacks_its_mesh(tasks):
     """A slice of a MultiMesh that is not there: said of the task."""
     with pytest.raises(ValueError, match="task 'stage0'.*MultiMesh"):

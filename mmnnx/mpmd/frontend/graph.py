@@ -24,7 +24,7 @@ def has_paths(x: Any) -> bool:
 
 def nodes(trees: tuple) -> list[tuple[Path, Any]]:
     """Every Variable and graph node in (args, kwargs), in order, with its path."""
-    return [(path, value) for path, value in nnx.iter_graph(trees) if is_node(value)]
+    return [(path, value) for path, value in nnx.iter_graph(trees, graph=True) if is_node(value)]
 
 
 def arrays_with_paths(value: Any) -> list[tuple[Path, jax.Array]]:

@@ -47,7 +47,7 @@ def run_loop(
         raise ValueError(f"{error} (argument {argnum} is sliced: argnum={argnum})") from None
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = tuple(leaf for leaf in leaves if is_node(leaf))
-    graphdef, nnx_state = nnx.split(nodes)
+    graphdef, nnx_state = nnx.split(nodes, graph=True)
     state, state_def = jax.tree.flatten(nnx_state)
     call = _Call(fun, argnum, arg_shardings, leaves, treedef, graphdef, state_def)
     slices = jax.tree.map(lambda x: slice_batch(x, dim, size, count), args[argnum])
@@ -90,7 +90,7 @@ class _Call:
         if self.arg_shardings is not None:
             piece = constrain_slice(piece, self.arg_shardings)
         results = self.fun(*args[: self.argnum], piece, *args[self.argnum + 1 :], **kwargs)
-        graphdef, after = nnx.split(nodes)
+        graphdef, after = nnx.split(nodes, graph=True)
         if not _compat.same_graph(graphdef, self.graphdef):
             raise ValueError(
                 f"microbatch: {getattr(self.fun, '__name__', self.fun)!r} adds or removes Variables or "

@@ -124,7 +124,7 @@ class _Trace:
     def see_arguments(self, args: tuple, kwargs: dict[str, Any], rules: Mapping[int, Rule]) -> None:
         """Notes the arguments before the call."""
         self.arguments = self._leaves((args, kwargs), rules)
-        self._graph, self._nodes = nnx.graphdef((args, kwargs)), nodes((args, kwargs))
+        self._graph, self._nodes = nnx.graphdef((args, kwargs), graph=True), nodes((args, kwargs))
 
     def paths(self) -> dict[int, Path]:
         """The paths of the arguments before the call, by id."""
@@ -173,7 +173,7 @@ class _Trace:
         """Whether the arguments have the structure that they had before the call."""
         # Equal graphs are not enough: what two attributes hold may have been exchanged.
         before, after = ([id(value) for _, value in them] for them in (self._nodes, nodes((args, kwargs))))
-        return before == after and _compat.same_graph(self._graph, nnx.graphdef((args, kwargs)))
+        return before == after and _compat.same_graph(self._graph, nnx.graphdef((args, kwargs), graph=True))
 
     def _leaves(
         self,
@@ -188,7 +188,7 @@ class _Trace:
           came: by id, the paths of Variables that are known by another than they have now.
         """
         found: dict[int, Leaf] = {}
-        for path, value in nnx.iter_graph(trees):
+        for path, value in nnx.iter_graph(trees, graph=True):
             path = came.get(id(value), path) if isinstance(value, nnx.Variable) else path
             of_optimizer = _compat.is_optimizer_state(value)
             for keys, a in arrays_with_paths(value):

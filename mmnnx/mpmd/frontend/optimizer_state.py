@@ -30,7 +30,7 @@ class _Origin:
 
 def mark(trees: tuple) -> None:
     """Marks every Variable of (args, kwargs)."""
-    for path, value in nnx.iter_graph(trees):
+    for path, value in nnx.iter_graph(trees, graph=True):
         if isinstance(value, nnx.Variable):
             value.set_metadata(_MARK, _Origin(path[1:]))
 
@@ -38,7 +38,7 @@ def mark(trees: tuple) -> None:
 def unmark(trees: tuple) -> dict[int, Path]:
     """Takes the marks from every Variable of (args, kwargs, result); returns what they said, by id."""
     found: dict[int, Path] = {}
-    for _, value in nnx.iter_graph(trees):
+    for _, value in nnx.iter_graph(trees, graph=True):
         if isinstance(value, nnx.Variable) and value.has_metadata(_MARK):
             found[id(value)] = value.get_metadata(_MARK).path
             value.del_metadata(_MARK)

@@ -36,7 +36,7 @@ def give_own_arrays(trees: tuple[Any, Any, Any], arrived: Mapping[int, Path], pl
     """
     taken = set(plain)
     changed = []
-    for path, value in nnx.iter_graph(trees):
+    for path, value in nnx.iter_graph(trees, graph=True):
         if isinstance(value, nnx.Variable):
             if value.ref:
                 raise ValueError(

@@ -1,17 +1,18 @@
-"""in_shardings and out_shardings: the rule for each array under a prefix tree of shardings."""
+"""in_shardings and out_shardings: the rule for each array that they are for."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
-from mmnnx.mpmd.frontend.graph import Path, all_paths, arrays, has_paths, is_node
+from mmnnx.mpmd.frontend.graph import Path, all_paths, arrays, has_paths
+from mmnnx.mpmd.frontend.prefix_tree import entries
 from mmnnx.mpmd.frontend.record import Rule
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.placement import Match, PlacementError, TaskSharding
@@ -30,56 +31,58 @@ def sharding_rules(prefix: Any, tree: Any, name: str, around: Any) -> dict[int, 
 
     Raises:
       PlacementError: for state that no rule of a TaskSharding matches, and a rule that matches nothing.
-      ValueError: if `prefix` does not describe the tree.
+      ValueError: if `prefix` does not describe the tree, or asks for two shardings of one Variable.
     """
     if prefix is None:
         return {}
     parameters = functools.cache(lambda: _parameters(around))
-    rules: dict[int, Rule] = {}
-    used: dict[int, tuple[TaskSharding, set[int]]] = {}  # the rules that match something
-    for entry, subtree in _pairs(prefix, tree, name):
+    asked: dict[tuple[int, int], _Asked] = {}
+    for where, entry, subtree in entries(prefix, tree, name):
         for value, paths in _state(subtree) if entry is not None else ():
-            if not (own := arrays(value)):
-                continue
-            if isinstance(entry, TaskSharding):
-                matched = used.setdefault(id(entry), (entry, set()))[1]
-                matches = _matches(entry, paths, value, parameters)
-                matched.update(match.index for match in matches)
-                rule = Rule(matches[0].task, matches[0].sharding, matches[0].own) if matches else None
-            else:
-                rule = _rule(entry, paths[0], value)
-            if rule is not None:
-                rules.update((id(a), rule) for a in own)
+            key = id(entry), id(value)
+            asked.setdefault(key, _Asked(where, entry, value, [])).paths.extend(paths)
+    rules: dict[int, tuple[Rule, _Asked]] = {}
+    used: dict[int, tuple[TaskSharding, set[int]]] = {}  # the rules that match something
+    for one in asked.values():
+        if not (own := arrays(one.value)):
+            continue
+        if isinstance(one.entry, TaskSharding):
+            matched = used.setdefault(id(one.entry), (one.entry, set()))[1]
+            matches = _matches(one.entry, one.paths, one.value, parameters)
+            matched.update(match.index for match in matches)
+            rule = Rule(matches[0].task, matches[0].sharding, matches[0].own) if matches else None
+        else:
+            rule = _rule(one)
+        if rule is None:
+            continue
+        for a in own:
+            known, by = rules.setdefault(id(a), (rule, one))
+            if known.sharding != rule.sharding:
+                raise _inconsistent(by, known, one, rule)
     for entry, matched in used.values():
         entry.check_used(matched)
-    return rules
+    return {a: rule for a, (rule, _) in rules.items()}
 
 
-def _pairs(prefix: Any, tree: Any, name: str) -> list[tuple[Any, Any]]:
-    """Each entry of a prefix tree, with the subtree that it is for."""
-    pairs: list[tuple[Any, Any]] = []
-    try:
-        jax.tree.map(
-            lambda *pair: pairs.append(pair), prefix, tree, is_leaf=lambda x: x is None or is_node(x)
-        )
-    except ValueError as error:
-        raise ValueError(f"{name} {_mismatch(prefix, tree) or f'is no prefix: {error}'}") from None
-    return pairs
+class _Asked(NamedTuple):
+    """What one entry of a prefix tree is for: where it is in there; the Variable or array, and its paths."""
+
+    where: str
+    entry: Any
+    value: Any
+    paths: list[Path]
 
 
-def _mismatch(prefix: Any, tree: Any) -> str | None:
-    """Which entry of a tuple of shardings does not describe its argument, if that is what is wrong."""
-    if not isinstance(prefix, (tuple, list)) or not isinstance(tree, (tuple, list)):
-        return None
-    if len(prefix) != len(tree):
-        return f"has {len(prefix)} entries, and there are {len(tree)} positional arguments or results"
-    for n, (entry, subtree) in enumerate(zip(prefix, tree)):
-        try:
-            jax.tree.map(lambda *_: None, entry, subtree, is_leaf=lambda x: x is None or is_node(x))
-        except ValueError:
-            shapes = jax.tree.map(lambda x: jax.typeof(x) if isinstance(x, jax.Array) else x, subtree)
-            return f"describes argument or result {n} as {jax.tree.structure(entry)}, and it is {shapes}"
-    return None
+def _inconsistent(one: _Asked, first: Rule, other: _Asked, second: Rule) -> ValueError:
+    def text(rule: Rule) -> str:
+        if rule.task is not None or not isinstance(rule.sharding, NamedSharding):
+            return str(rule.task or rule.sharding)
+        return f"{rule.sharding.spec} on devices {[d.id for d in rule.sharding.mesh.devices.flat]}"
+
+    return ValueError(
+        f"Inconsistent aliasing: one {type(one.value).__name__} is asked to be {text(first)} by {one.where} "
+        f"and {text(second)} by {other.where}. Ask for one sharding, or make a copy with nnx.clone"
+    )
 
 
 def _state(tree: Any) -> Iterator[tuple[Any, list[Path]]]:
@@ -97,11 +100,20 @@ def _parameters(tree: Any) -> dict[Path, list[Any]]:
     return found
 
 
-def _rule(entry: Any, path: Path, value: Any) -> Rule | None:
-    """What an entry that is no TaskSharding asks for."""
-    sharding = entry.map_prefix(path, value) if isinstance(entry, nnx.StateSharding) else entry
-    sharding = _on_mesh(sharding)
-    return None if sharding is None else Rule(None, sharding)
+def _rule(asked: _Asked) -> Rule | None:
+    """What an entry that is no TaskSharding asks for.
+
+    Raises:
+      ValueError: for a StateSharding that has several shardings for the paths of one Variable.
+    """
+    shardings = [asked.entry]
+    if isinstance(asked.entry, nnx.StateSharding):
+        shardings = [asked.entry.map_prefix(path, asked.value) for path in asked.paths]
+    rules = [Rule(None, on) for sharding in shardings if (on := _on_mesh(sharding)) is not None]
+    for other in rules[1:]:
+        if other.sharding != rules[0].sharding:
+            raise _inconsistent(asked, rules[0], asked, other)
+    return rules[0] if rules else None
 
 
 def _matches(

@@ -44,19 +44,21 @@ class FastPath:
       run: from flat inputs to flat results.
       inputs: for each input, the number of its value.
       updates: (number of a result, number of the value whose Variable gets it).
-      out_tree: structure of what the call returns, which are the last results.
+      out_tree: structure of what the call returns.
+      out: which results those are.
     """
 
     run: Callable[[Sequence[Any]], list[Any]]
     inputs: tuple[int, ...]
     updates: tuple[tuple[int, int], ...]
     out_tree: Any
+    out: slice
 
     def __call__(self, arguments: Arguments) -> Any:
         results = self.run([arguments.values[n] for n in self.inputs])
         written = [(n, results[r]) for r, n in self.updates if results[r] is not arguments.values[n]]
         _compat.set_values([(arguments.variables[n], value) for n, value in written])
-        return jax.tree.unflatten(self.out_tree, results[len(results) - self.out_tree.num_leaves :])
+        return jax.tree.unflatten(self.out_tree, results[self.out])
 
 
 def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
@@ -176,6 +178,7 @@ def fast_path(
     updates: Sequence[int | None],
     run: Callable[[Sequence[Any]], list[Any]],
     out_tree: Any,
+    out_first: bool,
 ) -> FastPath | None:
     """From a call that was just made, how to repeat it; None if it is not known where each value goes.
 
@@ -185,14 +188,18 @@ def fast_path(
       updates: for each flat result, the input that it is the new value of.
       run: from flat inputs to flat results.
       out_tree: structure of what the call returned.
+      out_first: whether that comes before the updates in the flat results, as without updates of graphs, or
+        after them.
     """
     number = {id(v): n for n, v in enumerate(arguments.values)}
     if len(number) != len(arguments.values) or any(id(x) not in number for x in leaves):
         return None
     inputs = tuple(number[id(x)] for x in leaves)
-    # What is returned comes after the state, and is the caller's.
-    state = updates[: len(updates) - out_tree.num_leaves]
-    written = [(result, inputs[n]) for result, n in enumerate(state) if n is not None]
+    # What is returned is the caller's.
+    first = 0 if out_first else len(updates) - out_tree.num_leaves
+    out = slice(first, first + out_tree.num_leaves)
+    state = range(out.stop, len(updates)) if out_first else range(first)
+    written = [(result, inputs[n]) for result in state if (n := updates[result]) is not None]
     if len(written) < len(state) or any(n not in arguments.variables for _, n in written):
         return None
-    return FastPath(run, inputs, tuple(written), out_tree)
+    return FastPath(run, inputs, tuple(written), out_tree, out)

@@ -10,12 +10,12 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, Unp
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.observe import Observer
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Profile
+from mmnnx.mpmd.jit.check_shardings import check_shardings
 from mmnnx.mpmd.jit.fast_path import FastPaths, fast_path, flatten_arguments
 from mmnnx.mpmd.jit.inner_jit import FlatJit
 from mmnnx.mpmd.jit.stage_objects import Lowered, Traced
@@ -99,7 +99,8 @@ def jit(
     Raises:
       PlacementError: when called, if state cannot be placed as asked.
       TypeError: for what is no function, MultiMesh or sharding (a Task, or rules without TaskSharding).
-      ValueError: when called, for a `cond` or `while` across tasks, an argument that was donated before, or
+      ValueError: for a prefix that the mode does not take, and for a bound method; when called, for two
+        shardings of one Variable, a `cond` or `while` across tasks, an argument that was donated before, or
         `device` where state, a sharding or a task says where the function runs.
 
     Example:
@@ -109,6 +110,7 @@ def jit(
       ...     optimizer.update(model, grads)
       ...     return loss
     """
+    graph, graph_updates = _compat.graph_modes(graph, graph_updates)
     options = {
         "in_shardings": in_shardings,
         "out_shardings": out_shardings,
@@ -140,8 +142,8 @@ class Jit(Generic[P, R]):
         in_shardings: Any,
         out_shardings: Any,
         mesh: MultiMesh | None,
-        graph: bool | None,
-        graph_updates: bool | None,
+        graph: bool,
+        graph_updates: bool,
         device: jax.Device | None,
         backend: str | None,
         compiler_options: Mapping[str, Any] | None,
@@ -151,13 +153,16 @@ class Jit(Generic[P, R]):
             raise TypeError(f"mm.jit compiles a function, not {fun!r}")
         if not isinstance(mesh, MultiMesh | None):
             raise TypeError(f"mesh= is a MultiMesh, not {mesh!r}")
-        _check_shardings("in_shardings", in_shardings)
-        _check_shardings("out_shardings", out_shardings)
+        check_shardings("in_shardings", in_shardings, graph, graph_updates)
+        check_shardings("out_shardings", out_shardings, graph, graph_updates)
         _check_device(device, backend, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh)
-        if inspect.ismethod(fun) and isinstance(fun.__self__, nnx.Module):
+        method: Any = fun
+        while isinstance(method, functools.partial):
+            method = method.func
+        if inspect.ismethod(method) and isinstance(method.__self__, nnx.Module):
             raise ValueError(
-                f"mm.jit of the bound method {fun.__qualname__}: decorate the method in its class, "
-                f"or give mm.jit({fun.__qualname__}) and pass the instance as first argument"
+                f"mm.jit of the bound method {method.__qualname__}: decorate the method in its class, "
+                f"or give mm.jit({method.__qualname__}) and pass the instance as first argument"
             )
         functools.update_wrapper(self, fun)
         static = static_arguments(fun, options["static_argnums"], options["static_argnames"])
@@ -168,12 +173,12 @@ class Jit(Generic[P, R]):
         options |= {"device": device, "backend": backend, "compiler_options": dict(compiler_options or {})}
         self._inner = FlatJit(_compat.pure_function(self._nnx_jit), observer, static, mesh, options)
         _compat.replace_pure_function(self._nnx_jit, self._inner)
-        self._in_graph_mode = _compat.in_graph_mode(self._nnx_jit)
+        self._updates_graphs = graph and graph_updates
         self._fast_paths = FastPaths()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         as_it_is = ignoring.get() or _compat.jit_is_disabled()
-        if as_it_is or not self._in_graph_mode or _compat.in_cached_partial():
+        if as_it_is or _compat.in_cached_partial():
             try:
                 return self._nnx_jit(*args, **kwargs)
             finally:
@@ -186,7 +191,8 @@ class Jit(Generic[P, R]):
         call = self._inner.take_call()
         if arguments is not None and call is not None and call.record.out_tree is not None:
             updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
-            new = fast_path(arguments, call.leaves, updates, call.run, call.record.out_tree)
+            out_tree, out_first = call.record.out_tree, not self._updates_graphs
+            new = fast_path(arguments, call.leaves, updates, call.run, out_tree, out_first)
             if new is not None:
                 self._fast_paths.add(arguments, new)
         return out
@@ -290,16 +296,3 @@ def _check_device(device: Any, backend: Any, **others: Any) -> None:
             f"{name}= out: for one device, in_shardings= and out_shardings= take a "
             "jax.sharding.SingleDeviceSharding"
         )
-
-
-def _check_shardings(name: str, entry: Any) -> None:
-    if isinstance(entry, Task | MultiMesh | Mesh | str):
-        raise TypeError(
-            f"{name}= has {entry!r}, which is no sharding: mm.TaskSharding({{...: task}}) places state on "
-            "the mesh of a task, and a PartitionSpec names axes of the MultiMesh"
-        )
-    if isinstance(entry, dict) and any(key is ... or callable(key) for key in entry):
-        raise TypeError(f"{name}= has a dict from filters to tasks: wrap it in mm.TaskSharding")
-    inner = entry.values() if isinstance(entry, dict) else entry if type(entry) in (tuple, list) else ()
-    for each in inner:
-        _check_shardings(name, each)

@@ -13,6 +13,7 @@ from flax import nnx
 from mmnnx import _compat
 from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.gc_pause import gc_paused
+from mmnnx.mpmd.frontend.graph import is_node
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.equations import scopes_in
 from mmnnx.mpmd.ir.shardings import is_committed
@@ -152,7 +153,7 @@ class FlatTraced:
         given = iter(zip(values, self.record.inputs))
 
         def give(path: Any, entry: Any) -> Any:
-            if not isinstance(entry, _compat.NODE):
+            if not _is_node(entry):
                 return next(given)[0]
             found = [next(given) for _ in jax.tree.leaves(entry)]
             flat = [(leaf.path[len(path) - 1 :], s) for s, leaf in found if leaf is not None]
@@ -161,7 +162,7 @@ class FlatTraced:
             return nnx.from_flat_state(flat)
 
         tree = jax.tree.unflatten(self.tree, self.leaves)
-        return jax.tree_util.tree_map_with_path(give, tree, is_leaf=lambda x: isinstance(x, _compat.NODE))
+        return jax.tree_util.tree_map_with_path(give, tree, is_leaf=_is_node)
 
     def lower(self, *, lowering_platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered | FlatLowered:
         """What is to be compiled: the function itself, or the program that it was split into."""
@@ -174,3 +175,8 @@ class FlatTraced:
                 "several TaskMeshes, for the platform of their devices. Leave it out"
             )
         return FlatLowered(self, found.program, found.input_shardings, found.prepare)
+
+
+def _is_node(x: Any) -> bool:
+    """Whether something among the flat function's arguments stands for an NNX object, in any mode."""
+    return isinstance(x, (_compat.NODE, _compat.TREE_STATE)) or is_node(x)

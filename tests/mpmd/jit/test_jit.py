@@ -3,6 +3,8 @@ and with mm.jit over a model whose layers live on two meshes."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -313,6 +315,8 @@ def test_methods(mode):
 def test_bound_methods_are_refused(mode, model):
     with pytest.raises(ValueError, match="bound method"):
         mode.jit(model.__call__)
+    with pytest.raises(ValueError, match="bound method"):
+        mode.jit(functools.partial(model.__call__))
 
 
 def test_donation(mode, model):
