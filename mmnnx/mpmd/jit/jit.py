@@ -87,7 +87,8 @@ def jit(
       in_shardings, out_shardings: `TaskSharding`, `nnx.StateSharding`, `jax.sharding.Sharding`, PartitionSpec
         or None, or prefix trees of them, over the positional arguments and over the result.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, inline: as in `jax.jit`.
-      device, backend: as in `jax.jit`, for a function of one device.
+      device, backend: as in `jax.jit`, for a function of one device. Inside another `mm.jit` of several
+        submeshes they have no effect.
       compiler_options: options for XLA, as in `jax.jit`; they hold for each of the programs.
       mesh: the MultiMesh to partition the function over. Default: the current one when called.
       graph, graph_updates: as in `nnx.jit`.
