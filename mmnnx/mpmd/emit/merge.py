@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Var
 from mmnnx.mpmd.ir.fragments import Fragment
-from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer
+from mmnnx.mpmd.ir.instructions import Call, Control, Instruction, Transfer
 from mmnnx.mpmd.ir.program import Program
 
 
@@ -64,7 +64,9 @@ def _neighbours(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]
     received: set[int] = set()  # for a microbatch: what comes from outside the loop is there before it
     last: dict[Mesh, tuple[int, Call]] = {}
     for j, second in enumerate(instructions):
-        if isinstance(second, Transfer):
+        if isinstance(second, Control):
+            last.clear()
+        elif isinstance(second, Transfer):
             sent.update(second.inputs)
             received.update(second.outputs if second.microbatch is not None else ())
         else:
