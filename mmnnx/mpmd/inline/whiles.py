@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,7 +127,7 @@ def _one_after_the_other(eqn: Any, index: jax.Array, *operands: jax.Array) -> li
     results = [jnp.zeros_like(v.aval) for v in eqn.outvars]
     for n, branch in enumerate(eqn.params["branches"]):
         run = functools.partial(_run_once, jex.jaxpr_as_fun(branch), operands)
-        _, results = jax.lax.while_loop(operator.itemgetter(0), run, (jnp.asarray(index == n), results))
+        _, results = jax.lax.while_loop(lambda carry: carry[0], run, (jnp.asarray(index == n), results))
     return results
 
 
