@@ -399,8 +399,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="simulated-free-too-early",
         file="mmnnx/mpmd/ir/simulate.py",
-        old="changes += [((end, int(end == start), n, 1), -1, s) for s in i.frees]",
-        new="changes += [((start, 0, n, 1), -1, s) for s in i.frees]",
+        old="changes += [((end, int(end == start), n, 1), -1, s) for s in dropped]",
+        new="changes += [((start, 0, n, 1), -1, s) for s in dropped]",
         what=("In simulation a call drops its inputs when it starts, so that peaks of memory are too low."),
         tests=("tests/mpmd/ir/test_simulate.py::test_bytes_are_those_of_the_arrays",),
     ),

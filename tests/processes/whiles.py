@@ -30,13 +30,15 @@ class Model(nnx.Module):
         self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in DEVICES])
         self.count = nnx.BatchStat(jnp.zeros(()))
 
-    def __call__(self, x, last=len(DEVICES)):
+    def __call__(self, x, last=None):
         for layer in self.layers[:last]:
             x = jnp.tanh(layer(x))
         return x
 
 
-rules = {mm.path("layers", n): (task, P()) for n, task in enumerate(tasks)} | {mm.path("count"): (tasks[-1], P())}
+rules = {mm.path("layers", n): (task, P()) for n, task in enumerate(tasks)} | {
+    mm.path("count"): (tasks[-1], P())
+}
 model = mm.jit(Model, out_shardings=mm.TaskSharding(rules))()
 
 

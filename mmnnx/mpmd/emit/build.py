@@ -41,9 +41,12 @@ def build_program(
     outer = OuterValues(plan, inputs, writer)
     emit_steps(plan, outer, writer)
     outputs = tuple(tuple(outer.buffer(v, mesh) for v, mesh in held) for held in results)
+    renamed: dict[Var, Var] = {}  # what a while leaves is in the buffers that it began with
     for step in plan.all_steps:
         if isinstance(step, LoopPlan | WhilePlan):
             successors = successors | dict(zip(step.loop.carry_in, step.loop.carry_out))
+        if isinstance(step, WhilePlan):
+            renamed.update(zip(step.loop.carries, step.loop.init))
     return Program(
         free_after_last_use(writer.instructions, {s for buffers in outputs for s in buffers}),
         {s: writer.values[s] for s in writer.inputs},
@@ -51,7 +54,7 @@ def build_program(
         tuple(writer.values),
         names,
         tuple(_runs(step, meshes) for step in plan.loops),
-        successors,
+        {v: renamed.get(after, after) for v, after in successors.items()},
     )
 
 

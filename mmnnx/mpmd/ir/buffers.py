@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from mmnnx.mpmd.ir.fragments import Fragment
-from mmnnx.mpmd.ir.instructions import Control, ProgramData, Transfer
+from mmnnx.mpmd.ir.instructions import ProgramData, Transfer
 
 Pairs = tuple[tuple[int, int], ...]  # (number of an input, number of the result that takes over its memory)
 
@@ -37,8 +37,7 @@ def buffer_reuse(program: ProgramData) -> dict[Fragment, Pairs]:
     # source is not either: whichever of the two is last used first, the other is still read.
     shared = {t.outputs[0] for t in program.transfers if not _is_copied(t)}
     shared |= {t.inputs[0] for t in program.transfers if _common_devices(t)}
-    controls = [i for i in program.instructions if isinstance(i, Control)]
-    shared |= {carry for i in controls for s, carry in zip(i.inputs, i.outputs) if s in shared}
+    shared = program.moved(shared)
     dying: dict[Fragment, set[int]] = {}
     given: defaultdict[Fragment, set[int]] = defaultdict(set)  # those that are arguments, in some call
     for c in program.calls:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from jax.sharding import Mesh
@@ -155,6 +156,16 @@ class ProgramData:
             elif isinstance(i, Call) and depth:
                 found.add(i.fragment)
         return frozenset(found)
+
+    def moved(self, buffers: Iterable[int]) -> set[int]:
+        """Buffers, and those that whiles move their arrays to or from."""
+        repeats = [i for i in self.instructions if isinstance(i, Control)]
+        pairs = [{*pair} for i in repeats for pair in zip(i.inputs, i.outputs)]
+        found, before = set(buffers), -1
+        while len(found) != before:
+            before = len(found)
+            found.update(*(pair for pair in pairs if pair & found))
+        return found
 
     @functools.cached_property
     def labels(self) -> dict[Fragment, str]:

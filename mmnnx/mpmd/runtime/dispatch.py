@@ -43,7 +43,7 @@ def runner(
     groups = group_transfers(program.instructions)
     own = [n for n, group in enumerate(groups) if has_part(program, group)]
     place = {s: n for n, s in enumerate(program.inputs)}  # of buffers, in a list that all arrays are kept in
-    lasting = {*program.inputs, *itertools.chain.from_iterable(program.outputs)}
+    lasting = program.moved({*program.inputs, *itertools.chain.from_iterable(program.outputs)})
     steps = [_over_places(make_step(compiled, groups[n], lasting), place) for n in own]
     given, size = len(program.inputs), len(place)
     jumps = find_jumps([program.instructions[groups[n][0]] for n in own], place)

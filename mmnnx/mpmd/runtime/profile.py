@@ -125,7 +125,8 @@ def _run_one_at_a_time(program: Program, steps: Sequence[Step], buffers: list[An
             buffers[s] = None
     latency, bandwidth = _line({n: statistics.median(times) for n, times in transfers.items()})
     return Costs(
-        {label: statistics.median(times) for label, times in calls.items()},
+        # What a while did not come to took no time.
+        {label: statistics.median(calls[label] or [0.0]) for label in program.labels.values()},
         latency,
         bandwidth,
         statistics.median(starts or [0.0]),

@@ -170,8 +170,12 @@ def test_optimizers_that_hold_a_cond(kind):
 def test_refused(kind):
     def run(m, x):
         if kind == "while":
-            body = lambda c: (c[0], c[1] + 1, c[0].b(c[0].a(c[2])))
-            return nnx.while_loop(lambda c: c[1] < 3, body, (m, 0, x))[2]
+
+            def loss(m, x):
+                body = lambda c: (c[0], c[1] + 1, c[0].b(c[0].a(c[2])))
+                return nnx.while_loop(lambda c: c[1] < 3, body, (m, 0, x))[2].sum()
+
+            return mm.microbatch(loss, dim=0, size=1, argnum=1)(m, x)
 
         def said(x):
             jax.debug.print("{}", x.sum())
