@@ -188,11 +188,17 @@ def mapped(m, x, n):
     return jax.vmap(loop)(x, n + jnp.arange(2))
 
 
+def constant_keys(m, x, n):
+    """Each iteration draws the same, of a key that is made of literals alone."""
+    noise = lambda x: jax.random.normal(jax.random.key(0), x.shape)
+    return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, m(c[1]) + noise(x)), (0, x))
+
+
 CASES = [
     carried, closed_over, dynamic_bounds, until_it_is_small, condition_of_several_tasks, written,
     on_several_meshes, two, within_a_while, within_a_cond, within_a_switch_with_keys, within_a_scan,
     within_a_cond_in_a_scan, around_scans_and_conds, training, around_microbatches, before_a_gradient,
-    forward_derivative, mapped,
+    forward_derivative, mapped, constant_keys,
 ]  # fmt: skip
 
 
@@ -231,3 +237,61 @@ def test_tasks_that_are_named():
         return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, second(first(c[1]))), (0, x + loss))
 
     compare(run, tasks, mesh)
+
+
+def test_callbacks():
+    """Of the body as often as it runs, of the condition once more, also if nobody reads the results."""
+    said = []
+
+    def run(m, x, n):
+        def goes_on(c):
+            jax.debug.callback(lambda i: said.append(("condition", int(i))), c[0])
+            return c[0] < n
+
+        def body(c):
+            y = m(c[1])
+            jax.debug.callback(lambda i, _: said.append(("body", int(i))), c[0], y)
+            return c[0] + 1, y
+
+        lax.while_loop(goes_on, body, (0, x))
+        return m.a(x)
+
+    mesh, tasks = pipeline(2)
+    with mesh:
+        mm.jit(run)(born(Model, place(tasks, *OWNED)), X, 2)
+        jax.effects_barrier()
+    assert sorted(said) == [("body", 0), ("body", 1), *(("condition", n) for n in range(3))]
+
+
+def test_a_line_search():
+    """Optimizers with loops over all parameters in them, as optax has."""
+    tx = optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(max_linesearch_steps=8))
+
+    def run(m, x, n):
+        optimizer = nnx.Optimizer(m, tx, wrt=nnx.Param)
+        graph, params, rest = nnx.split(m, nnx.Param, ...)
+        value = lambda params: jnp.mean((nnx.merge(graph, params, rest)(x) - n) ** 2)
+        loss, grads = jax.value_and_grad(value)(params)
+        optimizer.update(m, grads, grad=grads, value=loss, value_fn=value)
+        return loss
+
+    mesh, tasks = pipeline(2)
+    compare(run, tasks, mesh, calls=(1, 1))
+
+
+def test_refused():
+    """In a loop of mm.microbatch, and, by JAX, in the reverse mode."""
+
+    def loss(m, x):
+        return closed_over(m, x, 3)[1].sum()
+
+    mesh, tasks = pipeline(2)
+    with mesh:
+        model = born(Model, place(tasks, *OWNED))
+        loop = mm.microbatch(loss, dim=0, size=1, argnum=1)
+        with pytest.raises(
+            ValueError, match="'while'.* 2 tasks: stage0.*stage1.* In mm.microbatch there is no"
+        ):
+            mm.jit(loop)(model, X)
+        with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+            mm.jit(nnx.grad(loss))(model, X)
