@@ -134,6 +134,14 @@ FAULTS: tuple[Fault, ...] = (
         what="A reverse scan that is unrolled begins with its first iteration.",
         tests=("tests/mpmd/place/test_tasks.py::test_a_scan_over_two_tasks_is_opened",),
     ),
+    Fault(
+        name="passed-on-carries-are-copied",
+        file="mmnnx/mpmd/inline/whiles.py",
+        old="if enters is leaves}",
+        new="if False}",
+        what="A while copies what its body hands on as it is, such as all weights of a model that it carries.",
+        tests=("tests/mpmd/inline/test_while.py::test_what_is_handed_on_is_not_copied",),
+    ),
     # place
     Fault(
         name="boundary-off-by-one",
@@ -353,6 +361,22 @@ FAULTS: tuple[Fault, ...] = (
         new="",
         what="Calls are merged though another mesh waits for what the first one makes.",
         tests=("tests/mpmd/emit/test_merge.py::test_what_is_sent_is_not_kept_back",),
+    ),
+    Fault(
+        name="sent-in-every-iteration",
+        file="mmnnx/mpmd/emit/steps.py",
+        old="for v, mesh in plan.reads:",
+        new="for v, mesh in ():",
+        what="What a while reads of before it is sent in its iterations, and not there if there are none.",
+        tests=("tests/mpmd/emit/test_whiles.py::test_what_does_not_change_is_sent_once",),
+    ),
+    Fault(
+        name="carries-live-through-iterations",
+        file="mmnnx/mpmd/emit/liveness.py",
+        old="seen -= {*i.outputs}",
+        new="pass",
+        what="The old value of a carry of a while is kept beside the new one, which cannot take its place.",
+        tests=("tests/mpmd/emit/test_whiles.py::test_carries_are_overwritten",),
     ),
     # ir
     Fault(

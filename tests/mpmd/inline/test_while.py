@@ -225,6 +225,15 @@ def test_parity(run):
     compare(run, tasks, mesh)
 
 
+def test_what_is_handed_on_is_not_copied():
+    """A model that is a carry, none of whose weights change: they stay in their buffers."""
+    mesh, tasks = pipeline(2)
+    with mesh:
+        program = mm.jit(carried).program(born(Model, place(tasks, *OWNED)), X, jnp.int32(0))
+    weights = {s for s, (v, _) in enumerate(program.values) if v.aval.shape == (4, 4)}
+    assert weights and weights <= program.inputs.keys()
+
+
 def test_tasks_that_are_named():
     """Where the state is new, and so in no place yet, task scopes say where an iteration runs."""
     mesh, tasks = pipeline(2)
