@@ -139,7 +139,7 @@ FAULTS: tuple[Fault, ...] = (
         file="mmnnx/mpmd/inline/whiles.py",
         old="if enters is leaves}",
         new="if False}",
-        what="A while copies what its body hands on as it is, such as all weights of a model that it carries.",
+        what="A while copies what its body hands on as it is, such as the weights of a model that it carries.",
         tests=("tests/mpmd/inline/test_while.py::test_what_is_handed_on_is_not_copied",),
     ),
     # place
