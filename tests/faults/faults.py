@@ -134,14 +134,6 @@ FAULTS: tuple[Fault, ...] = (
         what="A reverse scan that is unrolled begins with its first iteration.",
         tests=("tests/mpmd/place/test_tasks.py::test_a_scan_over_two_tasks_is_opened",),
     ),
-    Fault(
-        name="passed-on-carries-are-copied",
-        file="mmnnx/mpmd/inline/whiles.py",
-        old="if enters is leaves}",
-        new="if False}",
-        what="A while copies what its body hands on as it is, such as the weights of a model that it carries.",
-        tests=("tests/mpmd/inline/test_while.py::test_what_is_handed_on_is_not_copied",),
-    ),
     # place
     Fault(
         name="boundary-off-by-one",

@@ -14,7 +14,6 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from mmnnx import _compat
 from mmnnx.mpmd.inline.loop_invariants import split_invariant
 from mmnnx.mpmd.inline.writer import InLoop, Writer
 from mmnnx.mpmd.ir.equations import Atom, Node, While
@@ -22,49 +21,50 @@ from mmnnx.mpmd.ir.rewrite import prune
 
 
 @dataclasses.dataclass(frozen=True)
-class _Operands:
-    """The operands of a while: constants of its condition, those of its body, and carries."""
+class _Parts:
+    """A while equation taken apart, over some operands.
 
+    Attributes:
+      cond, body: jaxprs.
+      cond_consts, body_consts: their constants.
+      init: the carries.
+    """
+
+    cond: Any
+    body: Any
     cond_consts: list[Any]
     body_consts: list[Any]
     init: list[Any]
 
     @classmethod
-    def of(cls, eqn: Any, args: Sequence[Any]) -> _Operands:
-        """Operands taken apart."""
+    def of(cls, eqn: Any, args: Sequence[Any]) -> _Parts:
+        """Those of an equation, over these operands."""
         first = eqn.params["cond_nconsts"]
         second = first + eqn.params["body_nconsts"]
-        return cls(list(args[:first]), list(args[first:second]), list(args[second:]))
+        bodies = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        return cls(*bodies, list(args[:first]), list(args[first:second]), list(args[second:]))
 
 
 def write_while(writer: Writer, eqn: Any, scope: str, out: list[Node]) -> Sequence[Atom]:
-    """Writes a while of several tasks as a While; its results in the list."""
-    if eqn.params["cond_jaxpr"].out_avals[0].shape:
-        return write_traced(writer, functools.partial(_of_one_condition, eqn), eqn.invars, scope, out)
-    given, passed = _Operands.of(eqn, eqn.invars), _passed_on(eqn)
-    changing = [n for n in range(len(given.init)) if n not in passed]
+    """Writes a while of several tasks as a While; its results in the list.
 
-    def condition(carries: Sequence[Atom], nodes: list[Node]) -> Atom:
-        args = [*given.cond_consts, *carries]
-        return writer.write_jaxpr(eqn.params["cond_jaxpr"], args, scope, nodes, InLoop.NO)[0]
+    What the body hands on as it is, such as the weights of a model, JAX has made a constant of it.
+    """
+    loop = _Parts.of(eqn, eqn.invars)
+    if loop.cond.out_avals[0].shape:
+        return _write_traced(writer, functools.partial(_of_one_condition, eqn), eqn.invars, scope, out)
 
-    def changed(values: Sequence[Atom]) -> list[Atom]:
-        """All carries, of these that the body changes."""
-        found = list(given.init)
-        for n, value in zip(changing, values):
-            found[n] = value
-        return found
+    def condition(carries: Sequence[Atom], nodes: list[Node]) -> list[Atom]:
+        return writer.write_jaxpr(loop.cond, [*loop.cond_consts, *carries], scope, nodes, InLoop.NO)
 
     # Each carry starts in a buffer of its own, so that it can be updated in place.
-    first = [condition(given.init, out), *(given.init[n] for n in changing)]
+    first = [*condition(loop.init, out), *loop.init]
     init = [writer.write(jnp.copy, [a], scope, out)[0] for a in first]
     carry_in = [jex.Var(v.aval) for v in init]
     writer.record_carries(carry_in, init)
     body: list[Node] = []
-    args = [*given.body_consts, *changed(carry_in[1:])]
-    results = writer.write_jaxpr(eqn.params["body_jaxpr"], args, scope, body, InLoop.NO)
-    results = [results[n] for n in changing]
-    results.insert(0, condition(changed(results), body))
+    made = writer.write_jaxpr(loop.body, [*loop.body_consts, *carry_in[1:]], scope, body, InLoop.NO)
+    results = [*condition(made, body), *made]
     invariant, varying = split_invariant(prune(body, results), carry_in)
     out += invariant
     carry_out = writer.own_results(results, scope, varying)
@@ -80,46 +80,39 @@ def write_while(writer: Writer, eqn: Any, scope: str, out: list[Node]) -> Sequen
             sources={v: writer.layout_of[v] for v in init if v in writer.layout_of},
         )
     )
-    return changed(carries[1:])
+    return carries[1:]
 
 
 def write_cond_as_whiles(writer: Writer, eqn: Any, scope: str, out: list[Node]) -> Sequence[Atom]:
     """Writes a cond whose branches hold whiles of several tasks: each as a while that runs once or never."""
-    return write_traced(writer, functools.partial(_one_after_the_other, eqn), eqn.invars, scope, out)
+    return _write_traced(writer, functools.partial(_one_after_the_other, eqn), eqn.invars, scope, out)
 
 
-def write_traced(
-    writer: Writer, fun: Any, atoms: Sequence[Atom], scope: str, out: list[Node]
+def _write_traced(
+    writer: Writer, fun: Callable[..., Any], atoms: Sequence[Atom], scope: str, out: list[Node]
 ) -> Sequence[Atom]:
     """Writes what an equation that is in no loop comes to; its results."""
     args = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in atoms]
     return writer.write_jaxpr(jax.make_jaxpr(fun)(*args), atoms, scope, out, InLoop.NO)
 
 
-def _passed_on(eqn: Any) -> set[int]:
-    """The numbers of the carries that the body returns as they are."""
-    invars, outvars, _, _ = _compat.open_jaxpr(eqn.params["body_jaxpr"])
-    carried = invars[eqn.params["body_nconsts"] :]
-    return {n for n, (enters, leaves) in enumerate(zip(carried, outvars)) if enters is leaves}
-
-
 def _of_one_condition(eqn: Any, *args: jax.Array) -> list[jax.Array]:
     """A while under `vmap`, which goes on until no example does."""
-    given = _Operands.of(eqn, args)
+    loop = _Parts.of(eqn, args)
 
     def condition(carry: Sequence[jax.Array]) -> jax.Array:
-        return jex.jaxpr_as_fun(eqn.params["cond_jaxpr"])(*given.cond_consts, *carry)[0]
+        return jex.jaxpr_as_fun(loop.cond)(*loop.cond_consts, *carry)[0]
 
     def body(carry: Sequence[jax.Array]) -> list[jax.Array]:
         goes_on = condition(carry)
-        made = jex.jaxpr_as_fun(eqn.params["body_jaxpr"])(*given.body_consts, *carry)
+        made = jex.jaxpr_as_fun(loop.body)(*loop.body_consts, *carry)
 
         def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(goes_on.reshape(goes_on.shape + (1,) * (new.ndim - goes_on.ndim)), new, old)
 
         return list(map(chosen, made, carry))
 
-    return jax.lax.while_loop(lambda carry: jnp.any(condition(carry)), body, given.init)
+    return jax.lax.while_loop(lambda carry: jnp.any(condition(carry)), body, loop.init)
 
 
 def _one_after_the_other(eqn: Any, index: jax.Array, *operands: jax.Array) -> list[jax.Array]:
