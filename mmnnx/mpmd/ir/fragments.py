@@ -63,10 +63,10 @@ class LoopPlan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WhilePlan:
-    """A while whose body is cut into fragments.
+    """A while whose body is partitioned into fragments.
 
     Attributes:
-      loop: what it was cut from.
+      loop: what it was made of.
       body: the plan of one iteration.
       carried: for each carry, the meshes that hold it between iterations.
       reads: the outer values that it reads.

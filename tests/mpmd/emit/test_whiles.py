@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.mpmd.compile import donation
+from mmnnx.mpmd.emit.merge import merge
 from mmnnx.mpmd.ir.instructions import Call, Control, Transfer
 from mmnnx.mpmd.ir.verify import VerificationError
 from tests.mpmd.parity import assert_same, pipeline
@@ -86,6 +87,28 @@ def test_what_does_not_change_is_computed_once():
         for part in (program.instructions[:begin], program.instructions[begin:back])
     ]
     assert sides == [1, 2]
+
+
+def test_calls_that_follow_each_other_are_one():
+    """In an iteration, but not across its ends."""
+
+    def run(a, b, cache, x, n):
+        body = lambda c: (c[0] + 1, jnp.tanh(c[1] @ a) @ b)
+        i, x = lax.while_loop(lambda c: c[0] < n, body, (0, jnp.tanh(x @ b)))
+        return i, x @ b.T
+
+    program = program_of(run)
+    merged, _ = merge(program)
+    begin, back, end = controls(merged)
+    made = [
+        {v.aval.shape for v in i.fragment.outvars}
+        for i in merged.instructions[begin:back]
+        if isinstance(i, Call)
+    ]
+    assert {(), (4,)} in made  # the second half of the body, and the counter there
+    assert merged.instructions[:begin] == program.instructions[:begin]
+    assert merged.instructions[end:] == program.instructions[controls(program)[2] :]
+    assert len(program.calls) - len(merged.calls) == 1
 
 
 def test_it_prints():

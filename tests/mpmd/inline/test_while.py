@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 import mmnnx as mm
+from mmnnx.mpmd.compile.rewrites import rewrite
 from tests.mpmd.parity import assert_same, born, pipeline, place, values
 
 
@@ -203,7 +204,7 @@ CASES = [
 
 
 def compare(run, tasks, mesh, calls=(0, 3), rtol=1e-4):
-    """Has `run` return and leave in the model what it does under nnx.jit, call after call; its program."""
+    """Has `run` return and leave in the model what it does under nnx.jit, call after call."""
     whole = Model()
     expect = nnx.jit(run)
     with mesh:
@@ -213,9 +214,9 @@ def compare(run, tasks, mesh, calls=(0, 3), rtol=1e-4):
             got, want = split(model, X, jnp.int32(n)), expect(whole, X, jnp.int32(n))
             assert_same(values((got, nnx.state(model))), values((want, nnx.state(whole))), rtol)
         program = split.program(model, X, jnp.int32(0))
+    rewrite(program).program.verify()
     assert len({c.mesh for c in program.calls}) == 2
     assert "while %" in str(program)
-    return program
 
 
 @pytest.mark.parametrize("run", CASES, ids=lambda run: run.__name__)
