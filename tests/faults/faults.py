@@ -354,6 +354,22 @@ FAULTS: tuple[Fault, ...] = (
         what="Calls are merged though another mesh waits for what the first one makes.",
         tests=("tests/mpmd/emit/test_merge.py::test_what_is_sent_is_not_kept_back",),
     ),
+    Fault(
+        name="sent-in-every-iteration",
+        file="mmnnx/mpmd/emit/steps.py",
+        old="for v, mesh in plan.reads:",
+        new="for v, mesh in ():",
+        what="What a while reads of before it is sent in its iterations, and not there if there are none.",
+        tests=("tests/mpmd/emit/test_whiles.py::test_what_does_not_change_is_sent_once",),
+    ),
+    Fault(
+        name="carries-live-through-iterations",
+        file="mmnnx/mpmd/emit/liveness.py",
+        old="seen -= {*i.outputs}",
+        new="pass",
+        what="The old value of a carry of a while is kept beside the new one, which cannot take its place.",
+        tests=("tests/mpmd/emit/test_whiles.py::test_carries_are_overwritten",),
+    ),
     # ir
     Fault(
         name="shared-buffer-overwritten",
@@ -399,8 +415,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="simulated-free-too-early",
         file="mmnnx/mpmd/ir/simulate.py",
-        old="changes += [((end, int(end == start), n, 1), -1, s) for s in i.frees]",
-        new="changes += [((start, 0, n, 1), -1, s) for s in i.frees]",
+        old="changes += [((end, int(end == start), n, 1), -1, s) for s in dropped]",
+        new="changes += [((start, 0, n, 1), -1, s) for s in dropped]",
         what=("In simulation a call drops its inputs when it starts, so that peaks of memory are too low."),
         tests=("tests/mpmd/ir/test_simulate.py::test_bytes_are_those_of_the_arrays",),
     ),

@@ -32,3 +32,16 @@ def test_meshes_that_share_devices(tmp_path):
         assert sorted(values) == sorted(alone)
         for name in alone:
             np.testing.assert_allclose(values[name], alone[name], rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+def test_whiles(tmp_path):
+    """Every process learns whether a loop goes on, if it has a part in it, whoever computes that."""
+    for count in (1, 2):
+        run("whiles.py", count, 6 // count, str(tmp_path / f"of{count}"))
+    alone = np.load(tmp_path / "of1.0.npz")
+    assert alone["count"] == 3
+    for number in range(2):
+        values = np.load(tmp_path / f"of2.{number}.npz")
+        assert sorted(values) == sorted(alone)
+        for name in alone:
+            np.testing.assert_allclose(values[name], alone[name], rtol=2e-5, atol=1e-6, err_msg=name)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
-from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer
+from mmnnx.mpmd.ir.instructions import Call, Control, Instruction, Transfer
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import same_shape, transferred
 
@@ -35,6 +35,8 @@ class BufferShardings:
         for i in program.instructions:
             if isinstance(i, Call):
                 self.calls.setdefault(i.fragment, []).append(i)
+            if isinstance(i, Control):
+                continue
             if isinstance(i, Transfer) or len(self.calls[i.fragment]) == 1:
                 for s in set(i.inputs):
                     self.readers.setdefault(s, []).append(i)
@@ -54,7 +56,7 @@ class BufferShardings:
                 same = same_shape(i.source_mesh, i.target_mesh)
                 replicated = NamedSharding(i.target_mesh, PartitionSpec())
                 self.learn(i.outputs[0], transferred(sharding, i.target_mesh) if same else replicated)
-            else:
+            elif isinstance(i, Call):
                 self.missing[i.fragment] -= 1
                 self.ready += [] if self.missing[i.fragment] else [i]
 

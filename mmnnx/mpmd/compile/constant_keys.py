@@ -37,7 +37,8 @@ def extract_constant_keys(program: Program) -> tuple[Program, list[Any]]:
     inputs, values, keys = dict(program.inputs), list(program.values), []
     instructions: list[Instruction] = []
     for i in program.instructions:
-        if isinstance(i, Call) and times[i.fragment] == 1 and (wanted := _constant_keys(i.fragment)):
+        once = isinstance(i, Call) and times[i.fragment] == 1 and i.fragment not in program.repeated
+        if isinstance(i, Call) and once and (wanted := _constant_keys(i.fragment)):
             keys += _evaluate(i.fragment.jaxpr.eqns, wanted, made)
             f = _with_inputs(i.fragment, wanted)
             buffers = tuple(range(len(values), len(values) + len(wanted)))

@@ -41,7 +41,8 @@ def find_donations(
     # Another process fetches an array when it comes to it: nothing may be written over it. What it sent was
     # received into memory that is no device's own, on some clients, and the watchdog may look at it.
     remote = [t for t in program.transfers if span_processes(t.source_mesh, t.target_mesh)]
-    kept = {s for t in remote for s in (*t.inputs, *t.outputs)} | (program.inputs.keys() - donated)
+    sent = program.moved(s for t in remote for s in (*t.inputs, *t.outputs))
+    kept = sent | (program.inputs.keys() - donated)
     kept_inputs: dict[Fragment, set[int]] = {}
     first_call: dict[Fragment, Call] = {}
     for call in program.calls:

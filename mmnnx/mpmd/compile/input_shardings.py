@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.ir.equations import Var
-from mmnnx.mpmd.ir.fragments import LoopPlan
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import constrains, entering
 from mmnnx.mpmd.partition.partition import Partition
@@ -70,7 +69,7 @@ def _derive(
 
 def _first_slices(partition: Partition) -> dict[Var, Var]:
     """For the first slice of each sliced input of a loop, that input: it is sharded as the slice is."""
-    loops = [step.loop for step in partition.plan.steps if isinstance(step, LoopPlan)]
+    loops = [plan.loop for plan in partition.plan.loops]
     firsts = [(loop, row[0]) for loop in loops for row in loop.slices]
     return {v: loop.sources[v] for loop, v in firsts if v in loop.sources}
 

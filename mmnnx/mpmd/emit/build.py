@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.emit.liveness import free_after_last_use
-from mmnnx.mpmd.emit.loop import emit_loop
 from mmnnx.mpmd.emit.moving_meshes import MovingMeshes
 from mmnnx.mpmd.emit.outer_values import OuterValues
-from mmnnx.mpmd.emit.writer import Writer, remote_readers
+from mmnnx.mpmd.emit.steps import emit_steps
+from mmnnx.mpmd.emit.writer import Writer
 from mmnnx.mpmd.ir.equations import Var
-from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, PlacedVar, Plan
+from mmnnx.mpmd.ir.fragments import LoopPlan, PlacedVar, Plan, WhilePlan
 from mmnnx.mpmd.ir.instructions import LoopRuns
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.schedule.dispatch_order import Moves
@@ -39,25 +39,22 @@ def build_program(
     meshes = MovingMeshes(moving)
     writer = Writer(names, meshes)
     outer = OuterValues(plan, inputs, writer)
-    readers = remote_readers(plan.steps, plan.homes)
-    for step in plan.steps:
-        if isinstance(step, Fragment):
-            mesh = meshes.at(step.mesh, None)
-            writer.call(step, mesh, None, [outer.buffer(v, mesh) for v in step.invars], readers)
-        else:
-            emit_loop(step, outer, writer)
+    emit_steps(plan, outer, writer)
     outputs = tuple(tuple(outer.buffer(v, mesh) for v, mesh in held) for held in results)
-    loops = [step for step in plan.steps if isinstance(step, LoopPlan)]
-    for step in loops:
-        successors = successors | dict(zip(step.loop.carry_in, step.loop.carry_out))
+    renamed: dict[Var, Var] = {}  # what a while leaves is in the buffers that it began with
+    for step in plan.all_steps:
+        if isinstance(step, LoopPlan | WhilePlan):
+            successors = successors | dict(zip(step.loop.carry_in, step.loop.carry_out))
+        if isinstance(step, WhilePlan):
+            renamed.update(zip(step.loop.carries, step.loop.init))
     return Program(
         free_after_last_use(writer.instructions, {s for buffers in outputs for s in buffers}),
         {s: writer.values[s] for s in writer.inputs},
         outputs,
         tuple(writer.values),
         names,
-        tuple(_runs(step, meshes) for step in loops),
-        successors,
+        tuple(_runs(step, meshes) for step in plan.loops),
+        {v: renamed.get(after, after) for v, after in successors.items()},
     )
 
 

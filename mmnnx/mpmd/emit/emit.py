@@ -12,7 +12,6 @@ from mmnnx.mpmd.emit.build import build_program
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.frontend.record import Leaf, Record
 from mmnnx.mpmd.ir.equations import is_var
-from mmnnx.mpmd.ir.fragments import LoopPlan
 from mmnnx.mpmd.ir.listing import Names, plan_text, timetables_text
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.verify import check_callbacks
@@ -77,7 +76,7 @@ def _parameter(record: Record, number: int) -> Leaf | None:
 def _first_that_fits(choices: Iterable[tuple[Partition, Program]]) -> tuple[Partition, Program]:
     closest: list[tuple[int, str]] = []
     for partition, program in choices:
-        specs = [step.loop.spec for step in partition.plan.steps if isinstance(step, LoopPlan)]
+        specs = [plan.loop.spec for plan in partition.plan.loops]
         limits = [spec.memory_limit for spec in specs if spec.memory_limit is not None]
         if not limits:
             return partition, program

@@ -16,12 +16,12 @@ from jax.sharding import Mesh
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Var
 from mmnnx.mpmd.ir.fragments import Fragment
-from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer
+from mmnnx.mpmd.ir.instructions import Call, Control, Instruction, Transfer
 from mmnnx.mpmd.ir.program import Program
 
 
 def merge(program: Program) -> tuple[Program, list[int]]:
-    """Merges calls of one microbatch that always follow each other on their mesh.
+    """Merges calls of one microbatch, or in one while, that always follow each other on their mesh.
 
     Nothing that the first makes may be sent, and the second may read nothing that is received for it, so that
     no mesh waits for longer than before.
@@ -59,19 +59,25 @@ def _mergeable_pairs(instructions: Sequence[Instruction]) -> list[tuple[int, int
 
 
 def _neighbours(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """Numbers of calls of one microbatch that follow each other on a mesh, with no transfer between."""
+    """Numbers of calls that follow each other on a mesh, of one microbatch or one while, with no transfer
+    between."""
     sent: set[int] = set()
-    received: set[int] = set()  # for a microbatch: what comes from outside the loop is there before it
+    received: set[int] = set()  # for these: what comes from outside the loop is there before it
+    depth = 0  # how many whiles are around
     last: dict[Mesh, tuple[int, Call]] = {}
     for j, second in enumerate(instructions):
-        if isinstance(second, Transfer):
+        if isinstance(second, Control):
+            depth += {"while": 1, "repeat": 0, "end": -1}[second.kind]
+            last.clear()
+        elif isinstance(second, Transfer):
             sent.update(second.inputs)
-            received.update(second.outputs if second.microbatch is not None else ())
+            received.update(second.outputs if depth or second.microbatch is not None else ())
         else:
             i, first = last.get(second.mesh, (0, None))
             if (
                 first is not None
-                and first.microbatch == second.microbatch is not None
+                and first.microbatch == second.microbatch
+                and (depth or second.microbatch is not None)
                 and sent.isdisjoint(first.outputs)
                 and received.isdisjoint({*second.inputs} - {*first.inputs})
                 and _variables_agree(first, second)
@@ -132,7 +138,7 @@ def _merged_fragment(first: Call, second: Call, inner: set[Var]) -> Fragment:
     outvars = (*(v for v in f.outvars if v not in inner), *g.outvars)
     return dataclasses.replace(
         g,
-        name=f"{f.name} and {g.name}",
+        name=f.name if f.name == g.name else f"{f.name} and {g.name}",
         jaxpr=_compat.close_jaxpr(invars, outvars, [*f.jaxpr.eqns, *more]),
         invars=invars,
         outvars=outvars,

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from mmnnx.mpmd.emit.writer import Writer
 from mmnnx.mpmd.ir.equations import Var
-from mmnnx.mpmd.ir.fragments import Fragment, Plan
+from mmnnx.mpmd.ir.fragments import Fragment, Plan, WhilePlan
 
 
 class OuterValues:
@@ -21,9 +21,18 @@ class OuterValues:
     def __init__(self, plan: Plan, inputs: Mapping[Var, Mesh | None], writer: Writer):
         self.writer = writer
         self.homes = {v: mesh for v, mesh in inputs.items() if mesh is not None}
-        self.homes |= {v: writer.meshes.at(mesh, None) for v, mesh in plan.homes.items()}
-        moving = (f for f in plan.steps if isinstance(f, Fragment) and f.mesh in writer.meshes.moves)
-        self._moving_makers = {v: f for f in moving for v in f.outvars}
+        self._moving_makers: dict[Var, Fragment] = {}
+        self._enter(plan)
+
+    def enter(self, plan: WhilePlan) -> None:
+        """From here on the values of a while are found, too."""
+        self.homes |= {v: meshes[0] for v, meshes in zip(plan.loop.carry_in, plan.carried) if meshes}
+        self._enter(plan.body)
+
+    def _enter(self, plan: Plan) -> None:
+        self.homes |= {v: self.writer.meshes.at(mesh, None) for v, mesh in plan.homes.items()}
+        moving = (f for f in plan.steps if isinstance(f, Fragment) and f.mesh in self.writer.meshes.moves)
+        self._moving_makers |= {v: f for f in moving for v in f.outvars}
 
     def buffer(self, var: Var, mesh: Mesh) -> int:
         """The buffer of a value on a mesh. What is not there yet is sent, made or asked of the caller."""

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from mmnnx.mpmd.emit.moving_meshes import MovingMeshes
 from mmnnx.mpmd.ir.equations import Var, nbytes
-from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, PlacedVar
+from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar, Step
 from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer
 
 Readers = Mapping[Var, Sequence[Mesh]]
@@ -88,11 +88,11 @@ class Writer:
                 self.send(v, source, to, microbatch)
 
 
-def remote_readers(steps: Sequence[Fragment | LoopPlan], homes: Mapping[Var, Mesh]) -> dict[Var, list[Mesh]]:
+def remote_readers(steps: Sequence[Step], homes: Mapping[Var, Mesh]) -> dict[Var, list[Mesh]]:
     """For each variable that is made on one mesh, the other meshes that read it."""
     readers: dict[Var, dict[Mesh, None]] = {}
     for step in steps:
-        reads = step.reads if isinstance(step, LoopPlan) else [(v, step.mesh) for v in step.invars]
+        reads = [(v, step.mesh) for v in step.invars] if isinstance(step, Fragment) else step.reads
         for v, mesh in reads:
             if v in homes and homes[v] != mesh:
                 readers.setdefault(v, {})[mesh] = None

@@ -18,8 +18,21 @@ from mmnnx import _compat
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.inline.conds import write_cond
 from mmnnx.mpmd.inline.scans import write_scan
-from mmnnx.mpmd.inline.writer import InLoop, Writer
-from mmnnx.mpmd.ir.equations import CALLS, Atom, Equation, Flat, Loop, Node, Var, is_var, join, scopes_in
+from mmnnx.mpmd.inline.whiles import write_cond_as_whiles, write_while
+from mmnnx.mpmd.inline.writer import HoldsLoop, InLoop, Writer
+from mmnnx.mpmd.ir.equations import (
+    CALLS,
+    Atom,
+    Equation,
+    Flat,
+    Loop,
+    Node,
+    Var,
+    is_var,
+    join,
+    scopes_in,
+    with_bodies,
+)
 from mmnnx.mpmd.ir.listing import flat_text
 from mmnnx.mpmd.ir.loop_spec import loop_spec
 from mmnnx.mpmd.ir.origin import ACTIVATION, at_home, combine
@@ -35,7 +48,7 @@ def inline(function: Function) -> Flat:
     """
     shardings, names = function.shardings, function.meshes.labels()
     flat = inline_calls(function.jaxpr, shardings.homes, function.task_mesh, names, shardings.follows)
-    for loop in (node for node in flat.nodes if isinstance(node, Loop)):
+    for loop in (node for node in with_bodies(flat.nodes) if isinstance(node, Loop)):
         for mesh_of in function.meshes.moving.values():
             for microbatch in range(loop.spec.length):
                 mesh_of(microbatch)  # from here on all meshes are known
@@ -62,7 +75,8 @@ def inline_calls(
       loops: whether microbatch loops become a Loop; otherwise they stay a scan.
 
     Raises:
-      ValueError: for a `while` that contains more than one task, or such a `cond` that prints or calls back.
+      ValueError: for a `while` in a loop of `mm.microbatch` that contains more than one task, or such a
+        `cond` that prints or calls back.
     """
     fresh = [jex.Var(v.aval) for v in _compat.open_jaxpr(jaxpr)[0]]
     inliner = _Inliner(task_mesh, names)
@@ -88,18 +102,34 @@ class _Inliner(Writer):
             eqn = _compat.without_dead(eqn)
             meshes = self._meshes(eqn, scope)
         if name == "cond" and len(meshes | self._destinations(eqn, destinations, scope)) > 1:
-            results = write_cond(self, eqn, destinations, scope, out)
+            results = self._write_cond(eqn, destinations, scope, out, in_loop)
             if results is not None:
                 return results
         if len(meshes) < 2 or name == "shard_map":
             return self._write_whole(eqn, scope, out)
         if name == "scan":
             return write_scan(self, eqn, scope, out, in_loop)
+        if name == "while" and in_loop is InLoop.NO:
+            return write_while(self, eqn, scope, out)
+        if name == "while" and in_loop is not InLoop.MICROBATCHES:
+            raise HoldsLoop
         if name in ("cond", "while"):
             raise ValueError(_several_tasks(eqn, scope, [self.names[m] for m in meshes]))
         if len(bodies) != 1:  # such as a linear solve
             return self._write_whole(eqn, scope, out)
         return self.write_jaxpr(bodies[0], eqn.invars, scope, out, in_loop)
+
+    def _write_cond(
+        self, eqn: Any, destinations: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop
+    ) -> Sequence[Atom] | None:
+        """Writes a cond of several tasks; None, with nothing written, if it has effects."""
+        inside = InLoop.MICROBATCHES if in_loop is InLoop.MICROBATCHES else InLoop.DIVIDED
+        try:
+            return write_cond(self, eqn, destinations, scope, out, inside)
+        except HoldsLoop:
+            if in_loop is not InLoop.NO:
+                raise
+            return write_cond_as_whiles(self, eqn, scope, out)
 
     def _write_whole(self, eqn: Any, scope: str, out: list[Node]) -> Sequence[Var]:
         """Writes an equation as it is."""
@@ -134,7 +164,8 @@ class _Inliner(Writer):
 def _several_tasks(eqn: Any, scope: str, tasks: Sequence[str]) -> str:
     name, where = eqn.primitive.name, f" under scope {scope!r}" if scope else ""
     help = (
-        "How often it runs is known on one TaskMesh only. Use a lax.scan or fori_loop of a fixed length"
+        "In mm.microbatch there is no schedule for it: how often it runs is not known before. Use a lax.scan "
+        "or fori_loop of a fixed length"
         if name == "while"
         else "It prints or calls back, which one TaskMesh would do for another. Leave that out"
     )

@@ -21,17 +21,23 @@ from mmnnx.mpmd.ir.rewrite import prune
 
 
 def write_cond(
-    writer: Writer, eqn: Any, destinations: Sequence[Mesh | None], scope: str, out: list[Node]
+    writer: Writer,
+    eqn: Any,
+    destinations: Sequence[Mesh | None],
+    scope: str,
+    out: list[Node],
+    in_loop: InLoop,
 ) -> list[Atom] | None:
     """Writes a cond of several tasks as one cond for each task.
 
     What one of them hands to the next is zeros where another branch is taken. `destinations` has for each
-    result the home of the state that it is for, where that is known.
+    result the home of the state that it is for, where that is known; `in_loop` is which kind of loop the
+    branches are in.
 
     Returns:
       Its results in the list; None, with nothing written, if it has effects.
     """
-    branches = _write_branches(writer, eqn, destinations, scope)
+    branches = _write_branches(writer, eqn, destinations, scope, in_loop)
     parts = _distribute(writer, eqn, branches, destinations)
     if parts is None or any(e.eqn.effects for e in branches.equations):
         return None
@@ -97,13 +103,15 @@ class _Branches:
         return list(dict.fromkeys(a for a in reads if is_var(a) and a not in own))
 
 
-def _write_branches(writer: Writer, eqn: Any, destinations: Sequence[Mesh | None], scope: str) -> _Branches:
+def _write_branches(
+    writer: Writer, eqn: Any, destinations: Sequence[Mesh | None], scope: str, in_loop: InLoop
+) -> _Branches:
     """Writes each branch by itself; each result is made by an equation of at least one."""
     bodies: list[list[Node]] = []
     results: list[list[Atom]] = []
     for jaxpr in eqn.params["branches"]:
         bodies.append([])
-        row = writer.write_jaxpr(jaxpr, eqn.invars[1:], scope, bodies[-1], InLoop.MICROBATCHES, destinations)
+        row = writer.write_jaxpr(jaxpr, eqn.invars[1:], scope, bodies[-1], in_loop, destinations)
         results.append(row)
     inside = {v for body in bodies for e in body for v in e.outvars}
     for k, column in enumerate(zip(*results)):

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
-from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Var, is_var
+from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Node, Var, is_var
+
+N = TypeVar("N", bound=Node)
 
 
-def split_invariant(
-    body: Sequence[Equation], varying: Iterable[Var]
-) -> tuple[list[Equation], list[Equation]]:
+def split_invariant(body: Sequence[N], varying: Iterable[Var]) -> tuple[list[Equation], list[N]]:
     """Separates the equations to be done before a loop from those that stay in it.
 
-    What is made of literals alone stays, being as cheap inside, and so does what only lays out bytes anew.
+    What is made of literals alone stays, being as cheap inside, and so do loops, and what only lays out bytes
+    anew.
 
     Args:
-      body: the equations of one iteration, in order.
+      body: the nodes of one iteration, in order.
       varying: variables that differ between iterations.
     """
     invariant, literal = _classify(body, set(varying))
     moved = _worth_moving(body, invariant)
     moved |= _read_by(body, literal, moved)
-    return [e for e in body if e in moved], [e for e in body if e not in moved]
+    return [e for e in body if isinstance(e, Equation) and e in moved], [e for e in body if e not in moved]
 
 
-def _classify(body: Sequence[Equation], varying: set[Var]) -> tuple[set[Equation], set[Equation]]:
+def _classify(body: Sequence[Node], varying: set[Var]) -> tuple[set[Equation], set[Equation]]:
     """(equations that are the same for every iteration, those that are made of literals alone)."""
     literals: set[Var] = set()
     invariant, literal = set(), set()
     for e in body:
         reads = [a for a in e.invars if is_var(a)]
-        if e.eqn.effects or any(a in varying for a in reads):
+        if not isinstance(e, Equation) or e.eqn.effects or any(a in varying for a in reads):
             varying.update(e.outvars)
         elif all(a in literals for a in reads):
             literals.update(e.outvars)
@@ -40,26 +42,31 @@ def _classify(body: Sequence[Equation], varying: set[Var]) -> tuple[set[Equation
     return invariant, literal
 
 
-def _worth_moving(body: Sequence[Equation], invariant: set[Equation]) -> set[Equation]:
+def _worth_moving(body: Sequence[Node], invariant: set[Equation]) -> set[Equation]:
     """Those that compute something; layouts only where such equations read them."""
     moved = set(invariant)
-    readers: dict[Var, list[Equation]] = {}
+    readers: dict[Var, list[Node]] = {}
     for e in body:
         for a in filter(is_var, e.invars):
             readers.setdefault(a, []).append(e)
     for e in reversed(body):
         used = (reader for v in e.outvars for reader in readers.get(v, ()))
-        if e in moved and e.name in LAYOUT and not any(reader in moved for reader in used):
+        if (
+            isinstance(e, Equation)
+            and e in moved
+            and e.name in LAYOUT
+            and not any(reader in moved for reader in used)
+        ):
             moved.remove(e)
     return moved
 
 
-def _read_by(body: Sequence[Equation], literal: set[Equation], moved: set[Equation]) -> set[Equation]:
+def _read_by(body: Sequence[Node], literal: set[Equation], moved: set[Equation]) -> set[Equation]:
     """Those made of literals that the moved ones read, directly or further on."""
     needed = {a for e in moved for a in e.invars if is_var(a)}
-    found = set()
+    found: set[Equation] = set()
     for e in reversed(body):
-        if e in literal and not needed.isdisjoint(e.outvars):
+        if isinstance(e, Equation) and e in literal and not needed.isdisjoint(e.outvars):
             found.add(e)
             needed.update(filter(is_var, e.invars))
     return found

@@ -10,17 +10,25 @@ from jax.sharding import Mesh
 from mmnnx import _compat
 from mmnnx.mpmd.inline.distribution import distribute
 from mmnnx.mpmd.inline.scan_equation import Body, Scan, run_scan, write_body
-from mmnnx.mpmd.inline.writer import InLoop, Writer
+from mmnnx.mpmd.inline.writer import HoldsLoop, InLoop, Writer
 from mmnnx.mpmd.ir.equations import Atom, Node, Var, is_var
 
 
-def write_distributed(writer: Writer, scan: Scan, scope: str, out: list[Node]) -> list[Atom] | None:
+def write_distributed(
+    writer: Writer, scan: Scan, scope: str, out: list[Node], inside: InLoop
+) -> list[Atom] | None:
     """Writes a scan as one scan for each task, one after the other.
+
+    Args:
+      inside: which kind of loop its body is in.
 
     Returns:
       Its results in the list; None, with nothing written, if that cannot be done.
     """
-    body = write_body(writer, scan, scope, InLoop.MICROBATCHES)
+    try:
+        body = write_body(writer, scan, scope, inside)
+    except HoldsLoop:
+        return None
     columns = dict(zip(body.slice_vars, scan.xs))  # of a variable, its values in all iterations
 
     def available_on(v: Var) -> Sequence[Mesh]:

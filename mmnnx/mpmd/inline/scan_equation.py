@@ -14,7 +14,7 @@ import numpy as np
 
 from mmnnx import _compat
 from mmnnx.mpmd.inline.writer import InLoop, Writer
-from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var
+from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var
 from mmnnx.mpmd.ir.rewrite import prune
 
 
@@ -78,14 +78,8 @@ def write_body(writer: Writer, scan: Scan, scope: str, in_loop: InLoop) -> Body:
     writer.record_carries(carry_in, scan.init)
     writer.origin.update((v, writer.origin_of(a)) for v, a in zip(slice_vars, scan.xs))
     body: list[Node] = []
-    results: list[Var] = []
     atoms = writer.write_jaxpr(scan.jaxpr, [*scan.consts, *body_vars], scope, body, in_loop)
-    made = {v for node in body for v in node.outvars}
-    for atom in atoms:
-        if not is_var(atom) or atom not in made or atom in results:
-            # an input, a constant, one result twice
-            (atom,) = writer.write(jnp.copy, [atom], scope, body)
-        results.append(atom)
+    results = writer.own_results(atoms, scope, body)
     equations = [e for e in prune(body, results) if isinstance(e, Equation)]  # which are all
     return Body(carry_in, slice_vars, equations, results[: len(carry_in)], results[len(carry_in) :])
 

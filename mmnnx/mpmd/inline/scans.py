@@ -13,16 +13,12 @@ from mmnnx import _compat
 from mmnnx.mpmd.inline.scan_distribution import write_distributed
 from mmnnx.mpmd.inline.scan_equation import Scan, write_slices, write_stacks
 from mmnnx.mpmd.inline.scan_to_loop import write_loop
-from mmnnx.mpmd.inline.writer import InLoop, Writer
+from mmnnx.mpmd.inline.writer import HoldsLoop, InLoop, Writer
 from mmnnx.mpmd.ir.equations import Atom, Node, scopes_in
 from mmnnx.mpmd.ir.loop_spec import LoopSpec, is_transformed, loop_spec
 from mmnnx.mpmd.ir.origin import FREE, Kind
 from mmnnx.mpmd.ir.rewrite import inline
 from mmnnx.sharding.name_stack import is_backward
-
-
-class _HoldsLoop(Exception):
-    """The body of a scan that was to be a Loop holds another one."""
 
 
 def write_scan(writer: Writer, eqn: Any, scope: str, out: list[Node], in_loop: InLoop) -> Sequence[Atom]:
@@ -45,14 +41,15 @@ def write_scan(writer: Writer, eqn: Any, scope: str, out: list[Node], in_loop: I
             "mm.microbatch(jax.value_and_grad(loss_fn), ...)",
             stacklevel=2,
         )
-    if in_loop is InLoop.MICROBATCHES or not _can_be_loop(eqn, scope):
-        results = write_distributed(writer, scan, scope, out)
+    if in_loop in (InLoop.MICROBATCHES, InLoop.DIVIDED) or not _can_be_loop(eqn, scope):
+        inside = InLoop.MICROBATCHES if in_loop is InLoop.MICROBATCHES else InLoop.DIVIDED
+        results = write_distributed(writer, scan, scope, out, inside)
         return _write_unrolled(writer, scan, scope, out, in_loop) if results is None else results
     if in_loop is InLoop.ITERATIONS:
-        raise _HoldsLoop
+        raise HoldsLoop
     try:
         return write_loop(writer, scan, LoopSpec(), scope, out, InLoop.ITERATIONS)
-    except _HoldsLoop:  # loops do not nest; the inner one is where work can overlap
+    except HoldsLoop:  # loops do not nest; the inner one is where work can overlap
         return _write_unrolled(writer, scan, scope, out, in_loop)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mmnnx import _compat
@@ -24,6 +25,11 @@ class InLoop(enum.Enum):
     NO = enum.auto()
     MICROBATCHES = enum.auto()  # of mm.microbatch
     ITERATIONS = enum.auto()  # of a scan over several tasks
+    DIVIDED = enum.auto()  # of none, but in a cond or a scan that is divided between tasks
+
+
+class HoldsLoop(Exception):
+    """What was to be a Loop, or divided between tasks, holds a loop that cannot be in there."""
 
 
 class Writer(abc.ABC):
@@ -123,6 +129,17 @@ class Writer(abc.ABC):
             self.record(node, combine(self.origin_of(a) for a in node.invars))
         out += flat
         return results
+
+    def own_results(self, results: Sequence[Atom], scope: str, body: list[Node]) -> list[Var]:
+        """The results of a body, each made by an equation of its own."""
+        made = {v for node in body for v in node.outvars}
+        own: list[Var] = []
+        for atom in results:
+            if not is_var(atom) or atom not in made or atom in own:
+                # an input, a constant, one result twice
+                (atom,) = self.write(jnp.copy, [atom], scope, body)
+            own.append(atom)
+        return own
 
     def write_part(
         self, fun: Callable, atoms: Sequence[Atom], part: Part, scope: str, out: list[Node]

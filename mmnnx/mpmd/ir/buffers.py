@@ -37,6 +37,7 @@ def buffer_reuse(program: ProgramData) -> dict[Fragment, Pairs]:
     # source is not either: whichever of the two is last used first, the other is still read.
     shared = {t.outputs[0] for t in program.transfers if not _is_copied(t)}
     shared |= {t.inputs[0] for t in program.transfers if _common_devices(t)}
+    shared = program.moved(shared)
     dying: dict[Fragment, set[int]] = {}
     given: defaultdict[Fragment, set[int]] = defaultdict(set)  # those that are arguments, in some call
     for c in program.calls:

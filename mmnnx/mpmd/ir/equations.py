@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -78,10 +78,7 @@ class Loop:
     @property
     def captured(self) -> list[Var]:
         """Outer variables that the body names."""
-        own = {*self.carry_in, *self.slice_vars, *(v for e in self.body for v in e.outvars)}
-        used = [a for e in self.body for a in e.invars if is_var(a)]
-        used += [*self.carry_out, *self.ys]
-        return list(dict.fromkeys(v for v in used if v not in own))
+        return _captured(self.body, [*self.carry_in, *self.slice_vars], [*self.carry_out, *self.ys])
 
     @property
     def invars(self) -> list[Atom]:
@@ -92,7 +89,55 @@ class Loop:
         return [*self.carries, *(v for row in self.stacks for v in row)]
 
 
-Node = Equation | Loop
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class While:
+    """A loop that goes on for as long as its first carry is true. Its body names outer variables directly.
+
+    Attributes:
+      body: the nodes of one iteration; the last of what they compute is whether there is another.
+      init: outer variables, the carries before the first iteration.
+      carry_in, carry_out: body variables, the carries before and after one iteration.
+      carries: outer variables, the carries after the last iteration.
+      sources: for variables of `init`, the input that they are a layout of, if any.
+    """
+
+    body: tuple[Node, ...]
+    init: tuple[Var, ...]
+    carry_in: tuple[Var, ...]
+    carry_out: tuple[Var, ...]
+    carries: tuple[Var, ...]
+    sources: dict[Var, Var]
+
+    @property
+    def captured(self) -> list[Var]:
+        """Outer variables that the body names."""
+        return _captured(self.body, self.carry_in, self.carry_out)
+
+    @property
+    def invars(self) -> list[Atom]:
+        return [*self.init, *self.captured]
+
+    @property
+    def outvars(self) -> Sequence[Var]:
+        return self.carries
+
+
+Node = Equation | Loop | While
+
+
+def _captured(body: Sequence[Node], given: Sequence[Var], results: Sequence[Var]) -> list[Var]:
+    """What a body reads or returns and is neither given nor makes."""
+    own = {*given, *(v for e in body for v in e.outvars)}
+    used = [a for e in body for a in e.invars if is_var(a)]
+    return list(dict.fromkeys(v for v in (*used, *results) if v not in own))
+
+
+def with_bodies(nodes: Sequence[Node]) -> Iterator[Node]:
+    """Nodes, and those in the bodies of loops among them."""
+    for node in nodes:
+        yield node
+        if not isinstance(node, Equation):
+            yield from with_bodies(node.body)
 
 
 def is_var(atom: Atom) -> bool:

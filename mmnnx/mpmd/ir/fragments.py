@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.equations import Loop, Var
+from mmnnx.mpmd.ir.equations import Loop, Var, While
 from mmnnx.mpmd.ir.timetable import Timetable
 
 # A value on a mesh: the unit in which data is needed, made, sent and freed.
@@ -62,6 +62,23 @@ class LoopPlan:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class WhilePlan:
+    """A while whose body is partitioned into fragments.
+
+    Attributes:
+      loop: what it was made of.
+      body: the plan of one iteration.
+      carried: for each carry, the meshes that hold it between iterations.
+      reads: the outer values that it reads.
+    """
+
+    loop: While
+    body: Plan
+    carried: tuple[tuple[Mesh, ...], ...]
+    reads: tuple[PlacedVar, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Body:
     """The plan of one microbatch: of fragments alone, for inside a Loop there is no other.
 
@@ -80,11 +97,28 @@ class Plan:
     """Fragments and loops in an order in which each comes after what it needs.
 
     Attributes:
-      steps: the fragments and loops.
+      steps: the fragments, the microbatch loops and the whiles.
       homes: the mesh where each variable is made; variables made on every mesh that needs them are absent.
       needs: values from outside that the steps read.
     """
 
-    steps: tuple[Fragment | LoopPlan, ...]
+    steps: tuple[Step, ...]
     homes: dict[Var, Mesh]
     needs: tuple[PlacedVar, ...]
+
+    @property
+    def all_steps(self) -> list[Step]:
+        """The steps, and those of whiles."""
+        return [
+            step
+            for own in self.steps
+            for step in (own, *(own.body.all_steps if isinstance(own, WhilePlan) else ()))
+        ]
+
+    @property
+    def loops(self) -> list[LoopPlan]:
+        """The microbatch loops, those in whiles too."""
+        return [step for step in self.all_steps if isinstance(step, LoopPlan)]
+
+
+Step = Fragment | LoopPlan | WhilePlan

@@ -1,11 +1,12 @@
-"""The instructions of a program: calls of fragments, and transfers between meshes, over numbered buffers."""
+"""The instructions of a program: calls of fragments, transfers between meshes, and whiles, over buffers."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
@@ -63,7 +64,28 @@ class Transfer:
     frees: tuple[int, ...] = ()
 
 
-Instruction = Call | Transfer
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """Where a while begins, where its body ends, or where it ends itself.
+
+    Attributes:
+      kind: "while" reads whether an iteration follows, on one mesh of each process, and if none does goes to
+        "end". "repeat" moves what the body made into the buffers of the carries, and goes back to "while".
+        "end" does nothing, but drop buffers that the whole loop reads.
+      inputs, outputs: for "repeat", what is moved, and where to.
+    """
+
+    kind: Literal["while", "repeat", "end"]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+
+    @property
+    def microbatch(self) -> None:
+        return None
+
+
+Instruction = Call | Transfer | Control
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +108,7 @@ class ProgramData:
     """The instructions of one call, over numbered buffers that each hold one array on one mesh.
 
     Attributes:
-      instructions: fragment calls and transfers, in the order in which they are dispatched.
+      instructions: fragment calls, transfers and whiles, in the order in which they are dispatched.
       inputs: buffers filled before the first instruction: buffer -> (variable, mesh).
       outputs: for each result of the function: the buffers that hold it (several for a value that is kept on
         every mesh), none for a result that is an input or a constant.
@@ -123,6 +145,27 @@ class ProgramData:
     def transfers(self) -> list[Transfer]:
         """Every array that moves between meshes, in order."""
         return [i for i in self.instructions if isinstance(i, Transfer)]
+
+    @functools.cached_property
+    def repeated(self) -> frozenset[Fragment]:
+        """The fragments that are in whiles."""
+        depth, found = 0, set()
+        for i in self.instructions:
+            if isinstance(i, Control):
+                depth += {"while": 1, "repeat": 0, "end": -1}[i.kind]
+            elif isinstance(i, Call) and depth:
+                found.add(i.fragment)
+        return frozenset(found)
+
+    def moved(self, buffers: Iterable[int]) -> set[int]:
+        """Buffers, and those that whiles move their arrays to or from."""
+        repeats = [i for i in self.instructions if isinstance(i, Control)]
+        pairs = [{*pair} for i in repeats for pair in zip(i.inputs, i.outputs)]
+        found, before = set(buffers), -1
+        while len(found) != before:
+            before = len(found)
+            found.update(*(pair for pair in pairs if pair & found))
+        return found
 
     @functools.cached_property
     def labels(self) -> dict[Fragment, str]:

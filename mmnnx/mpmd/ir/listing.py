@@ -8,8 +8,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import Atom, Equation, Flat, Node, Var, is_var
-from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, Plan
+from mmnnx.mpmd.ir.equations import Atom, Equation, Flat, Node, Var, While, is_var
+from mmnnx.mpmd.ir.fragments import Fragment, Plan, WhilePlan
 from mmnnx.mpmd.ir.placement import Placed, Placement
 from mmnnx.mpmd.ir.timetable import Action, Timetable
 
@@ -67,15 +67,22 @@ def plan_text(plan: Plan, mesh_names: Mapping[Mesh, str], names: Names) -> str:
             lines += [*_fragment(step, mesh_names, names), ""]
             continue
         loop = step.loop
-        lines.append(f"loop over {loop.spec.length} microbatches")
+        if isinstance(step, WhilePlan):
+            lines.append(f"while {names.of(loop.carry_in[0])}")
+        else:
+            lines.append(f"loop over {step.loop.spec.length} microbatches")
         carries = zip(loop.carry_in, loop.carry_out, step.carried)
         lines += [
             f"  carries {names.typed(enters)} -> {names.of(leaves)} on {_meshes(meshes, mesh_names)}"
             for enters, leaves, meshes in carries
         ]
+        if isinstance(step, WhilePlan):
+            inner = plan_text(step.body, mesh_names, names).splitlines()
+            lines += [*(f"  {line}".rstrip() for line in inner), ""]
+            continue
         lines += [
             f"  keeps {names.typed(y)} of each microbatch on {_meshes(meshes, mesh_names)}"
-            for y, meshes in zip(loop.ys, step.kept)
+            for y, meshes in zip(step.loop.ys, step.kept)
         ]
         for f in step.body.fragments:
             lines += [f"  {line}" for line in _fragment(f, mesh_names, names)]
@@ -85,8 +92,7 @@ def plan_text(plan: Plan, mesh_names: Mapping[Mesh, str], names: Names) -> str:
 
 def timetables_text(plan: Plan) -> str:
     """What the schedule of each loop asks of each mesh."""
-    loops = [step for step in plan.steps if isinstance(step, LoopPlan)]
-    return "\n\n".join(_timetable(step.timetable) for step in loops) or "no loops"
+    return "\n\n".join(_timetable(step.timetable) for step in plan.loops) or "no loops"
 
 
 def _nodes(
@@ -100,16 +106,22 @@ def _nodes(
         if isinstance(node, Equation):
             yield _equation(node.eqn, names) + _where(node, placement, mesh_names) + _scope(node)
             continue
-        spec = node.spec
-        yield f"loop over {spec.length} microbatches, schedule {spec.schedule or 'chosen by simulation'}:"
+        if isinstance(node, While):
+            yield f"while {names.of(node.carry_in[0])}:"
+        else:
+            spec = node.spec
+            yield f"loop over {spec.length} microbatches, schedule {spec.schedule or 'chosen by simulation'}:"
         for start, enters in zip(node.init, node.carry_in):
             yield f"  carry {names.typed(enters)} from {names.of(start)}"
-        for v, row in zip(node.slice_vars, node.slices):
-            yield f"  slice {names.typed(v)} of {names.all(row)}"
+        if not isinstance(node, While):
+            for v, row in zip(node.slice_vars, node.slices):
+                yield f"  slice {names.typed(v)} of {names.all(row)}"
         inside = placement.bodies[node] if placement is not None else None
         yield from (f"  {line}" for line in _nodes(node.body, inside, mesh_names, names))
         for leaves, after in zip(node.carry_out, node.carries):
             yield f"  carry {names.of(leaves)} to {names.typed(after)}"
+        if isinstance(node, While):
+            continue
         for y, row in zip(node.ys, node.stacks):
             yield f"  keep {names.of(y)} as {names.all_typed(row)}"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.instructions import Call, Instruction, ProgramData
+from mmnnx.mpmd.ir.instructions import Call, Control, Instruction, ProgramData, Transfer
 
 
 def describe(program: ProgramData, i: Instruction) -> str:
@@ -15,7 +15,16 @@ def describe(program: ProgramData, i: Instruction) -> str:
     batch = "" if i.microbatch is None else f" [microbatch {i.microbatch}]"
     if isinstance(i, Call):
         return f"{i.name}{batch} on {mesh_text(program, i.mesh)}"
+    if isinstance(i, Control):
+        return _control(program, i)
     return f"send {_type(program, i.inputs[0])}{batch} {i.source} -> {i.target}, {i.nbytes:,} bytes"
+
+
+def _control(program: ProgramData, i: Control) -> str:
+    if i.kind == "while":
+        meshes = ", ".join(mesh_text(program, program.values[s][1]) for s in i.inputs)
+        return f"while {_buffers(i.inputs)} of {meshes}"
+    return "back to the while" if i.kind == "repeat" else "end of the while"
 
 
 def program_text(program: ProgramData) -> str:
@@ -33,7 +42,9 @@ def program_text(program: ProgramData) -> str:
         line = f"{number:5d}  {describe(program, i)}"
         if isinstance(i, Call):
             line += f": reads {_buffers(i.inputs)}; writes {_buffers(i.outputs)}"
-        else:
+        elif isinstance(i, Control) and i.kind == "repeat":
+            line += ": " + ", ".join(f"%{s} -> %{carry}" for s, carry in zip(i.inputs, i.outputs))
+        elif isinstance(i, Transfer):
             line += f": %{i.inputs[0]} -> %{i.outputs[0]}"
         lines.append(line + (f"; frees {_buffers(i.frees)}" if i.frees else ""))
     for mesh, name in program.names.items():

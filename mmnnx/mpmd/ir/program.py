@@ -80,7 +80,8 @@ class Program(ProgramData):
 
         Every fragment of a loop runs once for each microbatch. Every value is made before it is read, on the
         mesh where it is read; it is dropped once, after its last use; and every value that is not a result is
-        dropped. The order is one for all meshes, so processes that follow it cannot wait for each other.
+        dropped. A while has the same values before each iteration. The order is one for all meshes, so
+        processes that follow it cannot wait for each other.
 
         Raises:
           VerificationError: names the instruction, the microbatch and the mesh; where meshes wait for each
@@ -90,6 +91,8 @@ class Program(ProgramData):
 
     def simulate(self, costs: Costs | Mapping[str, float] | None = None) -> Timeline:
         """Plays the program through, without running it.
+
+        A while is played through once, and with it the host, which reads whether there is another iteration.
 
         Args:
           costs: how long fragments and transfers take: a `Costs` (such as `profile(...).costs`), or times by

@@ -9,7 +9,7 @@ import jax
 import jax.extend.core as jex
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var
+from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var, with_bodies
 
 
 def inline(fun: Callable, *atoms: Atom, scope: str) -> tuple[list[Equation], list[Var]]:
@@ -51,7 +51,7 @@ def prune(nodes: Sequence[Node], outputs: Iterable[Atom]) -> list[Node]:
     live = {a for a in outputs if is_var(a)}
     kept: list[Node] = []
     for node in reversed(nodes):
-        effects = isinstance(node, Equation) and node.eqn.effects
+        effects = any(isinstance(n, Equation) and n.eqn.effects for n in with_bodies([node]))
         if effects or any(v in live for v in node.outvars):
             kept.append(node)
             live.update(a for a in node.invars if is_var(a))

@@ -10,12 +10,12 @@ from typing import Any
 from mmnnx.mpmd.ir.buffers import Pairs, buffer_reuse, saved_activations
 from mmnnx.mpmd.ir.equations import nbytes
 from mmnnx.mpmd.ir.fragments import Fragment
-from mmnnx.mpmd.ir.instructions import Call, Instruction, ProgramData
+from mmnnx.mpmd.ir.instructions import Call, Control, Instruction, ProgramData
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Costs, Event, Timeline, peaks
 
 
 def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = None) -> Timeline:
-    """What `Program.simulate` returns, for these costs."""
+    """What `Program.simulate` returns, for these costs; of each while it plays one iteration."""
     if not isinstance(costs, Costs):
         nothing = {"outside": 0.0, "none": 0.0} if program.loops else {}
         costs = Costs(UNIT_COSTS | nothing | dict(costs or {}))
@@ -39,9 +39,11 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
     kept: list[tuple[Any, int, str]] = [(moment, 0, name) for moment, _, name in moves]
     saved, reused = saved_activations(program), buffer_reuse(program)
     host = 0.0  # when the next instruction is dispatched
+    live = set(program.inputs)
     for n, i in enumerate(program.instructions):
         host += costs.dispatch
         begin = max((ready[s] for s in i.inputs), default=0.0)
+        made, dropped = i.outputs, i.frees
         if isinstance(i, Call):
             mesh = program.names[i.mesh]
             start = max(begin, idle[i.mesh], host)
@@ -49,15 +51,21 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
             took = costs.of_call(program.labels[i.fragment], i.name, i.phase, outside)
             end = idle[i.mesh] = start + took
             events.append(Event(mesh, start, end, i.phase, i.microbatch, i.name, i.stage))
+        elif isinstance(i, Control):
+            start = end = host = max(host, ready[i.inputs[0]])  # the host reads whether it goes on
+            # What an iteration made takes the place of the carries, of which some are dropped already.
+            made, dropped = (), tuple(s for s in i.outputs if s in live) if i.outputs else i.frees
         else:
             way = f"{i.source} -> {i.target}"
             start = max(begin, idle[way], host)
             end = idle[way] = start + costs.of_transfer(i.nbytes)
             transfers.append(Event(way, start, end, "transfer", i.microbatch, "transfer"))
-        ready.update(dict.fromkeys(i.outputs, end))
+        ends = [ready[s] for s in i.inputs] if isinstance(i, Control) else [end] * len(i.outputs)
+        ready.update(zip(i.outputs, ends))
+        live = (live | {*i.outputs}) - {*i.frees}
         overwritten = _overwritten(reused, i)
-        changes = [((start, 1, n, 0), 1, s) for s in i.outputs]
-        changes += [((end, int(end == start), n, 1), -1, s) for s in i.frees]
+        changes = [((start, 1, n, 0), 1, s) for s in made]
+        changes += [((end, int(end == start), n, 1), -1, s) for s in dropped]
         for time, sign, s in changes:
             v, home = program.values[s]
             move = time, sign * nbytes(v), program.names[home]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import graphlib
 from collections import Counter
+from collections.abc import Set
 from typing import Any
 
 from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.instructions import Call, ProgramData
+from mmnnx.mpmd.ir.instructions import Call, Control, Instruction, ProgramData
 from mmnnx.mpmd.ir.printing import describe, mesh_text, value_text
 
 
@@ -31,40 +32,69 @@ def verify(program: ProgramData) -> None:
     _check_loops(program)
     live = dict(program.inputs)
     results = {s for buffers in program.outputs for s in buffers}
+    entered: list[set[int]] = []  # for each while that is not over, the buffers that were there before it
     for number, i in enumerate(program.instructions):
         where = f"instruction {number}, {describe(program, i)}"
-        mesh_in = i.mesh if isinstance(i, Call) else i.source_mesh
-        mesh_out = i.mesh if isinstance(i, Call) else i.target_mesh
+        mesh_in, mesh_out = _meshes(i)
         for s in i.inputs:
             if s not in live:
                 raise VerificationError(
                     f"{where}: reads {value_text(program, s)} before it is made or after it is freed"
                     + _circle(program)
                 )
-            if live[s][1] != mesh_in:
+            if mesh_in is not None and live[s][1] != mesh_in:
                 raise VerificationError(
                     f"{where}: reads {value_text(program, s)}, which is on {mesh_text(program, live[s][1])}, "
                     f"on {mesh_text(program, mesh_in)}"
                 )
         for s in i.outputs:
-            if s in live:
+            if s in live and not isinstance(i, Control):
                 raise VerificationError(f"{where}: makes {value_text(program, s)} a second time")
-            if program.values[s][1] != mesh_out:
+            if mesh_out is not None and program.values[s][1] != mesh_out:
                 raise VerificationError(
                     f"{where}: makes {value_text(program, s)} on {mesh_text(program, mesh_out)}"
                 )
             live[s] = program.values[s]
         for s in i.frees:
-            if s in results:
+            if s in results and not entered:  # a carry is made again
                 raise VerificationError(f"{where}: frees {value_text(program, s)}, which is a result")
-            if program.values[s][1] not in (mesh_in, mesh_out):
+            if mesh_in is not None and program.values[s][1] not in (mesh_in, mesh_out):
                 raise VerificationError(f"{where}: frees {value_text(program, s)}, which is on another mesh")
             if live.pop(s, None) is None:
                 raise VerificationError(f"{where}: frees {value_text(program, s)}, which is not there")
+        if isinstance(i, Control):
+            _check_control(program, i, where, live.keys(), entered)
     for s in results - live.keys():
         raise VerificationError(f"the result {value_text(program, s)} is never made")
     for s in live.keys() - results:
         raise VerificationError(f"{value_text(program, s)} is never freed")
+
+
+def _meshes(i: Instruction) -> tuple[Mesh | None, Mesh | None]:
+    """The mesh that an instruction reads on, and the one that it writes on; none for a while."""
+    if isinstance(i, Control):
+        return None, None
+    return (i.mesh, i.mesh) if isinstance(i, Call) else (i.source_mesh, i.target_mesh)
+
+
+def _check_control(
+    program: ProgramData, i: Control, where: str, live: Set[int], entered: list[set[int]]
+) -> None:
+    """Checks that a while has the same buffers before each iteration, and moves none to another mesh."""
+    if i.kind == "while":
+        entered.append(set(live))
+    for s, carry in zip(i.inputs, i.outputs):
+        if program.values[s][1] != program.values[carry][1]:
+            raise VerificationError(
+                f"{where}: moves {value_text(program, s)} into {value_text(program, carry)}"
+            )
+    if i.kind == "repeat" and (changed := live ^ entered[-1]):
+        before, after = ("there", "gone") if min(changed) in entered[-1] else ("not there", "there")
+        raise VerificationError(
+            f"{where}: {value_text(program, min(changed))} is {before} before an iteration, {after} after it"
+        )
+    if i.kind == "end":
+        entered.pop()
 
 
 def _check_loops(program: ProgramData) -> None:
@@ -83,10 +113,11 @@ def _check_loops(program: ProgramData) -> None:
 
 def _circle(program: ProgramData) -> str:
     """The instructions that wait for each other if each mesh keeps its own order, in words."""
-    makes = {s: number for number, i in enumerate(program.instructions) for s in i.outputs}
+    numbered = [(n, i) for n, i in enumerate(program.instructions) if not isinstance(i, Control)]
+    makes = {s: number for number, i in numbered for s in i.outputs}
     before: dict[int, list[int]] = {}
     last: dict[Mesh, int] = {}
-    for number, i in enumerate(program.instructions):
+    for number, i in numbered:
         before[number] = [makes[s] for s in i.inputs if s in makes]
         for mesh in (i.mesh,) if isinstance(i, Call) else (i.source_mesh, i.target_mesh):
             before[number] += [last[mesh]] if mesh in last else []

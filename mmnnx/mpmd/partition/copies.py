@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement
 
@@ -60,11 +60,11 @@ class Copies:
     def _done_once(self, nodes: Sequence[Node], results: set[Var]) -> set[Node]:
         """Equations that are never copied: results, what loops read, and costly work that has no place."""
         for node in nodes:
-            if isinstance(node, Loop):
+            if not isinstance(node, Equation):
                 results.update(filter(is_var, node.invars))
         once: set[Node] = set()
         for node in nodes:
-            if isinstance(node, Loop):
+            if not isinstance(node, Equation):
                 continue
             large = sum(map(nbytes, node.outvars)) > _SMALL
             derived = any(self.maker.get(a) in once for a in node.invars if is_var(a)) and not _expands(node)

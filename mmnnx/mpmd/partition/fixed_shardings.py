@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.frontend.function import Function
-from mmnnx.mpmd.ir.equations import Flat, Var
-from mmnnx.mpmd.ir.fragments import LoopPlan, PlacedVar, Plan
+from mmnnx.mpmd.ir.equations import Flat, Var, While
+from mmnnx.mpmd.ir.fragments import LoopPlan, PlacedVar, Plan, WhilePlan
 from mmnnx.mpmd.ir.placement import Placement
 from mmnnx.mpmd.ir.shardings import entering, mesh_of, transferred, without
 from mmnnx.mpmd.schedule.dispatch_order import Moves
@@ -38,25 +38,39 @@ def fixed_shardings(
     """
     fixed: Fixed = {}
     given = function.given(flat)
-    for step in plan.steps:
-        if isinstance(step, LoopPlan) and placement is not None:
-            fixed |= _carried(step, placement, given, function.meshes.moving)
-            fixed |= _sliced(step, plan, given, function.meshes.moving)
+    if placement is not None:
+        fixed |= _of_loops(plan, placement, given, function.meshes.moving)
     for values, sharding in zip(results, function.shardings.out_shardings):
         if len(values) == 1 and sharding is not None:
             fixed |= _result(values[0], sharding, plan)
     return fixed
 
 
+def _of_loops(
+    plan: Plan, placement: Placement, given: Mapping[Var, NamedSharding | None], moving: Moves
+) -> Fixed:
+    """The shardings that loops ask for, and those in whiles."""
+    fixed: Fixed = {}
+    for step in plan.steps:
+        if isinstance(step, LoopPlan):
+            fixed |= _carried(step, placement, given, moving) | _sliced(step, plan, given, moving)
+        elif isinstance(step, WhilePlan):
+            fixed |= _carried(step, placement, given, moving)
+            # What it carries is sharded in its body as it is on the way in.
+            inside = {v: fixed[v, meshes[0]] for v, meshes in zip(step.loop.carry_in, step.carried) if meshes}
+            fixed |= _of_loops(step.body, placement.bodies[step.loop], {**given, **inside}, moving)
+    return fixed
+
+
 def _carried(
-    step: LoopPlan, placement: Placement, given: Mapping[Var, NamedSharding | None], moving: Moves
+    step: LoopPlan | WhilePlan, placement: Placement, given: Mapping[Var, NamedSharding | None], moving: Moves
 ) -> Fixed:
     """What a loop carries is sharded as the state that it is for; parts of a sum, over the axes of these."""
     fixed: Fixed = {}
     loop = step.loop
     for i, meshes in enumerate(step.carried):
         state = placement.follows.get(loop.carries[i]) or loop.sources.get(loop.init[i])
-        groups = loop.parts.get(loop.carries[i], ())
+        groups = () if isinstance(loop, While) else loop.parts.get(loop.carries[i], ())
         for mesh in itertools.chain.from_iterable(_meshes(m, step, moving) for m in meshes):
             sharding = NamedSharding(mesh, PartitionSpec(*groups))
             if state is not None and state.aval.shape == loop.init[i].aval.shape[len(groups) :]:
@@ -81,8 +95,10 @@ def _sliced(step: LoopPlan, plan: Plan, given: Mapping[Var, NamedSharding | None
     return fixed
 
 
-def _meshes(mesh: Mesh, step: LoopPlan, moving: Moves) -> Iterable[Mesh]:
-    """The meshes that a moving mesh is in turn; any other, itself."""
+def _meshes(mesh: Mesh, step: LoopPlan | WhilePlan, moving: Moves) -> Iterable[Mesh]:
+    """The meshes that a moving mesh is in turn, outside of loops the first; any other, itself."""
+    if isinstance(step, WhilePlan):
+        return [moving[mesh](0) if mesh in moving else mesh]
     return dict.fromkeys(map(moving[mesh], range(step.loop.spec.length))) if mesh in moving else [mesh]
 
 

@@ -5,13 +5,14 @@ Values that cross between fragments are saved activations (on one mesh) or trans
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import Loop, Node, is_var
-from mmnnx.mpmd.ir.fragments import Body, Fragment, LoopPlan, PlacedVar, Plan
+from mmnnx.mpmd.distributed.processes import holders
+from mmnnx.mpmd.ir.equations import Loop, Node, Var, While, is_var
+from mmnnx.mpmd.ir.fragments import Body, Fragment, LoopPlan, PlacedVar, Plan, Step, WhilePlan
 from mmnnx.mpmd.ir.placement import Placed, Placement
 from mmnnx.mpmd.ir.timetable import PARTS
 from mmnnx.mpmd.partition.change_mesh import change_mesh
@@ -33,9 +34,14 @@ def plan_fragments(placed: Placed, required: Iterable[PlacedVar], names: Names, 
       names: for meshes whose work is in no named task.
       choice: for loops that ask for no schedule, which of those that would do; 0 has the lowest step latency.
     """
-    nodes, placement = rematerialise(placed.nodes, placed.placement, task_remat(placed.placement))
-    placement = split_backward(nodes, placement, split_positions(placement))
+    nodes, placement = _as_tasks_say(placed.nodes, placed.placement)
     return _plan(nodes, placement, required, names, choice)
+
+
+def _as_tasks_say(nodes: Sequence[Node], placement: Placement) -> tuple[list[Node], Placement]:
+    """Nodes that are in no microbatch loop, with backwards as the options of their tasks ask for them."""
+    nodes, placement = rematerialise(nodes, placement, task_remat(placement))
+    return nodes, split_backward(nodes, placement, split_positions(placement))
 
 
 def _plan(
@@ -44,7 +50,9 @@ def _plan(
     """The fragments and loops of nodes, as they are."""
     results = list(dict.fromkeys(required))
 
-    def plan_loop(loop: Loop, needs: Needs) -> LoopPlan:
+    def plan_loop(loop: Loop | While, needs: Needs) -> LoopPlan | WhilePlan:
+        if isinstance(loop, While):
+            return _plan_while(loop, placement.bodies[loop], needs, names, choice)
         return _plan_loop(loop, placement.bodies[loop], needs, names, choice)
 
     grouping = Grouping(nodes, placement, results, plan_loop)
@@ -61,18 +69,75 @@ def _plan_loop(loop: Loop, placement: Placement, needs: Needs, names: Names, cho
     times = timetable(loop, placement, choice)
     nodes, placement = rematerialise(loop.body, placement, times.remat)
     placement = split_backward(nodes, placement, times.split)
-    carried: list[dict[Mesh, None]] = []
-    for enters, after in zip(loop.carry_in, loop.carries):
-        home = placement.where[enters].home
-        carried.append(dict.fromkeys(needs.get(after, ()) if home is None else [home]))
+    carried = _carried(loop, placement, needs)
     kept: list[dict[Mesh, None]] = []
     for y, row in zip(loop.ys, loop.stacks):
         home = placement.where[y].home
         kept.append(dict.fromkeys([home] if home is not None else (m for v in row for m in needs.get(v, ()))))
+    results = [(v, m) for v, meshes in zip(loop.ys, kept) for m in meshes]
+    plan = _plan_body(loop, nodes, placement, carried, results, names, choice)
+    slices = dict(zip(loop.slice_vars, loop.slices))
+    reads = _reads(loop, plan, placement, slices)
+    fragments = tuple(step for step in plan.steps if isinstance(step, Fragment))  # which are all
+    body = Body(fragments, plan.homes, plan.needs)
+    return LoopPlan(loop, body, tuple(map(tuple, carried)), tuple(map(tuple, kept)), tuple(reads), times)
+
+
+def _plan_while(loop: While, placement: Placement, needs: Needs, names: Names, choice: int) -> WhilePlan:
+    """The plan of a while whose body is placed so, and whose results are needed on these meshes."""
+    nodes, placement = _as_tasks_say(loop.body, placement)
+    carried = _carried(loop, placement, needs)
+    while True:
+        plan = _plan_body(loop, nodes, placement, carried, [], names, choice)
+        # Every process that has a part in the loop reads whether it goes on, on one mesh.
+        taking_part = [f.mesh for f in _fragments(plan)] + [m for meshes in carried[1:] for m in meshes]
+        informed = frozenset().union(*map(holders, carried[0]))
+        missing = next((m for m in taking_part if not holders(m) <= informed), None)
+        if missing is None:
+            break
+        carried[0][missing] = None
+    reads = _reads(loop, plan, placement, {})
+    reads |= {(a, m): None for a, meshes in zip(loop.init, carried) for m in meshes}
+    return WhilePlan(loop, plan, tuple(map(tuple, carried)), tuple(reads))
+
+
+def _fragments(plan: Plan) -> list[Fragment]:
+    steps = plan.all_steps
+    return [
+        f
+        for s in steps
+        for f in (s.body.fragments if isinstance(s, LoopPlan) else [s])
+        if isinstance(f, Fragment)
+    ]
+
+
+def _carried(loop: Loop | While, placement: Placement, needs: Needs) -> list[dict[Mesh, None]]:
+    """For each carry, its home, or the meshes where it is needed after the loop."""
+    homes = [placement.where[v].home for v in loop.carry_in]
+    return [
+        dict.fromkeys(needs.get(after, ()) if home is None else [home])
+        for home, after in zip(homes, loop.carries)
+    ]
+
+
+def _plan_body(
+    loop: Loop | While,
+    nodes: Sequence[Node],
+    placement: Placement,
+    carried: list[dict[Mesh, None]],
+    results: Sequence[PlacedVar],
+    names: Names,
+    choice: int,
+) -> Plan:
+    """The plan of the body of a loop.
+
+    Args:
+      carried: for each carry, the meshes that hold it; those that read it are added, if it has no home.
+      results: what else is wanted of an iteration.
+    """
     while True:
         required = [(v, m) for v, meshes in zip(loop.carry_out, carried) for m in meshes]
-        required += [(v, m) for v, meshes in zip(loop.ys, kept) for m in meshes]
-        plan = _plan(nodes, placement, required, names, choice)
+        plan = _plan(nodes, placement, [*required, *results], names, choice)
         grown = False
         for v, meshes in zip(loop.carry_in, carried):
             missing = [m for w, m in plan.needs if w is v and m not in meshes]
@@ -81,21 +146,24 @@ def _plan_loop(loop: Loop, placement: Placement, needs: Needs, names: Names, cho
                 meshes.update(dict.fromkeys(missing))
                 grown = True
         if not grown:
-            break
-    outer = dict(zip(loop.carry_in, ([a] for a in loop.init))) | dict(zip(loop.slice_vars, loop.slices))
+            return plan
+
+
+def _reads(
+    loop: Loop | While, plan: Plan, placement: Placement, slices: Mapping[Var, Sequence[Var]]
+) -> dict[PlacedVar, None]:
+    """The outer values that the body of a loop reads, carries as they enter it."""
+    outer: dict[Var, Sequence[Var]] = dict(zip(loop.carry_in, ([a] for a in loop.init)))
+    outer.update(slices)
     reads: dict[PlacedVar, None] = {}
     for v, mesh in plan.needs:
         if v in loop.carry_in:
             mesh = placement.where[v].home or mesh
         reads.update({(a, mesh): None for a in outer.get(v, [v])})
-    fragments = tuple(step for step in plan.steps if isinstance(step, Fragment))  # which are all
-    body = Body(fragments, plan.homes, plan.needs)
-    return LoopPlan(loop, body, tuple(map(tuple, carried)), tuple(map(tuple, kept)), tuple(reads), times)
+    return reads
 
 
-def _steps(
-    grouping: Grouping, required: Sequence[PlacedVar], names: Names
-) -> tuple[Fragment | LoopPlan, ...]:
+def _steps(grouping: Grouping, required: Sequence[PlacedVar], names: Names) -> tuple[Step, ...]:
     """The fragments and loops of a grouping, in order, each fragment as a jaxpr."""
     equations = [grouping.copies.with_copies(own) for own in grouping.contents]
     inputs = []
@@ -104,12 +172,12 @@ def _steps(
         inputs.append(tuple(dict.fromkeys(a for e in own for a in e.invars if is_var(a) and a not in made)))
     crossing = {*required}
     for group, invars in zip(grouping.groups, inputs):
-        crossing.update(group.reads if isinstance(group, LoopPlan) else ((v, group[0]) for v in invars))
+        crossing.update(((v, group[0]) for v in invars) if isinstance(group, tuple) else group.reads)
     crossing = {(v, grouping.made_on(v, m)) for v, m in crossing if v in grouping.copies.maker}
-    steps: list[Fragment | LoopPlan] = []
+    steps: list[Step] = []
     for f in grouping.order.in_order():
         group = grouping.groups[f]
-        if isinstance(group, LoopPlan):
+        if not isinstance(group, tuple):
             steps.append(group)
             continue
         mesh, phase, position = group

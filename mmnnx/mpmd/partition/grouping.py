@@ -12,8 +12,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
-from mmnnx.mpmd.ir.fragments import LoopPlan, PlacedVar
+from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, While, is_var
+from mmnnx.mpmd.ir.fragments import LoopPlan, PlacedVar, WhilePlan
 from mmnnx.mpmd.ir.placement import Placement
 from mmnnx.mpmd.partition.copies import Copies
 from mmnnx.mpmd.partition.fragment_order import FragmentOrder
@@ -38,12 +38,12 @@ class Grouping:
         nodes: Sequence[Node],
         placement: Placement,
         required: Sequence[PlacedVar],
-        plan_loop: Callable[[Loop, Needs], LoopPlan],
+        plan_loop: Callable[[Loop | While, Needs], LoopPlan | WhilePlan],
     ):
         self.placement = placement
         self.copies = Copies(nodes, placement, (v for v, _ in required))
         self.needs: dict[Var, dict[Mesh, Group]] = {}
-        self.groups: list[Group | LoopPlan] = []
+        self.groups: list[Group | LoopPlan | WhilePlan] = []
         self.contents: list[list[Equation]] = []
         self.order = FragmentOrder()
         # For each variable, which fragments read it, as a bit set, by the mesh that makes it for them.
@@ -53,7 +53,7 @@ class Grouping:
         for v, mesh in required:
             self._read(v, mesh, (mesh, "none", None), None)
         for node in reversed(nodes):
-            if isinstance(node, Loop):
+            if not isinstance(node, Equation):
                 self._add_loop(plan_loop(node, self.needs))
             elif not self.copies.is_copied(node) and self._is_needed(node):
                 for mesh in self._meshes(node):
@@ -114,7 +114,7 @@ class Grouping:
         for a in node.invars:
             self._read(a, mesh, group, f)
 
-    def _add_loop(self, plan: LoopPlan) -> None:
+    def _add_loop(self, plan: LoopPlan | WhilePlan) -> None:
         f = self._new(plan)
         targets = 0
         for v in plan.loop.outvars:
@@ -124,10 +124,10 @@ class Grouping:
         for a, mesh in plan.reads:
             self._read(a, mesh, (mesh, "none", None), f)
 
-    def _new(self, group: Group | LoopPlan) -> int:
+    def _new(self, group: Group | LoopPlan | WhilePlan) -> int:
         f = self.order.add()
         self.groups.append(group)
         self.contents.append([])
-        if not isinstance(group, LoopPlan):
+        if isinstance(group, tuple):
             self._numbers.setdefault(group, []).append(f)
         return f

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.inline.calls import inline_calls
-from mmnnx.mpmd.ir.equations import Equation, Flat, Loop, Var, is_var
-from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, PlacedVar, Plan
+from mmnnx.mpmd.ir.equations import Equation, Flat, Loop, Var, is_var, with_bodies
+from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar, Plan
 from mmnnx.mpmd.ir.placement import Placed
 from mmnnx.mpmd.partition.change_mesh import change_mesh
 from mmnnx.mpmd.partition.fixed_shardings import fixed_shardings
@@ -52,7 +52,7 @@ def partitions(function: Function, placed: Placed) -> Iterator[Partition]:
     flat, placement, names = placed.flat, placed.placement, function.meshes.names()
     results = held_results(function, flat, placement)
     required = [value for values in results for value in values]
-    loops = [node for node in placed.nodes if isinstance(node, Loop)]
+    loops = [node for node in with_bodies(placed.nodes) if isinstance(node, Loop)]
     reasons = {
         placement.follows[v]: why
         for loop in loops
@@ -64,7 +64,7 @@ def partitions(function: Function, placed: Placed) -> Iterator[Partition]:
         if choice == choices:
             return
         plan = plan_fragments(placed, required, names, choice)
-        choices = max([1, *(step.timetable.candidates for step in plan.steps if isinstance(step, LoopPlan))])
+        choices = max([1, *(step.timetable.candidates for step in plan.loops)])
         fixed = fixed_shardings(function, flat, plan, placement, results)
         yield Partition(flat, plan, results, fixed, reasons)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.extend.core as jex
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Location, Placement, Reason
 from mmnnx.mpmd.ir.timetable import Remat
@@ -145,7 +145,7 @@ def _allowed(remat: Remat) -> Callable[[Node], bool]:
         return _cheap
 
     def allowed(node: Node) -> bool:
-        if isinstance(node, Loop) or node.eqn.effects:
+        if not isinstance(node, Equation) or node.eqn.effects:
             return False
         if remat is True:
             return True
@@ -192,7 +192,7 @@ def _between(
 
 
 def _cheap(node: Node) -> bool:
-    if isinstance(node, Loop) or node.name not in _CHEAP:
+    if not isinstance(node, Equation) or node.name not in _CHEAP:
         return False
     return all(_cheap_inside(jaxpr) for jaxpr in _compat.subjaxprs(node.eqn))
 

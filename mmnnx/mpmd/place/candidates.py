@@ -18,8 +18,8 @@ def bytes_sent(nodes: Sequence[Node], placement: Placement, times: int) -> int:
     readers: dict[Var, set[Mesh]] = {}
     total = 0
     for n in nodes:
-        if isinstance(n, Loop):
-            total += bytes_sent(n.body, placement.bodies[n], n.spec.length)
+        if not isinstance(n, Equation):
+            total += bytes_sent(n.body, placement.bodies[n], n.spec.length if isinstance(n, Loop) else 1)
         elif n in placement.locations:
             mesh = placement.locations[n].mesh
             for a in filter(is_var, n.invars):

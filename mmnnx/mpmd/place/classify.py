@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 
-from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
+from mmnnx.mpmd.ir.equations import Equation, Node, Var, is_var
 from mmnnx.sharding.name_stack import is_backward
 
 
@@ -49,7 +49,7 @@ def classify(nodes: Sequence[Node], users: Mapping[Var, Sequence[Node]]) -> Role
     of: dict[Node, Role] = {}
     for n in nodes:
         depends = not after.isdisjoint(filter(is_var, n.invars))
-        if isinstance(n, Loop):
+        if not isinstance(n, Equation):
             of[n] = Role.LOOP
         elif is_backward(n.scope) and n not in inner and (depends or "rematted_computation" not in n.scope):
             of[n] = Role.BACKWARD

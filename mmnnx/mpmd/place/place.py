@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 from mmnnx.mpmd.frontend.function import Function
-from mmnnx.mpmd.ir.equations import Flat, Loop, is_var
+from mmnnx.mpmd.ir.equations import Flat, Loop, Var, While, is_var
 from mmnnx.mpmd.ir.listing import placed_text
 from mmnnx.mpmd.ir.origin import FREE, Kind, Origin, at_home
 from mmnnx.mpmd.ir.placement import Placed, Placement
@@ -107,6 +108,8 @@ def _solved(region: Region) -> Placement:
         for node in region.nodes:
             if isinstance(node, Loop):
                 _place_loop(region, node)
+            elif isinstance(node, While):
+                _place_while(region, node)
             elif region.roles.of[node] is Role.UPDATE:
                 place_update(region, node)
             elif region.roles.of[node] is Role.BACKWARD and node not in region.locations:
@@ -129,12 +132,9 @@ def _note_state_uses(region: Region) -> None:
 
 
 def _place_loop(region: Region, loop: Loop) -> None:
-    """Places the body of a loop. A carry without a home gets that of its new value."""
-    out = region.out
-    outer = {v: region.where[v] for v in loop.captured}
-    inputs = {v: o if o.home is None else at_home(o.home) for v, o in outer.items()}
+    """Places the body of a loop."""
+    out, inputs = region.out, _given(region, loop)
     inputs |= {v: at_home(region.where[row[0]].home) for v, row in zip(loop.slice_vars, loop.slices)}
-    inputs |= {v: at_home(region.origin_of(a).home) for v, a in zip(loop.carry_in, loop.init)}
     follows = {o: out.follows[c] for o, c in zip(loop.carry_out, loop.carries) if c in out.follows}
     problem = dataclasses.replace(
         region.problem,
@@ -144,18 +144,12 @@ def _place_loop(region: Region, loop: Loop) -> None:
         microbatches=loop.spec.length,
         slices=loop.slice_vars,
     )
-    while True:
-        known = inputs | {s: region.where[s] for s in follows.values() if s not in inputs}
-        body = _cheapest(dataclasses.replace(problem, inputs=known), loop)
-        moved = {
-            v: Origin(Kind.STATE, body.where[o].home)
-            for v, o in zip(loop.carry_in, loop.carry_out)
-            if inputs[v].home is None and body.where[o].home is not None
-        }
-        if not moved:
-            break
-        inputs |= moved
-    out.bodies[loop] = body
+    state = {s: region.where[s] for s in follows.values() if s not in inputs}
+
+    def place_body(inputs: dict[Var, Origin]) -> Placement:
+        return _cheapest(dataclasses.replace(problem, inputs=inputs | state), loop)
+
+    out.bodies[loop] = body = _settled(loop, inputs, place_body)
     for v, c in zip(loop.carry_in, loop.carries):
         home = inputs[v].home
         tasks = [p.task for p in body.positions if p.mesh == home and p.task is not None]
@@ -164,3 +158,40 @@ def _place_loop(region: Region, loop: Loop) -> None:
         region.where[c] = activation(home)
     for y, row in zip(loop.ys, loop.stacks):
         region.where.update(dict.fromkeys(row, activation(body.where[y].home)))
+
+
+def _place_while(region: Region, loop: While) -> None:
+    """Places the body of a while, as a function whose state is what it carries."""
+    inputs = _given(region, loop)
+
+    def place_body(inputs: dict[Var, Origin]) -> Placement:
+        follows = {o: v for v, o in zip(loop.carry_in, loop.carry_out) if inputs[v].home is not None}
+        roots = {v: region.roots[v] for v in loop.captured if v in region.roots}
+        body = Problem(loop.body, inputs, region.task_of, follows, region.problem.fits, roots)
+        return _cheapest(body)
+
+    region.out.bodies[loop] = _settled(loop, inputs, place_body)
+    region.where.update((c, activation(inputs[v].home)) for v, c in zip(loop.carry_in, loop.carries))
+
+
+def _given(region: Region, loop: Loop | While) -> dict[Var, Origin]:
+    """The origins of what the body of a loop is given: of outer variables, and of carries."""
+    outer = {v: region.where[v] for v in loop.captured}
+    given = {v: o if o.home is None else at_home(o.home) for v, o in outer.items()}
+    return given | {v: at_home(region.origin_of(a).home) for v, a in zip(loop.carry_in, loop.init)}
+
+
+def _settled(
+    loop: Loop | While, inputs: dict[Var, Origin], place_body: Callable[[dict[Var, Origin]], Placement]
+) -> Placement:
+    """The placement of a loop's body. A carry without a home gets that of its new value, in `inputs`."""
+    while True:
+        body = place_body(inputs)
+        moved = {
+            v: Origin(Kind.STATE, body.where[o].home)
+            for v, o in zip(loop.carry_in, loop.carry_out)
+            if inputs[v].home is None and body.where[o].home is not None
+        }
+        if not moved:
+            return body
+        inputs |= moved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Loop
+from mmnnx.mpmd.ir.equations import LAYOUT, Equation
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Location, Reason, by_rank
 from mmnnx.mpmd.place.region import Region
@@ -17,7 +17,7 @@ def place_free(region: Region) -> None:
             continue  # constants and scalars are no bytes worth sending
         found: list[Location] = []
         for u in (u for v in e.outvars for u in region.users.get(v, ())):
-            if isinstance(u, Loop):
+            if not isinstance(u, Equation):
                 body = region.out.bodies[u]
                 inner = [
                     body.locations[n]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from mmnnx.mpmd.compile.compile_program import Compiled
 from mmnnx.mpmd.distributed import progress
 from mmnnx.mpmd.runtime.collective_order import check_threads
 from mmnnx.mpmd.runtime.steps import Step, absent, group_transfers, has_part, is_local, make_step
+from mmnnx.mpmd.runtime.whiles import find_jumps, walk
 
 
 def runner(
@@ -24,7 +25,8 @@ def runner(
 
     It empties the list that it is given.
 
-    Nothing in it waits for a device, but on CPU where several processes share a mesh (`collective_order`).
+    Nothing in it waits for a device, but a while for its condition (`whiles`), and on CPU where several
+    processes share a mesh (`collective_order`).
     What is decided per program is decided here, once.
 
     Args:
@@ -41,9 +43,10 @@ def runner(
     groups = group_transfers(program.instructions)
     own = [n for n, group in enumerate(groups) if has_part(program, group)]
     place = {s: n for n, s in enumerate(program.inputs)}  # of buffers, in a list that all arrays are kept in
-    lasting = {*program.inputs, *itertools.chain.from_iterable(program.outputs)}
+    lasting = program.moved({*program.inputs, *itertools.chain.from_iterable(program.outputs)})
     steps = [_over_places(make_step(compiled, groups[n], lasting), place) for n in own]
     given, size = len(program.inputs), len(place)
+    jumps = find_jumps([program.instructions[groups[n][0]] for n in own], place)
     foreign = (s for held in program.outputs for s in held if not is_local(program, s))
     absent_results = {s: absent(compiled, s) for s in foreign}
 
@@ -75,8 +78,11 @@ def runner(
         kept = arrays + [None] * (size - given)
         arrays.clear()  # from here on the program alone decides how long they are kept
         named = annotated() if _compat.is_traced() else steps
+        order: Iterable[tuple[int, _PlacedStep]] = zip(own, named)
+        if jumps:
+            order = ((own[n], named[n]) for n in walk(len(own), jumps, kept))
         try:
-            for here.step, (execute, read, start, end, frees) in zip(own, named):  # the watchdog looks at it
+            for here.step, (execute, read, start, end, frees) in order:  # the watchdog looks at it
                 kept[start:end] = execute(*read(kept))
                 for n in frees:
                     kept[n] = None

@@ -38,6 +38,12 @@ class LiveBytes:
             self._bytes[s] = math.prod(shard) * array.dtype.itemsize * array.sharding.num_devices
             self._add(s, self._bytes[s])
 
+    def move(self, made: Iterable[int], carries: Iterable[int]) -> None:
+        """Counts what an iteration of a while made as its carries, in place of what these were."""
+        for s, carry in zip(made, carries):
+            self.drop(carry)
+            self._bytes[carry] = self._bytes.pop(s)
+
     def drop(self, s: int) -> None:
         """Counts a buffer no more."""
         self._add(s, -self._bytes.pop(s, 0))

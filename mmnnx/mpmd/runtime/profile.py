@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmnnx.mpmd.compile.compile_program import Compiled
-from mmnnx.mpmd.ir.instructions import Call
+from mmnnx.mpmd.ir.instructions import Call, Control, Transfer
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Costs, Profile
 from mmnnx.mpmd.runtime.live_bytes import LiveBytes
 from mmnnx.mpmd.runtime.steps import Step, make_step
+from mmnnx.mpmd.runtime.whiles import find_jumps, walk
 
 _profiles: ContextVar[list[Profile] | None] = ContextVar("mmnnx_profiles", default=None)
 
@@ -80,7 +81,8 @@ def _time_of_step(program: Program, steps: Sequence[Step], arrays: list[jax.Arra
     jax.block_until_ready(arrays)
     began = time.perf_counter()
     buffers = _fill(program, arrays)
-    for execute, inputs, outputs, frees in steps:
+    for n in _order(program, buffers):
+        execute, inputs, outputs, frees = steps[n]
         for s, array in zip(outputs, execute(*[buffers[s] for s in inputs])):
             buffers[s] = array
         for s in frees:
@@ -89,18 +91,32 @@ def _time_of_step(program: Program, steps: Sequence[Step], arrays: list[jax.Arra
     return time.perf_counter() - began
 
 
+def _order(program: Program, buffers: list[Any]) -> Iterator[int]:
+    """The numbers of the instructions in the order in which they run."""
+    jumps = find_jumps(program.instructions, {s: s for s in range(len(buffers))})
+    return walk(len(program.instructions), jumps, buffers)
+
+
 def _run_one_at_a_time(program: Program, steps: Sequence[Step], buffers: list[Any], live: LiveBytes) -> Costs:
     """Runs a program over its buffers, waits for each instruction, and returns what they cost."""
     starts: list[float] = []
     calls: defaultdict[str, list[float]] = defaultdict(list)
     transfers: defaultdict[int, list[float]] = defaultdict(list)
-    for i, (execute, inputs, outputs, frees) in zip(program.instructions, steps):
+    moved: Control | None = None
+    for n in _order(program, buffers):
+        i, (execute, inputs, outputs, frees) = program.instructions[n], steps[n]
+        if moved is not None:
+            live.move(moved.inputs, moved.outputs)
+        moved = i if isinstance(i, Control) and i.kind == "repeat" else None
         began = time.perf_counter()
         made = execute(*[buffers[s] for s in inputs])
         starts.append(time.perf_counter() - began)
         jax.block_until_ready(made)
         took = time.perf_counter() - began
-        (calls[program.labels[i.fragment]] if isinstance(i, Call) else transfers[i.nbytes]).append(took)
+        if isinstance(i, Call):
+            calls[program.labels[i.fragment]].append(took)
+        elif isinstance(i, Transfer):
+            transfers[i.nbytes].append(took)
         for s, array in zip(outputs, made):
             buffers[s] = array
         live.after(inputs, outputs)
@@ -109,7 +125,8 @@ def _run_one_at_a_time(program: Program, steps: Sequence[Step], buffers: list[An
             buffers[s] = None
     latency, bandwidth = _line({n: statistics.median(times) for n, times in transfers.items()})
     return Costs(
-        {label: statistics.median(times) for label, times in calls.items()},
+        # What a while did not come to took no time.
+        {label: statistics.median(calls[label] or [0.0]) for label in program.labels.values()},
         latency,
         bandwidth,
         statistics.median(starts or [0.0]),

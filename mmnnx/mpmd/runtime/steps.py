@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mmnnx.mpmd.compile.compile_program import Compiled
 from mmnnx.mpmd.distributed.processes import absent_array, is_here, span_processes
-from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer
+from mmnnx.mpmd.ir.instructions import Call, Control, Instruction, Transfer
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.runtime.collective_order import in_collective_order
 from mmnnx.mpmd.runtime.transfers import sender
@@ -61,7 +61,7 @@ def absent(compiled: Compiled, buffer: int) -> jax.Array:
 
 
 def make_step(compiled: Compiled, numbers: Sequence[int], lasting: Set[int]) -> Step:
-    """What this process does for a call, or for transfers between the same two meshes.
+    """What this process does for a call, a while, or for transfers between the same two meshes.
 
     Args:
       compiled: the program.
@@ -74,6 +74,8 @@ def make_step(compiled: Compiled, numbers: Sequence[int], lasting: Set[int]) -> 
         e = compiled.executables[i.fragment]
         inputs, outputs = tuple(i.inputs[n] for n in e.inputs), tuple(i.outputs[n] for n in e.outputs)
         return Step(in_collective_order(e.call, i.mesh), inputs, outputs, i.frees)
+    if isinstance(i, Control):  # `whiles` moves what is moved
+        return Step(lambda: (), (), (), () if i.kind == "repeat" else i.frees)
     return _transfer(compiled, [t for t in own if isinstance(t, Transfer)], lasting)
 
 
