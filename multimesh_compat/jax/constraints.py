@@ -36,8 +36,10 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     """Constrains how the arrays of `x` are sharded, in logical axis names.
 
     Inside a task, names are translated by its `logical_axes`; axes of its mesh stand for themselves; other
-    names mean replication. In a function given to `parallelize`, or within `autoshard`, the same holds
-    outside tasks, over all devices of the program. Elsewhere it is `jax.lax.with_sharding_constraint`.
+    names mean replication. In a function given to `parallelize`, or within `autoshard`, a constraint outside
+    of tasks is one in each task that reads the value (in the task that made it, if none reads it). Of what no
+    task has to do with, names are axes of the program's mesh. Elsewhere it is
+    `jax.lax.with_sharding_constraint`.
 
     Args:
       x: an array or a pytree of arrays.
