@@ -207,3 +207,70 @@ def test_where_no_task_is_it_does_nothing_without_a_multimesh():
 
     np.testing.assert_allclose(mm.jit(f)(batch()), 2 * batch())
     np.testing.assert_allclose(mm.jit(jax.grad(lambda x: f(x).sum()))(batch()), np.full((16, 8), 2.0))
+
+
+def test_in_a_scan_around_a_task():
+    (one, _), name = task_meshes()
+
+    def f(w, x):
+        return jax.lax.scan(lambda c, w: (one(with_sharding_constraint(w, P(None, name)), c), None), x, w)[0]
+
+    sharded, sharded_init, get_batch = parallelize(f, lambda: jnp.stack(init()), batch)
+    w = sharded_init()
+    assert devices(w) == [0, 1, 2, 3] and w.sharding.spec == P(None, None, "x")
+    want = first(init()[1], first(init()[0], batch()))
+    np.testing.assert_allclose(sharded(w, get_batch()), want, rtol=1e-5, atol=1e-6)
+
+
+def test_in_a_cond_over_two_tasks():
+    (one, two), name = task_meshes()
+
+    def f(params, x):
+        def yes(x):
+            return two(with_sharding_constraint(params[1], P(None, name)), one(params[0], x))
+
+        return jax.lax.cond(x[0, 0] < 0, yes, lambda x: x, x).sum()
+
+    sharded, sharded_init, get_batch = parallelize(jax.value_and_grad(f), init, batch)
+    params = sharded_init()
+    assert [devices(p) for p in params] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert params[1].sharding.spec == P(None, "x")
+    got = sharded(params, get_batch())
+    want = jax.value_and_grad(lambda p, x: second(p[1], first(p[0], x)).sum())(init(), batch())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_integers_and_slices_of_the_batch():
+    """`arg_shardings` are such constraints too: on each slice, for the task that reads it."""
+    (one, two), name = task_meshes()
+
+    def loss(params, ids):
+        x = one(params[0][:, :8], jax.nn.one_hot(ids, 8))
+        return (two(params[1], x) ** 2).mean()
+
+    def step(params, ids):
+        grad = jax.value_and_grad(loss)
+        return microbatch(grad, 0, 4, 1, arg_shardings=P(name), reduce="mean")(params, ids)
+
+    ids = np.arange(16) % 8
+    sharded, sharded_init, get_batch = parallelize(step, init, lambda: ids)
+    assert devices(get_batch()) == [0, 1, 2, 3] and get_batch().sharding.spec == P("x")
+    got, want = sharded(sharded_init(), get_batch()), jax.value_and_grad(loss)(init(), ids)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+
+
+def test_for_a_task_that_moves_with_the_microbatch():
+    one = task(first, loop_dependent_mesh_slice="stage", logical_axes=[("rows", "batch")])
+
+    def step(params, x):
+        def loss(params, x):
+            return (one(params[0], with_sharding_constraint(x, P("rows"))) ** 2).mean()
+
+        return microbatch(jax.value_and_grad(loss), 0, 4, argnum=1, reduce="mean")(params, x)
+
+    with MultiMesh(axis_sizes=(2, 4), axis_names=("stage", "batch")):
+        sharded, sharded_init, get_batch = parallelize(step, lambda: init()[:1], batch)
+    value, (grad,) = sharded(sharded_init(), get_batch())
+    want, (wanted,) = jax.value_and_grad(lambda p, x: (first(p[0], x) ** 2).mean())(init()[:1], batch())
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(grad, wanted, rtol=1e-4, atol=1e-6)
