@@ -1,6 +1,6 @@
 """`multimesh.jax`: tasks on submeshes, microbatches, and functions made parallel."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from mmnnx import MultiMesh, Task, TaskMesh, clear_tasks
 from multimesh_compat.jax.constraints import with_sharding_constraint
@@ -20,7 +20,10 @@ from multimesh_compat.jax.parallel import parallelize
 from multimesh_compat.jax.partitioning import custom_partitioning, shard_map
 from multimesh_compat.jax.tasks import register_task, task
 
-__version__ = version("mmnnx")
+try:
+    __version__ = version("mmnnx")
+except PackageNotFoundError:  # run from its sources, without an installation
+    __version__ = "0.0.0"
 
 __all__ = [
     "MeshWrapper",

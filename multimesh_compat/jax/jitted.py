@@ -38,7 +38,7 @@ class Jitted:
     """A function made by `mjit`: what `mmnnx.jit` made, called in `default_contexts`."""
 
     def __init__(self, fun: Callable[..., Any], jitted: Any):
-        functools.update_wrapper(self, fun)
+        functools.update_wrapper(self, fun, updated=())
         self._jitted = jitted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
