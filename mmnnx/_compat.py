@@ -66,6 +66,24 @@ def subjaxprs(eqn: Any) -> list[Any]:
     return found
 
 
+def map_inner_equations(eqn: Any, fun: Any) -> Any:
+    """An equation with `fun` applied to each equation of the jaxprs among its parameters; the same object if
+    nothing changed."""
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, JAXPR_TYPES):
+            return map_equations(value, fun)
+        if isinstance(value, tuple) and any(isinstance(v, JAXPR_TYPES) for v in value):
+            inner = [mapped(v) for v in value]
+            if all(a is b for a, b in zip(inner, value)):
+                return value
+            return type(value)._make(inner) if hasattr(value, "_make") else tuple(inner)
+        return value
+
+    params = {key: mapped(value) for key, value in eqn.params.items()}
+    return eqn.replace(params=params) if any(params[k] is not eqn.params[k] for k in params) else eqn
+
+
 def source_line(eqn: Any) -> str:
     """The line of the user's program that an equation was traced at; JAX would stop at Flax or optax."""
     frames = list(source_info_util.user_frames(eqn.source_info.traceback))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 # What programs import, and the module that they get.
 _ALIASES = {
@@ -32,8 +34,12 @@ def install() -> None:
     `multimesh_compat.plugin`. Packages around them that exist (`jax_plugins` with the CUDA plugin, a `legate`
     without `legate.jax`) stay as they are and get these modules; those that do not exist are made, empty.
 
+    `jax.lax.with_sharding_constraint` takes logical names from here on, where `multimesh.jax`'s own does: in
+    tasks, in `parallelize` and within `autoshard`. Elsewhere it is as it was.
+
     Nothing is imported before the program imports it, and nothing is written to disk. A second call does
-    nothing. The call may come before or after `import jax`, and starts no backend.
+    nothing. The call may come before or after `import jax`, and starts no backend. What was imported from
+    `jax.lax` before stays as it was.
 
     Raises:
       ImportError: if a real `multimesh`, `legate.jax`, `jax_plugins.multimesh` or `jax_plugins.legate` could
@@ -60,6 +66,8 @@ def install() -> None:
                 path=found[0].origin,
             )
         sys.meta_path.insert(0, _aliases)  # before the finder of files, which would load them a second time
+        if "jax.lax" in sys.modules:
+            _take_logical_names(sys.modules["jax.lax"])
 
 
 class _Aliases(MetaPathFinder, Loader):
@@ -73,6 +81,8 @@ class _Aliases(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if fullname in _PACKAGES:
             return _find(fullname) or ModuleSpec(fullname, None, is_package=True)
+        if fullname == "jax.lax":
+            return _jax_lax()
         name = _own_name(fullname)
         found = None if name is None else importlib.util.find_spec(name)
         return None if found is None else ModuleSpec(fullname, self, origin=found.origin, loader_state=name)
@@ -90,6 +100,33 @@ class _Aliases(MetaPathFinder, Loader):
 
 
 _aliases = _Aliases()
+
+
+def _jax_lax() -> ModuleSpec | None:
+    """What loads `jax.lax`, and then has its constraints take logical names."""
+    spec = _find("jax.lax")
+    if spec is not None and spec.loader is not None:
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            _take_logical_names(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+    return spec
+
+
+def _take_logical_names(lax: Any) -> None:
+    """Has `jax.lax.with_sharding_constraint` take logical names where they are to be."""
+    jax_own = lax.with_sharding_constraint
+
+    @functools.wraps(jax_own)
+    def with_sharding_constraint(x: Any, shardings: Any) -> Any:
+        from multimesh_compat.jax.constraints import in_logical_names, with_sharding_constraint
+
+        return (with_sharding_constraint if in_logical_names(shardings) else jax_own)(x, shardings)
+
+    lax.with_sharding_constraint = with_sharding_constraint
 
 
 def _own_name(fullname: str) -> str | None:

@@ -163,6 +163,19 @@ def test_map_equations_of_an_open_one():
     assert _compat.map_equations(body, lambda e: e) is body
 
 
+def test_map_inner_equations():
+    """Those of the bodies alone, be they one or several; an equation in which nothing changes is the same."""
+    x = jnp.linspace(0.0, 1.0, 3)
+    for fun in (jax.checkpoint(jnp.sin), lambda x: jax.lax.cond(x[0] < 1, jnp.sin, jnp.tanh, x)):
+        *_, eqn = _compat.open_jaxpr(jax.make_jaxpr(fun)(x))[2]
+        changed = _compat.map_inner_equations(eqn, sines_to_cosines)
+        names = [_compat.open_jaxpr(body)[2][0].primitive.name for body in _compat.subjaxprs(changed)]
+        assert "cos" in names and "sin" not in names and len(names) == len(_compat.subjaxprs(eqn))
+        assert _compat.map_inner_equations(eqn, lambda e: e) is eqn
+    (sine,) = _compat.open_jaxpr(jax.make_jaxpr(jnp.sin)(x))[2]
+    assert _compat.map_inner_equations(sine, sines_to_cosines) is sine
+
+
 @jax.custom_vjp
 def custom(x):
     return jnp.sin(x)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.input_shardings import deriver
@@ -17,9 +17,11 @@ from mmnnx.mpmd.frontend.function import Function, check_device, enter
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.hoist.hoist import hoist
 from mmnnx.mpmd.inline.calls import inline
+from mmnnx.mpmd.ir.equations import scopes_in
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.partition.partition import Partition, one_fragment, partitions
 from mmnnx.mpmd.partition.timetable import fits
+from mmnnx.mpmd.place.options import fusing
 from mmnnx.mpmd.place.place import place
 from mmnnx.mpmd.runtime.as_is import runs_as_it_is
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
@@ -64,19 +66,30 @@ def split(
       VerificationError: if the program does not hold together.
     """
     function = enter(traced, record, leaves, multimesh)
-    if function.only_mesh is None:
+    mesh = _mesh_of_all(function)
+    if mesh is None:
         flat = inline(function)
         placed = place(function, flat, fits)
         hoisted = hoist(function, placed)
         partition, program = emit(function, partitions(function, hoisted))
     else:
-        partition, program = emit(function, [one_fragment(function, function.only_mesh)])
-    return _runnable(function, partition, program, device)
+        partition, program = emit(function, [one_fragment(function, mesh)])
+    return _runnable(function, partition, program, mesh, device)
 
 
-def _runnable(function: Function, partition: Partition, program: Program, device: jax.Device | None) -> Split:
+def _mesh_of_all(function: Function) -> Mesh | None:
+    """The mesh on which a function runs as one fragment: the only one that it touches, unless it has several
+    tasks there and they are to stay apart: `mm.enable_task_fusion(False)` was said, not only left at that.
+    """
+    scopes = scopes_in(function.jaxpr) if fusing.get() == "none" else ()
+    tasks = {found[0] for scope in scopes if (found := function.task_of(scope)) is not None}
+    return function.only_mesh if len(tasks) < 2 else None
+
+
+def _runnable(
+    function: Function, partition: Partition, program: Program, mesh: Mesh | None, device: jax.Device | None
+) -> Split:
     """What compiles and runs a program; the function itself, where JAX alone does what is asked."""
-    mesh = function.only_mesh
     derive = deriver(function, partition, program)
     if mesh is not None and runs_as_it_is(function, partition.flat, mesh):
         return Split(program, None, derive)

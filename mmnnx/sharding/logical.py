@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmnnx.sharding.logical_constraint import logical_constraint
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import current_task, ignoring, splitting
@@ -140,7 +143,7 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
 def _constrain(spec: Any, x: Any) -> Any:
     if spec is None or ignoring.get():
         return x
-    task, logical, multimesh = current_task(), autosharding.get(), current_multimesh()
+    task, logical = current_task(), autosharding.get()
     if not isinstance(spec, PartitionSpec) or logical is False or (task is None and logical is None):
         try:
             return jax.lax.with_sharding_constraint(x, spec)
@@ -150,13 +153,23 @@ def _constrain(spec: Any, x: Any) -> Any:
                 "names are axes of the current mesh. A task translates logical names: mm.task(f, task=...)"
             )
             raise
-    if task is not None and splitting.get():
-        mesh = task.to_mesh()
-    elif task is None and multimesh is not None:
-        mesh = multimesh.mesh
-    else:
+    return jax.tree.map(functools.partial(_constrain_logically, tuple(spec), task), x)
+
+
+def _constrain_logically(names: tuple[Any, ...], task: Task | None, x: Any) -> Any:
+    names = names[: jnp.ndim(x)]  # names without an axis may be more than `x` has dimensions
+    if task is None:
+        whole = current_multimesh()
+        default = None if whole is None else logical_sharding(names, None, whole.mesh)
+        return logical_constraint(x, names, default)
+    if not splitting.get():
         return x
-    entries = list(to_spec(spec, task, mesh))
-    while entries and entries[-1] is None:  # names without an axis may be more than `x` has dimensions
+    return jax.lax.with_sharding_constraint(x, logical_sharding(names, task, task.to_mesh()))
+
+
+def logical_sharding(names: Iterable[Any], task: Task | None, mesh: Mesh) -> NamedSharding:
+    """`to_spec` as a sharding, without the dimensions at the end that are whole."""
+    entries = list(to_spec(names, task, mesh))
+    while entries and entries[-1] is None:
         entries.pop()
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+    return NamedSharding(mesh, PartitionSpec(*entries))

@@ -32,9 +32,9 @@ class Task:
         and gradients of weights, which no task waits for; the names are those of the two parts.
       loop_dependent_mesh_slice: in a `mm.microbatch` loop the task runs on another slice for each microbatch.
         It is an axis of the current MultiMesh; or `{"stage": (0, 2)}` for some of its indices, in turn; or a
-        function from the microbatch to a `mesh_slice`. The slices must be of one shape. The task's state is
-        copied to each slice once a step, and its gradients are summed at its home. For `mm.task` only, not
-        for a TaskSharding.
+        function from the microbatch to a `mesh_slice`; or a list of meshes, in turn. They must be of one
+        shape. The task's state is copied to each once a step, and its gradients are summed at its home. For
+        `mm.task` only, not for a TaskSharding.
       remat: what the backward of the task computes again rather than keeps: None for what is cheap, True for
         everything, or a policy of `jax.checkpoint`. It overrides that of `mm.microbatch`.
 
@@ -112,6 +112,9 @@ class Task:
                 return self.mesh.to_mesh()
             if self.mesh is not None:
                 return auto_mesh(self.mesh)
+            if (meshes := self._loop_meshes) is not None:
+                mesh = meshes[microbatch % len(meshes)]
+                return mesh.to_mesh() if isinstance(mesh, TaskMesh) else auto_mesh(mesh)
             multimesh = current_multimesh()
             sliced = self.mesh_slice or self.loop_dependent_mesh_slice
             if multimesh is None and sliced:
@@ -132,6 +135,13 @@ class Task:
             return mesh
         except ValueError as error:
             raise ValueError(f"{self}: {error}") from None
+
+    @property
+    def _loop_meshes(self) -> tuple[Mesh | TaskMesh, ...] | None:
+        """The meshes of the microbatches in turn, if it was given meshes rather than slices."""
+        moves = self.loop_dependent_mesh_slice
+        are_meshes = isinstance(moves, tuple) and all(isinstance(m, Mesh | TaskMesh) for m in moves)
+        return moves if are_meshes else None
 
     def _slice_for(self, microbatch: int, multimesh: MultiMesh) -> dict[str, int]:
         moves = self.loop_dependent_mesh_slice
@@ -181,6 +191,13 @@ class Task:
         moves = self.loop_dependent_mesh_slice
         if moves is None or isinstance(moves, str) or callable(moves):
             return moves
+        if isinstance(moves, list | tuple) and moves and all(isinstance(m, Mesh | TaskMesh) for m in moves):
+            if len({tuple(m.shape.items()) for m in moves}) > 1:
+                shapes = ", ".join(str(dict(m.shape)) for m in moves)
+                raise ValueError(
+                    f"loop_dependent_mesh_slice= of {self} has meshes of several shapes: {shapes}"
+                )
+            return tuple(moves)
         try:
             normal = tuple(
                 sorted((str(a), tuple(operator.index(i) for i in indices)) for a, indices in _items(moves))
@@ -190,7 +207,8 @@ class Task:
         if not normal or not all(indices for _, indices in normal):
             raise ValueError(
                 f"loop_dependent_mesh_slice= of {self} is an axis of the MultiMesh, indices along axes such "
-                f'as {{"stage": (0, 1)}}, or a function from the microbatch to a mesh_slice, not {moves!r}'
+                f'as {{"stage": (0, 1)}}, meshes, or a function from the microbatch to a mesh_slice, not '
+                f"{moves!r}"
             )
         return normal
 

@@ -1,4 +1,8 @@
-"""Contexts that set how functions are partitioned. They nest, and hold in the thread that opens them."""
+"""Contexts that set how functions are partitioned. They nest, and hold in the thread that opens them.
+
+Of each, `context_value` takes effect instead of the first argument where it is given; None, for either,
+leaves things as they are around. (The documents name `context_value` for two, without an explanation.)
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from types import EllipsisType
 
 import mmnnx as mm
-from mmnnx import ignore_transforms
 from mmnnx.mpmd.place.options import fusing
-from multimesh_compat.jax import constraints
+from multimesh_compat.jax.constraints import logical_names
 
 _fast_path: ContextVar[bool] = ContextVar("multimesh_fast_path", default=True)
 _loops_only: ContextVar[bool] = ContextVar("multimesh_fuse_loops_only", default=False)
@@ -21,74 +25,131 @@ def fast_path() -> bool:
     return _fast_path.get()
 
 
-@contextlib.contextmanager
-def enable_fast_path(enable: bool = True, context_value: bool | None = None) -> Iterator[None]:
-    """Whether a function without tasks is plain `jax.jit`, as it is by default, or goes through `mm.jit` too.
+def default_contexts() -> AbstractContextManager[None]:
+    """What holds where nothing else was said: neighbouring tasks on one submesh are fused."""
+    return _fuse(True) if fusing.get() == "unsaid" else contextlib.nullcontext()
 
-    Args:
-      enable: whether it is.
-      context_value: takes effect instead of `enable` where it is given. (The documents name it without an
-        explanation.)
+
+@contextlib.contextmanager
+def autoshard(
+    autoshard: bool | None = True, context_value: bool | EllipsisType | None = ...
+) -> Iterator[None]:
+    """Whether names in sharding constraints are logical: then names without a mesh axis mean replication.
+
+    Without this context they are logical inside tasks and in functions given to `parallelize`, nowhere else.
+
+    Example:
+      >>> with autoshard(False):
+      ...     y = with_sharding_constraint(x, P("x"))  # as jax.lax.with_sharding_constraint
+    """
+    with _opened(logical_names, autoshard, context_value):
+        yield
+
+
+@contextlib.contextmanager
+def enable_fast_path(
+    enable: bool | None = True, context_value: bool | EllipsisType | None = ...
+) -> Iterator[None]:
+    """Whether a function without tasks is plain `jax.jit`, as it is by default, or goes through `mm.jit` too.
 
     Example:
       >>> with enable_fast_path(False):
       ...     y = step(x)
     """
-    token = _fast_path.set(enable if context_value is None else context_value)
-    try:
+    with _opened(lambda value: _set(_fast_path, value), enable, context_value):
         yield
-    finally:
-        _fast_path.reset(token)
 
 
 @contextlib.contextmanager
-def enable_recomputation(enable: bool = True, context_value: bool | None = None) -> Iterator[None]:
+def enable_recomputation(
+    enable: bool | None = True, context_value: bool | EllipsisType | None = ...
+) -> Iterator[None]:
     """Whether each task computes for itself what depends on the batch alone (`mm.enable_recomputation`).
 
     Switched off, such a value is computed once and sent.
-
-    Args:
-      enable: whether they do.
-      context_value: takes effect instead of `enable` where it is given.
 
     Example:
       >>> with enable_recomputation(False):
       ...     loss = step(params, batch)
     """
-    with mm.enable_recomputation(enable if context_value is None else context_value):
+    with _opened(mm.enable_recomputation, enable, context_value):
         yield
 
 
 @contextlib.contextmanager
-def enable_task_fusion(enable: bool = True) -> Iterator[None]:
-    """Whether neighbouring tasks on one submesh become one program, or stay apart (the default).
+def ignore_transforms(
+    ignore: bool | None = True, context_value: bool | EllipsisType | None = ...
+) -> Iterator[None]:
+    """Whether everything is plain JAX on one device, for debugging (`mm.ignore_transforms`).
 
     Example:
-      >>> with enable_task_fusion():
+      >>> with ignore_transforms():
       ...     loss = step(params, batch)
     """
-    with mm.enable_task_fusion(enable, loops_only=_loops_only.get()):
+    with _opened(mm.ignore_transforms, ignore, context_value):
         yield
 
 
 @contextlib.contextmanager
-def only_fuse_loop_tasks(enable: bool = True) -> Iterator[None]:
-    """Limits `enable_task_fusion`, around it or inside, to microbatch loops.
+def enable_task_fusion(
+    enable: bool | None = True, context_value: bool | EllipsisType | None = ...
+) -> Iterator[None]:
+    """Whether neighbouring tasks on one submesh become one program, or stay apart.
+
+    By default they do in what `parallelize`, `parallelize_step` and `mjit` return.
 
     Example:
-      >>> with enable_task_fusion(), only_fuse_loop_tasks():
+      >>> with enable_task_fusion(False):
       ...     loss = step(params, batch)
     """
-    token = _loops_only.set(enable)
-    try:
-        with mm.enable_task_fusion(fusing.get() != "none", loops_only=enable):
+    with _opened(_fuse, enable, context_value):
+        yield
+
+
+@contextlib.contextmanager
+def only_fuse_loop_tasks(
+    enable: bool | None = True, context_value: bool | EllipsisType | None = ...
+) -> Iterator[None]:
+    """Limits the fusion of tasks, which `enable_task_fusion` is about, to microbatch loops.
+
+    Example:
+      >>> with only_fuse_loop_tasks():
+      ...     loss = step(params, batch)
+    """
+
+    @contextlib.contextmanager
+    def limited(value: bool) -> Iterator[None]:
+        with _set(_loops_only, value), _fuse(fusing.get() != "none"):
             yield
+
+    with _opened(limited, enable, context_value):
+        yield
+
+
+def _opened(
+    open: Callable[[bool], AbstractContextManager[None]],
+    value: bool | None,
+    context_value: bool | EllipsisType | None,
+) -> AbstractContextManager[None]:
+    value = value if isinstance(context_value, EllipsisType) else context_value
+    return contextlib.nullcontext() if value is None else open(value)
+
+
+def _fuse(enable: bool) -> AbstractContextManager[None]:
+    return mm.enable_task_fusion(enable, loops_only=_loops_only.get())
+
+
+@contextlib.contextmanager
+def _set(var: ContextVar[bool], value: bool) -> Iterator[None]:
+    token = var.set(value)
+    try:
+        yield
     finally:
-        _loops_only.reset(token)
+        var.reset(token)
 
 
-_CONTEXTS: dict[str, Callable[[bool], AbstractContextManager[None]]] = {
-    "autoshard": constraints.autoshard,
+_CONTEXTS: dict[str, Callable[[bool | None], AbstractContextManager[None]]] = {
+    "autoshard": autoshard,
     "enable_recomputation": enable_recomputation,
     "enable_fast_path": enable_fast_path,
     "ignore_transforms": ignore_transforms,
@@ -119,6 +180,5 @@ def context(
     given = dict(locals())
     with contextlib.ExitStack() as stack:
         for name, value in given.items():
-            if value is not None:
-                stack.enter_context(_CONTEXTS[name](value))
+            stack.enter_context(_CONTEXTS[name](value))
         yield

@@ -61,14 +61,30 @@ def make_task(
             f"task {name!r} has logical_axes= but no mesh= or device_axes= whose axes they could stand for"
         )
     if devices is not None:
-        mesh = submesh(devices, None, axes, f"task {name!r}")
+        mesh = submesh(devices, axes, f"task {name!r}")
     elif axes is not None:
         mesh = _renamed(mesh, axes, f"task {name!r}")
     return mm.Task(name, mesh=mesh, **options)
 
 
-def submesh(devices: Any, dims: Any, axes: Any, what: str) -> Mesh | mm.TaskMesh:
-    """A mesh of jax devices or of device numbers, of the shape `dims`, else that of `devices`."""
+def submesh(devices: Any, axes: Any, what: str) -> Mesh | mm.TaskMesh:
+    """A mesh of jax devices or of device numbers, of their shape."""
+    (mesh,) = submeshes(devices, None, axes, None, what)
+    return mesh
+
+
+def submeshes(
+    devices: Any, dims: Any, axes: Any, size: int | None, what: str
+) -> tuple[Mesh | mm.TaskMesh, ...]:
+    """Meshes of jax devices or of device numbers, which these fill one after the other.
+
+    Args:
+      devices: a list, or an array of the shape of the mesh.
+      dims: the shape of each. Default: that of the devices, with the first dimension divided.
+      axes: a name for each dimension.
+      size: how many devices each has. Default: as many as `dims` says, else all.
+      what: what messages call it.
+    """
     array = np.asarray(devices, dtype=object)
     flat = list(array.flat)
     numbers = all(hasattr(d, "__index__") for d in flat)
@@ -80,15 +96,32 @@ def submesh(devices: Any, dims: Any, axes: Any, what: str) -> Mesh | mm.TaskMesh
         shape = array.shape if dims is None else tuple(map(operator.index, dims))
     except TypeError:
         raise TypeError(f"dims= of {what} is a size for each axis, like (2, 2), not {dims!r}") from None
-    if not flat or math.prod(shape) != len(flat):
-        raise ValueError(f"{what} has {len(flat)} devices for a mesh of shape {shape}")
+    if size is not None and dims is None:
+        shape = (size // math.prod(shape[1:]), *shape[1:])
+    count = math.prod(shape)
+    if not flat or count < 1 or len(flat) % count or count != (size or count):
+        parts = "" if size is None else f", with loop_submesh_size={size}"
+        raise ValueError(f"{what} has {len(flat)} devices for a mesh of shape {shape}{parts}")
     if repeated := sorted({str(d) for d in flat if flat.count(d) > 1}):
         raise ValueError(f"devices= of {what} repeats {', '.join(repeated)}")
     # Names that no constraint has, so that each means replication.
     names = tuple(f"__axis{n}__" for n in range(len(shape))) if axes is None else _axes(axes, shape, what)
+    rows = (flat[n : n + count] for n in range(0, len(flat), count))
     if numbers:
-        return mm.TaskMesh(devices=flat, axis_sizes=shape, axis_names=names)
-    return Mesh(array.reshape(shape), names)
+        return tuple(mm.TaskMesh(devices=row, axis_sizes=shape, axis_names=names) for row in rows)
+    return tuple(Mesh(np.array(row, dtype=object).reshape(shape), names) for row in rows)
+
+
+def divided(mesh: Any, axes: Any, size: int | None, what: str) -> tuple[Mesh | mm.TaskMesh, ...]:
+    """A mesh with other axis names, if there are any; divided into meshes of `size` devices each."""
+    if not isinstance(mesh, Mesh | mm.TaskMesh | mm.MultiMesh):
+        raise TypeError(f"mesh= of {what} is a jax.sharding.Mesh, a TaskMesh or a MultiMesh, not {mesh!r}")
+    if axes is not None:
+        mesh = _renamed(mesh, axes, what)
+    if size is None:
+        return (mesh.mesh if isinstance(mesh, mm.MultiMesh) else mesh,)
+    devices = np.reshape(np.array(mesh.devices, dtype=object), tuple(mesh.shape.values()))
+    return submeshes(devices, None, tuple(mesh.axis_names), size, what)
 
 
 def _renamed(mesh: Any, axes: Any, what: str) -> Mesh | mm.TaskMesh:

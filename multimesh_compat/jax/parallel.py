@@ -13,8 +13,9 @@ import mmnnx as mm
 from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task_scope import ignoring
-from multimesh_compat.jax.constraints import autoshard
-from multimesh_compat.jax.contexts import fast_path
+from multimesh_compat.jax.constraints import logical_names
+from multimesh_compat.jax.contexts import default_contexts, fast_path
+from multimesh_compat.jax.jitted import Parallelized
 from multimesh_compat.jax.unsplit import tracing_shapes
 
 
@@ -45,8 +46,9 @@ def parallelize(
     Returns:
       (fun, init_params, get_input_batch), sharded; without `get_input_batch`, (fun, init_params); None stands
       for an `init_params` that was not given. The function takes arguments of any sharding, and moves those
-      that are elsewhere. It is a `mmnnx.jit` over several TaskMeshes; if no task is in it, a plain `jax.jit`
-      unless `enable_fast_path(False)`.
+      that are elsewhere. It has the methods of a `mmnnx.jit` over several TaskMeshes; if no task is in it,
+      those of a plain `jax.jit`, unless `enable_fast_path(False)`. And it has the attributes of a
+      `jax.stages.Compiled` for the arguments that `init_params` and the batch are.
 
     Raises:
       TypeError: for something that cannot be called.
@@ -85,7 +87,7 @@ def parallelized(
 
     @functools.wraps(fun)
     def constrained(*args: Any) -> Any:
-        with autoshard(logical):
+        with logical_names(logical):
             return fun(*args)
 
     with mesh, tracing_shapes():
@@ -95,22 +97,14 @@ def parallelized(
         operands.append(jax.eval_shape(lambda batch: batch, *made))
     elif initial_batch is not None:
         operands.append(initial_batch)
-    try:
-        scoped, traced = constrained, mm.jit(constrained, mesh=mesh)
-        divided = bool(traced.tasks(*operands))
-        if not divided:  # a function without tasks is one task, on all devices
-            scoped = mm.task(constrained, getattr(fun, "__name__", "parallelize"))
-            traced = mm.jit(scoped, mesh=mesh)
-        shardings, _ = traced.input_shardings(*operands)
-        if init_params is not None:
-            shardings = (adjusted(shardings[0]), *shardings[1:])
-    except ValueError as error:
-        if "cannot slice along" in str(error) and mesh is not current_multimesh():
-            raise ValueError(f"{error}. Call parallelize inside `with MultiMesh(...):`") from None
-        raise
-    sharded = mm.jit(scoped, mesh=mesh, in_shardings=shardings)
+    with default_contexts():
+        scoped, divided, shardings = _derived(fun, constrained, mesh, operands)
+    if init_params is not None:
+        shardings = (adjusted(shardings[0]), *shardings[1:])
+    jitted: Any = mm.jit(scoped, mesh=mesh, in_shardings=shardings)
     if not divided and fast_path():
-        sharded = _plain(constrained, shardings, mesh, sharded)
+        jitted = _Plain(constrained, shardings, mesh, jitted)
+    sharded = Parallelized(fun, jitted, _placed(tuple(operands), shardings))
     init = None
     if init_params is not None:
         init = _sharded_init(init_params, shardings[0], mesh, operands[0])
@@ -121,6 +115,34 @@ def parallelized(
         return jax.device_put(made.pop() if made else get_input_batch(), shardings[-1])
 
     return sharded, init, get_batch
+
+
+def _placed(operands: Any, shardings: Any) -> Any:
+    """The operands as types alone, with shardings, which are as many: a Variable has one."""
+    avals, tree = map(jax.typeof, jax.tree.leaves(operands)), jax.tree.structure(operands)
+    made = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
+        for a, s in zip(avals, jax.tree.leaves(shardings))
+    ]
+    return jax.tree.unflatten(tree, made)
+
+
+def _derived(
+    fun: Callable[..., Any], constrained: Callable[..., Any], mesh: mm.MultiMesh, operands: Sequence[Any]
+) -> tuple[Callable[..., Any], bool, Any]:
+    """The function, in a task if it has none; whether it has; and where its arguments would best live."""
+    try:
+        scoped, traced = constrained, mm.jit(constrained, mesh=mesh)
+        divided = bool(traced.tasks(*operands))
+        if not divided:  # a function without tasks is one task, on all devices
+            scoped = mm.task(constrained, getattr(fun, "__name__", "parallelize"))
+            traced = mm.jit(scoped, mesh=mesh)
+        shardings, _ = traced.input_shardings(*operands)
+    except ValueError as error:
+        if "cannot slice along" in str(error) and mesh is not current_multimesh():
+            raise ValueError(f"{error}. Call parallelize inside `with MultiMesh(...):`") from None
+        raise
+    return scoped, divided, shardings
 
 
 def _sharded_init(
@@ -144,24 +166,27 @@ def _whole(devices: Any) -> mm.MultiMesh:
     return mm.MultiMesh(devices=array, axis_names=[f"device axis {n}" for n in range(array.ndim)])
 
 
-def _plain(fun: Callable[..., Any], shardings: Any, mesh: mm.MultiMesh, ignored: Callable[..., Any]) -> Any:
+class _Plain:
     """A plain `jax.jit` that moves arguments which arrive with other shardings."""
-    jitted = jax.jit(fun, in_shardings=shardings)
 
-    @functools.wraps(fun)
-    def plain(*args: Any) -> Any:
+    def __init__(self, fun: Callable[..., Any], shardings: Any, mesh: mm.MultiMesh, ignored: Any):
+        self.jitted, self.shardings, self.mesh = jax.jit(fun, in_shardings=shardings), shardings, mesh
+        self.ignored = ignored  # what runs under ignore_transforms
+
+    def __call__(self, *args: Any) -> Any:
         if ignoring.get():
-            return ignored(*args)
-        with mesh:
-            return jitted(*jax.device_put(args, shardings))
+            return self.ignored(*args)
+        with self.mesh:
+            return self.jitted(*jax.device_put(args, self.shardings))
 
-    def stage(name: str) -> Callable[..., Any]:
-        def of_jitted(*args: Any) -> Any:
-            with mesh:
-                return getattr(jitted, name)(*args)
+    def trace(self, *args: Any) -> Any:
+        with self.mesh:
+            return self.jitted.trace(*args)
 
-        return of_jitted
+    def lower(self, *args: Any) -> Any:
+        with self.mesh:
+            return self.jitted.lower(*args)
 
-    for name in ("trace", "lower", "eval_shape"):
-        setattr(plain, name, stage(name))
-    return plain
+    def eval_shape(self, *args: Any) -> Any:
+        with self.mesh:
+            return self.jitted.eval_shape(*args)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
+import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +15,7 @@ from flax import linen, nnx
 import mmnnx as mm
 from mmnnx._compat import module_is_pytree
 from multimesh_compat.jax.flax.modules import module_class
-from multimesh_compat.jax.options import make_task, submesh
+from multimesh_compat.jax.options import divided, make_task, submeshes
 from multimesh_compat.jax.unsplit import warn_unsplit
 
 
@@ -98,35 +100,45 @@ def _warning(fun: Callable[..., Any], task: mm.Task) -> Callable[..., Any]:
 
 
 def register_task(
-    matcher: Any,
+    matcher: Any = None,
     *,
     callback: Callable[..., Any] | None = None,
     task: mm.Task | None = None,
+    name: str | None = None,
+    regex: str | re.Pattern | None = None,
+    mesh: Any = None,
     devices: Any = None,
     dims: Sequence[int] | None = None,
     device_axes: Sequence[str] | None = None,
     logical_axes: Any = None,
+    loop_submesh_size: int | None = None,
 ) -> None:
     """Lets a name scope, as `jax.named_scope` or a linen module opens one, be a task (multimesh.jax).
 
-    Give one of `callback`, `task` and `devices`. The other arguments are those of earlier releases: they make
-    a task, named as the scope, of `devices` or of the devices that `callback` returns.
+    Give one of `callback`, `task`, `mesh` and `devices`. The other arguments are those of earlier releases:
+    they make a task, named as the scope, of the mesh, of `devices` or of those that `callback` returns. If
+    there are more devices than one submesh has, microbatches take the submeshes in turn
+    (`Task.loop_dependent_mesh_slice`).
 
     Args:
       matcher: a name or regex that a whole scope name must match.
       callback: `callback(name, backprop)`, or in the earlier form `callback(name)`: returns a Task, or jax
         devices or device numbers.
       task: the Task.
+      name, regex: instead of `matcher`: a name that is no regex, or a regex.
+      mesh: a `jax.sharding.Mesh`, a TaskMesh or a MultiMesh.
       devices: jax devices, or numbers of devices of the program, as a list, or as an array of the mesh's
         shape.
-      dims: shape of the mesh. Default: that of the devices.
-      device_axes: a name for each axis of the mesh. Without it logical constraints are replication.
+      dims: shape of a submesh. Default: that of the devices.
+      device_axes: a name for each axis of a submesh. Without it logical constraints are replication, unless
+        `mesh` has names.
       logical_axes: pairs (logical axis, device axis).
+      loop_submesh_size: how many devices each microbatch has; they divide the first axis.
 
     Raises:
-      ValueError: not exactly one of the three; `dims`, `device_axes` or `logical_axes` next to `task`;
-        `logical_axes` without `device_axes`; names or sizes that do not fit the devices (said when a name is
-        matched, for devices of a callback); no regex.
+      ValueError: not exactly one of the four, or of `matcher`, `name` and `regex`; an argument for devices
+        next to `task`; `logical_axes` without `device_axes` or `mesh`; names or sizes that do not fit the
+        devices (said when a name is matched, for devices of a callback); no regex.
       TypeError: arguments of another type, or a callback that returns neither a Task nor devices.
 
     Example:
@@ -135,29 +147,40 @@ def register_task(
       >>> register_task("layer[0-9]+", callback=stage)
       >>> register_task("head", devices=[6, 7], device_axes=("x",))
     """
-    ways = {"callback": callback, "task": task, "devices": devices}
+    matcher = _matcher(matcher, name, regex)
+    ways = {"callback": callback, "task": task, "mesh": mesh, "devices": devices}
     given = [key for key, value in ways.items() if value is not None]
     if len(given) != 1:
         raise ValueError(
-            f"register {matcher!r} with one of callback=, task= and devices=, not "
+            f"register {matcher!r} with one of callback=, task=, mesh= and devices=, not "
             f"{' and '.join(f'{key}=' for key in given) or 'none'}"
         )
-    earlier = {"dims": dims, "device_axes": device_axes, "logical_axes": logical_axes}
+    earlier = {
+        "dims": dims,
+        "device_axes": device_axes,
+        "logical_axes": logical_axes,
+        "loop_submesh_size": loop_submesh_size,
+    }
+    unfit = earlier if task is not None else {"dims": dims} if mesh is not None else {}
+    if extra := [f"{key}=" for key, value in unfit.items() if value is not None]:
+        raise ValueError(
+            f"{', '.join(extra)} for matcher {matcher!r} are options of devices, not of {given[0]}="
+        )
     if task is not None:
-        if extra := [f"{key}=" for key, value in earlier.items() if value is not None]:
-            raise ValueError(
-                f"{', '.join(extra)} for matcher {matcher!r} are options of devices, not of task="
-            )
         return mm.register_task(matcher, task=task)
-    if logical_axes and device_axes is None:
+    if logical_axes and device_axes is None and mesh is None:
         raise ValueError(
             f"logical_axes= for matcher {matcher!r} without device_axes= that they could stand for"
         )
+    size = None if loop_submesh_size is None else _submesh_size(loop_submesh_size, matcher)
 
     def of_devices(name: str, devices: Any) -> mm.Task:
-        mesh = submesh(devices, dims, device_axes, f"task {name!r}")
-        return mm.Task(name, mesh=mesh, logical_axes=logical_axes)
+        meshes = submeshes(devices, dims, device_axes, size, f"task {name!r}")
+        return _in_turn(name, meshes, logical_axes)
 
+    if mesh is not None:
+        meshes = divided(mesh, device_axes, size, f"task {matcher!r}")
+        return mm.register_task(matcher, callback=lambda name, backprop: _in_turn(name, meshes, logical_axes))
     if devices is not None:
         of_devices(str(matcher), devices)  # raises now if something is wrong
         return mm.register_task(matcher, callback=lambda name, backprop: of_devices(name, devices))
@@ -172,6 +195,26 @@ def register_task(
         return found if isinstance(found, mm.Task) else of_devices(name, found)
 
     mm.register_task(matcher, callback=choose)
+
+
+def _matcher(matcher: Any, name: str | None, regex: Any) -> Any:
+    given = [m for m in (matcher, name, regex) if m is not None]
+    if len(given) != 1:
+        raise ValueError(f"register_task takes one of matcher, name= and regex=, not {given or 'none'}")
+    return given[0] if name is None else re.compile(re.escape(name))
+
+
+def _submesh_size(size: Any, matcher: Any) -> int:
+    if isinstance(size, bool) or not hasattr(size, "__index__") or operator.index(size) < 1:
+        raise TypeError(f"loop_submesh_size= for matcher {matcher!r} is a number of devices, not {size!r}")
+    return operator.index(size)
+
+
+def _in_turn(name: str, meshes: Sequence[Any], logical_axes: Any) -> mm.Task:
+    """A task on a mesh, or on several in turn."""
+    if len(meshes) == 1:
+        return mm.Task(name, mesh=meshes[0], logical_axes=logical_axes)
+    return mm.Task(name, loop_dependent_mesh_slice=list(meshes), logical_axes=logical_axes)
 
 
 def _takes(fun: Callable[..., Any], count: int) -> bool:

@@ -85,6 +85,17 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # inline
     Fault(
+        name="constraint-where-it-is-made",
+        file="mmnnx/mpmd/inline/logical_constraints.py",
+        old="sent = reader is not None and (a in self.makers or reader != self.readers.get(a))",
+        new="sent = False",
+        what="A logical constraint is dropped, or replicates, where its axes are those of a task further on.",
+        tests=(
+            "tests/multimesh/test_outer_constraints.py::test_an_activation_is_constrained_where_it_is_read",
+            "tests/multimesh/test_outer_constraints.py::test_each_task_that_reads_it_shards_it_by_its_own_rules",
+        ),
+    ),
+    Fault(
         name="cond-of-updates-is-one",
         file="mmnnx/mpmd/inline/calls.py",
         old=('if name == "cond" and len(meshes | self._destinations(eqn, destinations, scope)) > 1:'),

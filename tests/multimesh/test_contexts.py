@@ -15,8 +15,8 @@ import mmnnx as mm
 from mmnnx.mpmd.place.options import fusing, recomputing
 from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.task_scope import ignoring
-from multimesh_compat.jax.constraints import autoshard
 from multimesh_compat.jax.contexts import (
+    autoshard,
     context,
     enable_fast_path,
     enable_recomputation,
@@ -25,6 +25,8 @@ from multimesh_compat.jax.contexts import (
     ignore_transforms,
     only_fuse_loop_tasks,
 )
+from multimesh_compat.jax.jitted import mjit
+from multimesh_compat.jax.parallel import parallelize
 from multimesh_compat.jax.tasks import task
 
 # Each context, what it sets, and the values of that by default, switched on, and switched off.
@@ -33,7 +35,7 @@ CONTEXTS = {
     "enable_recomputation": (enable_recomputation, recomputing.get, True, True, False),
     "enable_fast_path": (enable_fast_path, fast_path, True, True, False),
     "ignore_transforms": (ignore_transforms, ignoring.get, False, True, False),
-    "enable_task_fusion": (enable_task_fusion, fusing.get, "none", "all", "none"),
+    "enable_task_fusion": (enable_task_fusion, fusing.get, "unsaid", "all", "none"),
 }
 
 
@@ -74,30 +76,35 @@ def test_other_threads_are_not_in_it(name):
     assert seen == [default]
 
 
-@pytest.mark.parametrize(
-    "manager, get", [(enable_fast_path, fast_path), (enable_recomputation, recomputing.get)]
-)
-def test_context_value_takes_effect_instead_of_enable(manager, get):
-    assert list(inspect.signature(manager).parameters) == ["enable", "context_value"]
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_context_value_takes_effect_instead_of_the_first_argument(name):
+    manager, get, default, on, off = CONTEXTS[name]
+    assert list(inspect.signature(manager).parameters)[1:] == ["context_value"]
     with manager(True, False):
-        assert get() is False
+        assert get() == off
         with manager(False, context_value=True):
-            assert get() is True
-        with manager(context_value=None):
-            assert get() is True
-    assert get() is True
+            assert get() == on
+        for as_it_is in (manager(None), manager(True, None), manager(context_value=None)):
+            with as_it_is:
+                assert get() == off
+    with manager(None):
+        assert get() == default
 
 
-def test_fusion_limited_to_loops_where_it_is_on():
-    with only_fuse_loop_tasks():
-        assert fusing.get() == "none"
+def test_fusion_limited_to_loops():
+    with only_fuse_loop_tasks():  # of the fusion that parallelize has by default
+        assert fusing.get() == "loops"
         with enable_task_fusion():
             assert fusing.get() == "loops"
             with only_fuse_loop_tasks(False):
                 assert fusing.get() == "all"
+            with only_fuse_loop_tasks(None), only_fuse_loop_tasks(False, None):
+                assert fusing.get() == "loops"
             with enable_task_fusion(False):
                 assert fusing.get() == "none"
-        assert fusing.get() == "none"
+                with only_fuse_loop_tasks(context_value=True):
+                    assert fusing.get() == "none"
+        assert fusing.get() == "loops"
     with enable_task_fusion():
         with only_fuse_loop_tasks():
             assert fusing.get() == "loops"
@@ -108,7 +115,7 @@ def test_fusion_limited_to_loops_where_it_is_on():
             raise RuntimeError("inside")
         with enable_task_fusion():
             assert fusing.get() == "all"
-    assert fusing.get() == "none"
+    assert fusing.get() == "unsaid"
 
 
 # context
@@ -200,6 +207,25 @@ def test_fusion_makes_one_program_of_neighbours():
         np.testing.assert_allclose(mm.jit(chain)(KERNELS, X), expected, rtol=1e-6)
         with only_fuse_loop_tasks():
             assert names(chain, KERNELS, X) == ["a", "b", "c", "d"]
+
+
+def apart(kernels, x):
+    """Four tasks as in `chain`, all of them on devices 0 and 1."""
+    for name in "abcd":
+        x = task(layer, name, devices=[0, 1])(kernels[name], x)
+    return jnp.sum(x**2)
+
+
+@pytest.mark.parametrize("fun, whole", [(chain, ["a+b", "c+d"]), (apart, ["a"])])
+def test_parallelize_fuses_unless_it_is_told_not_to(fun, whole):
+    sharded, sharded_init, get_batch = parallelize(fun, lambda: KERNELS, lambda: X)
+    arguments = sharded_init(), get_batch()
+    fused = lambda f: [fragment.name for fragment in f.program(*arguments).fragments]
+    assert fused(sharded) == fused(mjit(fun)) == whole
+    with enable_task_fusion(False):
+        assert fused(sharded) == fused(mjit(fun)) == ["a", "b", "c", "d"]
+        np.testing.assert_allclose(sharded(*arguments), fun(KERNELS, X), rtol=1e-6)
+    np.testing.assert_allclose(sharded(*arguments), fun(KERNELS, X), rtol=1e-6)
 
 
 def test_fusion_in_loops():

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import jax
@@ -33,6 +34,7 @@ def uninstalled(monkeypatch):
     """Each test starts without the aliases, and what it installs and imports is gone after it."""
     own = [finder for finder in sys.meta_path if type(finder).__module__ != "multimesh_compat.install"]
     monkeypatch.setattr(sys, "meta_path", own)
+    monkeypatch.setattr(jax.lax, "with_sharding_constraint", jax.lax.with_sharding_constraint)
     before = of_packages()
     for name in before:
         del sys.modules[name]
@@ -95,10 +97,10 @@ def test_names_can_be_imported_from_modules():
     from jax_plugins import multimesh as imported
     from legate.jax import Task as earlier
     from multimesh.jax import Task
-    from multimesh.jax.constraints import autoshard
+    from multimesh.jax.constraints import with_sharding_constraint
 
     assert Task is earlier is mmnnx.Task
-    assert autoshard is constraints.autoshard
+    assert with_sharding_constraint is constraints.with_sharding_constraint
     assert imported.init is plugin.init
 
 
@@ -145,7 +147,8 @@ def test_what_was_pickled_under_either_name_loads():
     assert pickle.loads(pickle.dumps(task)) == task
     under_alias = b"cmultimesh.jax\nTask\n."
     assert pickle.loads(under_alias) is mmnnx.Task
-    assert pickle.loads(b"clegate.jax.constraints\nautoshard\n.") is constraints.autoshard
+    under_alias = b"clegate.jax.constraints\nwith_sharding_constraint\n."
+    assert pickle.loads(under_alias) is constraints.with_sharding_constraint
 
 
 @pytest.mark.parametrize("name", ["multimesh.nope", "multimesh.jax.nope", "legate.core", "jax_plugins.nope"])
@@ -342,3 +345,84 @@ def test_init_needs_a_device(cpus):
 def test_init_takes_an_integer(cpus):
     with pytest.raises(TypeError, match="it takes an integer, or None"):
         plugin.init(cpus)
+
+
+@pytest.mark.parametrize("gpus", [1.0, "1", True])
+def test_init_takes_an_integer_of_gpus(gpus):
+    with pytest.raises(TypeError, match="gpus=.*it takes an integer, or None"):
+        plugin.init(gpus=gpus)
+    with pytest.raises(ValueError, match="gpus=-1.*at least zero GPU"):
+        plugin.init(gpus=-1)
+
+
+def test_init_of_gpus_after_the_start():
+    plugin.init(gpus=0)
+    with pytest.raises(RuntimeError, match=r"gpus=2\).*with 0 GPU"):
+        plugin.init(8, 2)
+
+
+def test_init_says_what_there_is_instead(monkeypatch):
+    """debug, fbmem and profile are of the published runtime; dump is MMNNX_DUMP."""
+    monkeypatch.setenv("MMNNX_DUMP", "")  # and is put back at the end
+    for name in ("debug", "fbmem", "profile"):
+        with pytest.warns(UserWarning, match=rf"init\({name}=1\) changes nothing here: "):
+            plugin.init(**{name: 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plugin.init(debug=False, fbmem=None, profile=0, dump=None)
+    assert not os.environ["MMNNX_DUMP"]
+    plugin.init(dump=Path("folder"))
+    assert os.environ["MMNNX_DUMP"] == "folder"
+
+
+def test_init_test_and_shutdown():
+    program = """
+from multimesh_compat.install import install
+install()
+from jax_plugins import multimesh
+import jax
+multimesh.init_test()
+print(len(jax.devices()), jax.default_backend(), jax.config.jax_platforms)
+multimesh.init_test(8)
+multimesh.shutdown()
+"""
+    assert run(program, JAX_PLATFORMS="") == "8 cpu cpu\n"
+
+
+# Constraints of jax.lax.
+
+LOGICAL = """
+{imports}
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from multimesh.jax import autoshard, parallelize, task
+from jax_plugins import multimesh
+multimesh.init(cpus=4)
+
+def rows(w, x):
+    return x @ with_sharding_constraint(w, P("rows", None))
+
+rows = task(rows, devices=jax.devices()[:2], device_axes=("x",), logical_axes=[("rows", "x")])
+step, init, batch = parallelize(
+    lambda w, x: rows(w, jax.lax.with_sharding_constraint(x, P(None, "rows"))),
+    lambda: jnp.ones((4, 4)), lambda: jnp.ones((4, 4)),
+)
+print(tuple(init().sharding.spec), tuple(batch().sharding.spec), float(step(init(), batch()).sum()))
+with_sharding_constraint(jnp.ones(4), jax.sharding.SingleDeviceSharding(jax.devices()[1]))
+with autoshard():
+    with_sharding_constraint(jnp.ones(4), P("rows"))
+try:
+    with_sharding_constraint(jnp.ones(4), P("rows"))
+except (RuntimeError, ValueError) as error:
+    print("mesh" in str(error))
+"""
+
+
+@pytest.mark.parametrize("order", ["install(); import jax", "import jax; install()"])
+def test_constraints_of_jax_lax_take_logical_names(order):
+    """In tasks and in parallelize; elsewhere they are as they were."""
+    imports = (
+        f"from multimesh_compat.install import install\n{order}\nfrom jax.lax import with_sharding_constraint"
+    )
+    expected = "('x',) (None, 'x') 64.0\nTrue\n"
+    assert run(LOGICAL.format(imports=imports)) == expected

@@ -20,7 +20,7 @@ from multimesh_compat.jax.flax.axes import shard_axes
 from multimesh_compat.jax.flax.modules import task
 from multimesh_compat.jax.flax.step import parallelize_step
 
-KEY = jax.random.key(0)
+KEY = jax.random.key(42)
 BATCH = (
     np.asarray(jax.random.normal(jax.random.key(1), (16, 8))),
     np.asarray(jax.random.normal(jax.random.key(2), (16, 4))),
@@ -83,7 +83,7 @@ def one_device(model, optimizer, batches, key=KEY):
 def train(step, state, batches):
     losses = []
     for batch in batches:
-        state, loss = step(state, batch)
+        loss, state = step(state, batch)
         losses.append(float(loss))
     return losses, state
 
@@ -127,7 +127,7 @@ class TestDocumentedFlow:
 
     def test_the_state_stays_where_it_is(self, pipeline):
         step, state, _ = parallelize_step(pipeline, optax.adam(0.1), make_mesh(), BATCH)
-        after, _ = step(state, BATCH)
+        _, after = step(state, BATCH)
         assert jax.tree.map(where, after) == jax.tree.map(where, state)
 
     def test_the_step_is_split_between_the_stages(self, pipeline):
@@ -364,7 +364,7 @@ class TestState:
         for _ in range(3):
             before = jax.device_get({"params": state.params, **state.collections})
             value, updates = Reads().apply(before, BATCH, mutable=["seen"])
-            state, loss = step(state, BATCH)
+            loss, state = step(state, BATCH)
             np.testing.assert_allclose(loss, value, rtol=1e-5)
             assert_close(state.collections, updates)
 

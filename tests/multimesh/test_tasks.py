@@ -559,8 +559,8 @@ A_TASK = mm.Task("t")
 @pytest.mark.parametrize(
     "kwargs, message",
     [
-        ({}, "register 'm' with one of callback=, task= and devices=, not none"),
-        ({"dims": (2,)}, "with one of callback=, task= and devices=, not none"),
+        ({}, "register 'm' with one of callback=, task=, mesh= and devices=, not none"),
+        ({"dims": (2,)}, "with one of callback=, task=, mesh= and devices=, not none"),
         ({"task": A_TASK, "devices": [0]}, "not task= and devices="),
         ({"task": A_TASK, "callback": both}, "not callback= and task="),
         (

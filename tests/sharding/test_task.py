@@ -72,6 +72,15 @@ class TestOptions:
         with mesh, pytest.raises(ValueError, match="'pipe'.*'stage', 'model'"):
             Task("t", loop_dependent_mesh_slice="pipe").to_mesh()
 
+    def test_meshes_in_turn(self):
+        meshes = [TaskMesh(devices=[n, n + 1], axis_names=("x",)) for n in (0, 4)]
+        task = Task("t", loop_dependent_mesh_slice=[*meshes, Mesh(jax.devices()[2:4], ("x",))])
+        found = [[d.id for d in task.to_mesh(m).devices.flat] for m in range(4)]
+        assert found == [[0, 1], [4, 5], [2, 3], [0, 1]]
+        assert task == Task("t", loop_dependent_mesh_slice=task.loop_dependent_mesh_slice)
+        with pytest.raises(ValueError, match="task 't' has meshes of several shapes: {'x': 2}, {'x': 1}"):
+            Task("t", loop_dependent_mesh_slice=[meshes[0], TaskMesh(devices=[3], axis_names=("x",))])
+
     @pytest.mark.parametrize("field", ["logical_axes", "extra_axes"])
     @pytest.mark.parametrize("rules", [("embed", "model"), [("a", 1)], [("a", "b", "c")], ["ab"], "ab", 3])
     def test_malformed_axis_rules_are_refused(self, field, rules):

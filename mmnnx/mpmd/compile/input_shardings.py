@@ -59,7 +59,8 @@ def _derive(
     for mesh in order:
         shardings = _propagated(program, mesh, known)
         sliced = {(slices[v], m): s for (v, m), s in shardings.items() if v in slices}
-        derived |= shardings | {(v, m): entering(v.aval, m, s) for (v, m), s in sliced.items()}
+        derived |= {(v, m): entering(v.aval, m, s) for (v, m), s in sliced.items()}
+        derived |= {key: s for key, s in shardings.items() if key not in sliced or any(s.spec)}
     found = []
     for v, sharding in zip(inputs, given):
         home = homes.get(v, first) if v.aval.shape or whole is None else whole
@@ -68,7 +69,9 @@ def _derive(
 
 
 def _first_slices(partition: Partition) -> dict[Var, Var]:
-    """For the first slice of each sliced input of a loop, that input: it is sharded as the slice is."""
+    """For the first slice of each sliced input of a loop, that input: it is sharded as the slice is, unless
+    something constrains all of it.
+    """
     loops = [plan.loop for plan in partition.plan.loops]
     firsts = [(loop, row[0]) for loop in loops for row in loop.slices]
     return {v: loop.sources[v] for loop, v in firsts if v in loop.sources}

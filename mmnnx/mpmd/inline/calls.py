@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.inline.conds import write_cond
+from mmnnx.mpmd.inline.logical_constraints import resolve_logical_constraints
 from mmnnx.mpmd.inline.scans import write_scan
 from mmnnx.mpmd.inline.whiles import write_cond_as_whiles, write_while
 from mmnnx.mpmd.inline.writer import HoldsLoop, InLoop, Writer
@@ -48,6 +49,7 @@ def inline(function: Function) -> Flat:
     """
     shardings, names = function.shardings, function.meshes.labels()
     flat = inline_calls(function.jaxpr, shardings.homes, function.task_mesh, names, shardings.follows)
+    flat = resolve_logical_constraints(flat, function.task_of)
     for loop in (node for node in with_bodies(flat.nodes) if isinstance(node, Loop)):
         for mesh_of in function.meshes.moving.values():
             for microbatch in range(loop.spec.length):

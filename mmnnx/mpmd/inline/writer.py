@@ -82,7 +82,8 @@ class Writer(abc.ABC):
     def record(self, node: Equation, origin: Origin) -> None:
         """Notes what the results of an equation are made of."""
         self.origin.update((v, origin) for v in node.outvars)
-        if node.name in LAYOUT and node.name != "broadcast_in_dim" and is_var(node.invars[0]):
+        layout = node.name in LAYOUT - {"broadcast_in_dim"} or node.name == "logical_constraint"
+        if layout and is_var(node.invars[0]):
             root = self.layout_of.get(node.invars[0], node.invars[0])
             self.layout_of.update((v, root) for v in node.outvars)
 

@@ -100,9 +100,14 @@ def is_committed(x: Any) -> bool:
 
 
 def constrains(jaxpr: Any, beyond: Mesh | None = None) -> bool:
-    """Whether something in a jaxpr says how values are sharded; if `beyond` is given, over other devices."""
+    """Whether something in a jaxpr says how values are sharded; if `beyond` is given, over other devices.
+
+    A logical constraint says so of a mesh that is not known yet.
+    """
 
     def does(e: Any) -> bool:
+        if e.primitive.name == "logical_constraint":
+            return True
         if e.primitive.name not in ("sharding_constraint", "shard_map"):
             return any(constrains(inner, beyond) for inner in _compat.subjaxprs(e))
         over = e.params["mesh"] if "mesh" in e.params else getattr(e.params["sharding"], "mesh", None)

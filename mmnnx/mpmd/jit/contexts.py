@@ -47,7 +47,8 @@ def enable_recomputation(enable: bool = True) -> Iterator[None]:
 def enable_task_fusion(enable: bool = True, *, loops_only: bool = False) -> Iterator[None]:
     """Whether neighbouring tasks on one TaskMesh become one, and so one XLA program for each phase.
 
-    Otherwise (the default) each task is a fragment of its own, and in a microbatch loop a stage.
+    Otherwise (the default) each task is a fragment of its own, and in a microbatch loop a stage. All of a
+    function that touches one TaskMesh is one fragment, unless `enable_task_fusion(False)` is said.
 
     Args:
       enable: whether they do.

@@ -21,6 +21,7 @@ def change_mesh(eqn: Any, mesh: Mesh) -> Any:
     """
     if eqn.primitive.name == "shard_map" and _same_devices(eqn.params["mesh"], mesh):
         return eqn  # by other axes perhaps, which is all the same to JAX
+    eqn = _compat.map_inner_equations(eqn, lambda e: change_mesh(e, mesh))
     params = {key: _moved(value, mesh) for key, value in eqn.params.items()}
     for key in ("mesh", "context_mesh"):
         over = params.get(key)
@@ -44,13 +45,6 @@ def _moved(value: Any, mesh: Mesh) -> Any:
         if isinstance(value.mesh, Mesh) and value.mesh.devices.tolist() == mesh.devices.tolist():
             return transferred(value, mesh)  # the same devices, by axes of other names
         return NamedSharding(_alike(value.mesh, mesh), _kept_axes(value.spec, mesh))
-    if isinstance(value, _compat.JAXPR_TYPES):
-        return _compat.map_equations(value, lambda e: change_mesh(e, mesh))
-    if isinstance(value, tuple) and any(isinstance(v, _compat.JAXPR_TYPES) for v in value):
-        moved = [_moved(v, mesh) for v in value]
-        if all(a is b for a, b in zip(moved, value)):
-            return value
-        return type(value)._make(moved) if hasattr(value, "_make") else tuple(moved)
     return value
 
 

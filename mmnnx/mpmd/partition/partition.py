@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.inline.calls import inline_calls
+from mmnnx.mpmd.inline.logical_constraints import resolve_logical_constraints
 from mmnnx.mpmd.ir.equations import Equation, Flat, Loop, Var, is_var, with_bodies
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar, Plan
 from mmnnx.mpmd.ir.placement import Placed
@@ -74,6 +75,7 @@ def one_fragment(function: Function, mesh: Mesh) -> Partition:
     names = function.meshes.names()
     count = len(function.jaxpr.in_avals)
     flat = inline_calls(function.jaxpr, [None] * count, lambda scope: None, names, loops=False)
+    flat = resolve_logical_constraints(flat, function.task_of)
     equations = [n for n in flat.nodes if isinstance(n, Equation)]  # which are all
     made = {v for e in equations for v in e.outvars}
     outvars = tuple(dict.fromkeys(v for v in flat.outvars if is_var(v) and v in made))

@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
-from multimesh_compat.jax.constraints import autoshard, with_sharding_constraint
+from multimesh_compat.jax.constraints import logical_names, with_sharding_constraint
 
 _lecun_normal = nn.initializers.lecun_normal()
 
@@ -21,7 +21,7 @@ class ShardedAxes(nn.Partitioned):
         """The array, constrained by `with_sharding_constraint`; outside tasks over the current MultiMesh."""
         if not apply_constraint:
             return self.value
-        with autoshard():
+        with logical_names():
             return with_sharding_constraint(self.value, PartitionSpec(*self.names))
 
 

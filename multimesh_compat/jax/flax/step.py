@@ -14,8 +14,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mmnnx as mm
-from multimesh_compat.jax.constraints import autoshard
+from multimesh_compat.jax.constraints import logical_names
 from multimesh_compat.jax.flax.axes import ShardedAxes
+from multimesh_compat.jax.jitted import mjit
 from multimesh_compat.jax.parallel import parallelized
 from multimesh_compat.jax.unsplit import tracing_shapes
 
@@ -58,11 +59,11 @@ def parallelize_step(
         first, sharded as the constraints inside the model imply.
       rng: the key, or keys by name, for `model.init`. Of those named otherwise than "params", such as
         "dropout", each step has another, made with `jax.random.fold_in(key, state.step)`. Default:
-        `jax.random.key(0)`.
+        `jax.random.key(42)`.
 
     Returns:
       (step, state, mesh), and with `local_batch` (step, state, mesh, prepare_batch).
-      `step(state, batch) -> (state, loss)` is a `mmnnx.jit`; it takes batches of any sharding, and moves
+      `step(state, batch) -> (loss, state)` is made by `mjit`; it takes batches of any sharding, and moves
       those that are elsewhere. The state is a `TrainState` of plain arrays. `mesh` is as given.
       `prepare_batch(local_batch)` makes the batch where `step` wants it.
 
@@ -73,15 +74,15 @@ def parallelize_step(
 
     Example:
       >>> step, state, mesh = parallelize_step(Network(), optax.sgd(0.1), mesh, global_batch=batch)
-      >>> state, loss = step(state, batch)
+      >>> loss, state = step(state, batch)
     """
     _check(model, optimizer, mesh, global_batch, local_batch)
     multimesh = mesh if isinstance(mesh, mm.MultiMesh) else mm.MultiMesh(global_mesh=mesh)
     batch = global_batch if local_batch is None else local_batch
-    keys = dict(rng) if isinstance(rng, Mapping) else {"params": jax.random.key(0) if rng is None else rng}
+    keys = dict(rng) if isinstance(rng, Mapping) else {"params": jax.random.key(42) if rng is None else rng}
 
     def init() -> Any:
-        with autoshard():
+        with logical_names():
             return _unboxed(model.init(keys, batch))
 
     def loss(variables: Any, batch: Any, step: Any = 0) -> tuple[jax.Array, Any]:
@@ -90,7 +91,7 @@ def parallelize_step(
         boxed = jax.tree.map(
             lambda box, x: box.replace_boxed(x) if _is_box(box) else x, boxes, variables, is_leaf=_is_box
         )
-        with autoshard():
+        with logical_names():
             value, updates = model.apply(boxed, batch, rngs=rngs, mutable=mutable)
         return value, _unboxed(updates)
 
@@ -103,15 +104,15 @@ def parallelize_step(
             is_leaf=_is_box,
         )
 
-    def step(state: State, batch: Any) -> tuple[State, jax.Array]:
+    def step(state: State, batch: Any) -> tuple[jax.Array, State]:
         def of_params(params: Any) -> Any:
             return loss({**state.collections, "params": params}, batch, state.step)
 
         (value, updates), grads = jax.value_and_grad(of_params, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads, collections=updates), value
+        return value, state.apply_gradients(grads=grads, collections=updates)
 
     with multimesh:
-        with autoshard(), tracing_shapes():
+        with logical_names(), tracing_shapes():
             value, variables = jax.eval_shape(model.init_with_output, keys, batch)
         _check_results(model, value, variables)
         boxes = jax.tree.map(_logical, variables, is_leaf=_is_box)
@@ -132,7 +133,7 @@ def parallelize_step(
     count = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
     state = State(count, model.apply, params, optimizer, opt_state, collections)
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    jitted = mm.jit(step, mesh=multimesh, in_shardings=(shardings, inputs), out_shardings=(shardings, None))
+    jitted = mjit(step, mesh=multimesh, in_shardings=(shardings, inputs), out_shardings=(None, shardings))
     if local_batch is None:
         return jitted, state, mesh
     return jitted, state, mesh, lambda b: jax.tree.map(jax.make_array_from_process_local_data, inputs, b)

@@ -48,6 +48,28 @@ def test_tasks_stay_apart_unless_they_are_fused():
     assert [n for n in names(step.program(WEIGHTS, X)) if "forward" in n] == forward  # as it was before
 
 
+def test_tasks_of_one_mesh_are_one_program_unless_they_are_to_stay_apart():
+    mesh, _ = pipeline(2)
+    step = mm.jit(jax.value_and_grad(four_tasks((1, 1, 1, 1))), mesh=mesh)
+    expected = step(WEIGHTS, X)
+    assert len(step.program(WEIGHTS, X).fragments) == 1
+    with mm.enable_task_fusion(False):
+        assert names(step.program(WEIGHTS, X))[:4] == [f"{name} forward" for name in NAMES]
+        assert_same(step(WEIGHTS, X), expected)
+    with mm.enable_task_fusion():
+        assert len(step.program(WEIGHTS, X).fragments) == 1
+
+
+def test_stages_of_a_loop_on_one_mesh():
+    mesh, _ = pipeline(2)
+    grad_fn = mm.microbatch(jax.value_and_grad(four_tasks((0, 0, 0, 0))), 0, 2, argnum=1, schedule="gpipe")
+    step = mm.jit(grad_fn, mesh=mesh)
+    expected = step(WEIGHTS, X)
+    with mm.enable_task_fusion(False):
+        assert len([n for n in names(step.program(WEIGHTS, X)) if "forward" in n]) == 4
+        assert_same(step(WEIGHTS, X), expected)
+
+
 @pytest.mark.parametrize("fuse, stages", [(False, 4), (True, 2)])
 def test_stages_of_a_loop_are_tasks_or_what_they_fuse_into(fuse, stages):
     mesh, _ = pipeline(2)
