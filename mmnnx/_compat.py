@@ -22,8 +22,10 @@ from flax import nnx
 from jax._src import clusters, compiler, distributed, source_info_util, xla_bridge
 from jax._src import config as jax_config
 from jax._src.api_util import InternalFloatingPointError
+from jax._src.core import internal_mutable_array_effect
 from jax._src.effects import ordered_effects
 from jax._src.lib import xla_client
+from jax._src.state.discharge import discharge_state
 from jax.interpreters import partial_eval
 from jax.sharding import Mesh, NamedSharding
 
@@ -101,6 +103,30 @@ def _dce(jaxpr: Any, keep: Sequence[bool] | bool = False) -> tuple[Any, list[boo
     """A closed jaxpr without what its results do not need, and which inputs it has left; some are kept."""
     inner, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), keep)
     return jaxpr.replace(jaxpr=inner), used
+
+
+def without_references(jaxpr: Any) -> Any:
+    """A closed jaxpr in which reads and writes of references (`jax.new_ref`) are operations on arrays.
+
+    In the place of an argument that is a reference is what it holds; what it holds in the end is returned
+    behind the other results. `jax.jit` does this when it compiles, and offers no way to ask for it.
+    """
+    return discharge_state(jaxpr)
+
+
+def makes_references(jaxpr: Any) -> bool:
+    """Whether `jax.new_ref` is called in a closed jaxpr; what says so has no public name."""
+    return internal_mutable_array_effect in jaxpr.effects
+
+
+def held(x: Any) -> Any:
+    """The array that a reference holds, which JAX shows only as a copy; anything else as it is."""
+    return x._refs._buf if type(x) is jax.Ref else x
+
+
+def hold(reference: jax.Ref, x: jax.Array) -> None:
+    """Has a reference hold this array, where it is; `reference[...] = x` makes a copy where it was."""
+    reference._refs._buf = x
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -638,3 +638,38 @@ def test_is_ordered(ordered):
 
     effects = jax.make_jaxpr(fun)(1.0).effects
     assert [_compat.is_ordered(effect) for effect in effects] == [ordered] * 2
+
+
+def test_without_references():
+    """What references hold goes in where they did, and comes out last; scopes stay."""
+
+    def f(r, x):
+        inner = jax.new_ref(x)
+        with jax.named_scope("here"):
+            r[...] += jnp.sin(x)
+        return inner[...] + r[...]
+
+    traced = jax.jit(f).trace(jax.ShapeDtypeStruct((3,), jnp.float32, is_ref=True), jnp.ones(3))
+    assert _compat.makes_references(traced.jaxpr)
+    assert not _compat.makes_references(jax.jit(jnp.sin).trace(1.0).jaxpr)
+    pure = _compat.without_references(traced.jaxpr)
+    assert [a.str_short() for a in pure.in_avals] == ["float32[3]"] * 2
+    assert str(find(pure, "sin").source_info.name_stack) == "here"
+    assert not pure.effects
+    result, after = jex.jaxpr_as_fun(pure)(jnp.ones(3), jnp.zeros(3))
+    np.testing.assert_array_equal((result, after), np.ones((2, 3)))
+
+
+def test_what_references_hold():
+    x = jnp.arange(3)
+    reference = jax.new_ref(x)
+    before = _compat.held(reference)
+    assert isinstance(before, jax.Array) and before.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
+    other = jax.device_put(x + 1, jax.devices()[1])
+    _compat.hold(reference, other)
+    assert _compat.held(reference) is other and reference.sharding == other.sharding
+    reference[...] += 1
+    np.testing.assert_array_equal(reference[...], [2, 3, 4])
+    assert reference[...].devices() == {jax.devices()[1]}
+    assert _compat.held(x) is x
+    jax.eval_shape(lambda r: pytest.fail() if _compat.held(r) is not r else None, reference)

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from mmnnx import _compat
 from mmnnx.mpmd.compile.input_shardings import deriver
 from mmnnx.mpmd.emit.emit import emit
 from mmnnx.mpmd.frontend.function import Function, enter
 from mmnnx.mpmd.frontend.record import Record
+from mmnnx.mpmd.frontend.references import check_captured, over_arrays
 from mmnnx.mpmd.hoist.hoist import hoist
 from mmnnx.mpmd.inline.calls import inline
 from mmnnx.mpmd.ir.program import Program
@@ -24,6 +26,7 @@ from mmnnx.mpmd.runtime.as_is import runs_as_it_is
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.mpmd.runtime.counters import next_shardings, out_shardings
 from mmnnx.mpmd.runtime.prepare import Run, preparer
+from mmnnx.mpmd.runtime.references import around
 from mmnnx.sharding.mesh import MultiMesh
 
 
@@ -55,8 +58,10 @@ def split(
       PlacementError, ValueError: as `mm.jit` does.
       VerificationError: if the program does not hold together.
     """
-    function = enter(traced, record, leaves, multimesh)
+    traced, record = over_arrays(traced, record)
+    function = enter(traced, record, [_compat.held(x) for x in leaves], multimesh)
     if function.only_mesh is None:
+        check_captured(function.traced)
         flat = inline(function)
         placed = place(function, flat, fits)
         hoisted = hoist(function, placed)
@@ -72,6 +77,7 @@ def _runnable(function: Function, partition: Partition, program: Program) -> Spl
     derive = deriver(function, partition, program)
     if mesh is not None and runs_as_it_is(function, partition.flat, mesh):
         return Split(program, None, derive)
+    check_captured(function.traced)
     results = out_shardings(function, partition)
     later = next_shardings(function, partition, results)
     bound = BoundProgram(
@@ -87,4 +93,7 @@ def _runnable(function: Function, partition: Partition, program: Program) -> Spl
         multimesh=function.multimesh,
         dump=function.dump,
     )
-    return Split(program, functools.cache(preparer(bound, function.leaves)), derive, later)
+    prepare = preparer(bound, function.leaves)
+    if references := function.record.references:
+        prepare = around(prepare, references, function.record.names())
+    return Split(program, functools.cache(prepare), derive, later)

@@ -46,7 +46,8 @@ def aval_of(x: Any) -> jax.ShapeDtypeStruct:
             f"{error}. Name arguments that are no arrays by static_argnums or static_argnames"
         ) from None
     # Without its sharding, which is not the same in a process that has the array and in one that has not.
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    is_ref = isinstance(x, jax.Ref) or getattr(x, "is_ref", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, is_ref=is_ref)
 
 
 def with_shardings(leaves: Sequence[Any], shardings: Mapping[int, Sharding]) -> list[Any]:
@@ -54,10 +55,12 @@ def with_shardings(leaves: Sequence[Any], shardings: Mapping[int, Sharding]) -> 
     moved = list(leaves)
     for n, sharding in shardings.items():
         aval = aval_of(leaves[n])
-        moved[n] = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+        moved[n] = jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type, is_ref=aval.is_ref
+        )
     return moved
 
 
 def _placed_aval(x: Any) -> Any:
-    placed = isinstance(x, jax.ShapeDtypeStruct) or is_committed(x)
+    placed = isinstance(x, jax.ShapeDtypeStruct) or is_committed(_compat.held(x))
     return (aval_of(x), x.sharding) if placed else aval_of(x)

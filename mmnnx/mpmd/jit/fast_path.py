@@ -100,7 +100,8 @@ def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
             value, metadata = leaf.get_raw_value(), tuple(leaf.get_metadata().items())
             kind = _KINDS[type(value)]
         if kind is _ARRAY:
-            aval, home = value.aval, value.sharding if value.committed else None
+            array = _compat.held(value)
+            aval, home = array.aval, array.sharding if array.committed else None
             types.append((type(leaf), metadata, aval.shape, aval.dtype, aval.weak_type, home))
         elif kind is _NUMBER:
             types.append((type(leaf), metadata, jax.typeof(value)))
@@ -129,7 +130,7 @@ class _Kinds(dict[type, str]):
             kind = _MODULE
         elif issubclass(cls, jax.core.Tracer):
             kind = _OTHER
-        elif issubclass(cls, jax.Array):
+        elif issubclass(cls, (jax.Array, jax.Ref)):
             kind = _ARRAY
         else:
             number = issubclass(cls, (int, float, complex)) or hasattr(cls, "__array__")

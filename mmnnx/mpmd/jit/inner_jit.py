@@ -19,6 +19,7 @@ from mmnnx.mpmd.jit.cache_key import aval_of, program_key, trace_key
 from mmnnx.mpmd.jit.stages import FlatTraced, Trace, Variant
 from mmnnx.mpmd.jit.static_arguments import StaticArguments, restore
 from mmnnx.mpmd.runtime.prepare import OUTERMOST, Run
+from mmnnx.mpmd.runtime.references import put_on_device, take_back
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task_scope import ignoring, tracing
 
@@ -108,7 +109,9 @@ class FlatJit:
         """Runs the function as it is on the first device; state then goes back to where it was."""
         traced = self.trace(*args, **kwargs)
         leaves = traced.leaves
-        results = traced.run_as_it_is()(jax.device_put(leaves, jax.devices()[0]))
+        here = put_on_device(leaves, jax.devices()[0])
+        results = traced.run_as_it_is()(here)
+        take_back(leaves, here)
         for number, leaf in enumerate(traced.record.results):
             old = leaves[leaf.updates] if leaf is not None and leaf.updates is not None else None
             if isinstance(old, jax.Array):

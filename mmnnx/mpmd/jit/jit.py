@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.observe import Observer
+from mmnnx.mpmd.frontend.references import hijax_refused
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Profile
 from mmnnx.mpmd.jit.fast_path import FastPaths, fast_path, flatten_arguments
@@ -125,14 +126,16 @@ class Jit:
         as_it_is = ignoring.get() or _compat.jit_is_disabled()
         if as_it_is or not self._in_graph_mode or _compat.in_cached_partial():
             try:
-                return self._nnx_jit(*args, **kwargs)
+                with hijax_refused((args, kwargs)):
+                    return self._nnx_jit(*args, **kwargs)
             finally:
                 self._inner.take_call()  # or it would keep the arguments alive
         with self._inner.context():
             arguments = flatten_arguments(*self._inner.static.separate(args, kwargs))
             if arguments is not None and (known := self._fast_paths.find(arguments)) is not None:
                 return known(arguments)
-        out = self._nnx_jit(*args, **kwargs)
+        with hijax_refused((args, kwargs)):
+            out = self._nnx_jit(*args, **kwargs)
         call = self._inner.take_call()
         if arguments is not None and call is not None and call.record.out_tree is not None:
             updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
@@ -153,7 +156,8 @@ class Jit:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The function traced for these arguments, to be lowered and compiled. See `jax.stages.Traced`."""
-        return self._nnx_jit.trace(*args, **kwargs)
+        with hijax_refused((args, kwargs)):
+            return self._nnx_jit.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The function lowered for these arguments, to be compiled. See `jax.stages.Lowered`."""

@@ -100,7 +100,7 @@ class FlatTraced:
         """What a program depends on in each array: its name, its type and where it lives."""
 
         def where(x: Any) -> str:
-            return f" on {x.sharding}" if is_committed(x) else ""
+            return f" on {x.sharding}" if is_committed(_compat.held(x)) else ""
 
         return [(str(leaf), f"{jax.typeof(x)}{where(x)}") for leaf, x in zip(self.record.inputs, self.leaves)]
 

@@ -30,6 +30,8 @@ def runs_as_it_is(function: Function, flat: Flat, mesh: Mesh) -> bool:
     if function.is_placed:  # else it runs on the default device
         if groups != {frozenset(mesh.devices.flat)} or not _reads_one(function, flat):
             return False
+        if record.references:  # JAX takes all of them as committed to where they are
+            return False
         if constrains(function.jaxpr, mesh):  # over a mesh that is larger, perhaps
             return False
     # Left to itself, XLA may shard new values of state otherwise than the old ones.
