@@ -25,6 +25,7 @@ from jax._src.api_util import InternalFloatingPointError
 from jax._src.core import internal_mutable_array_effect
 from jax._src.effects import ordered_effects
 from jax._src.lib import xla_client
+from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax._src.state.discharge import discharge_state
 from jax.interpreters import partial_eval
 from jax.sharding import Mesh, NamedSharding
@@ -176,6 +177,15 @@ def replace_pure_function(jitted: Any, replacement: Any) -> None:
 def in_graph_mode(jitted: Any) -> bool:
     """Whether an `nnx.jit` object walks graphs and updates them (Flax's default) at every call."""
     return isinstance(jitted, nnx.transforms.compilation.JitWrapped)
+
+
+def context_mesh() -> Mesh | None:
+    """The mesh of `jax.set_mesh` or `with mesh:` around what runs, which bare PartitionSpecs name axes of.
+
+    `jax.sharding.get_mesh` knows nothing of the second, and refuses to answer while something is traced.
+    """
+    meshes = get_concrete_mesh(), thread_resources.env.physical_mesh
+    return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
 def trace_context() -> Any:

@@ -30,7 +30,7 @@ def program_key(tree: Any, static: Any, leaves: Sequence[Any]) -> Any:
 def surroundings() -> Any:
     """What a trace depends on beside its arguments: the mesh, registered tasks, contexts, configuration."""
     contexts = ignoring.get(), recomputing.get(), fusing.get(), autosharding.get()
-    return current_multimesh(), registrations(), contexts, _compat.trace_context()
+    return current_multimesh(), registrations(), contexts, _compat.context_mesh(), _compat.trace_context()
 
 
 def aval_of(x: Any) -> jax.ShapeDtypeStruct:
