@@ -22,7 +22,7 @@ from flax import nnx
 from jax._src import clusters, compiler, distributed, source_info_util, xla_bridge
 from jax._src import config as jax_config
 from jax._src.api_util import InternalFloatingPointError
-from jax._src.core import internal_mutable_array_effect
+from jax._src.core import JaxprEqnContext, internal_mutable_array_effect
 from jax._src.effects import ordered_effects
 from jax._src.lib import xla_client
 from jax._src.mesh import get_concrete_mesh, thread_resources
@@ -58,6 +58,29 @@ def map_equations(jaxpr: Any, fun: Any) -> Any:
         return jaxpr
     changed = inner.replace(eqns=eqns)
     return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
+
+
+def rewrite_jaxpr(jaxpr: Any, new: Any, equations: Any, read: Any) -> Any:
+    """A jaxpr, open or closed, of other variables and equations.
+
+    Args:
+      new: from a constant or input to the variable that stands for it.
+      equations: from an equation to those that stand for it.
+      read: from a result to the atom that stands for it.
+    """
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    constvars, invars = ([new(v) for v in variables] for variables in (inner.constvars, inner.invars))
+    eqns = [e for eqn in inner.eqns for e in equations(eqn)]
+    outvars = [read(a) for a in inner.outvars]
+    consts = {"consts": inner.consts} if hasattr(inner, "consts") else {}  # from JAX 0.12
+    changed = inner.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars, **consts)
+    return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
+
+
+def in_context(eqn: Any, change: Any) -> Any:
+    """An equation as if traced under another mesh, `change` of the one it was; there is no public way to."""
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(change(eqn.ctx.cur_abstract_mesh)):
+        return eqn.replace(ctx=JaxprEqnContext())
 
 
 def subjaxprs(eqn: Any) -> list[Any]:

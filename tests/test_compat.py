@@ -673,3 +673,58 @@ def test_what_references_hold():
     assert reference[...].devices() == {jax.devices()[1]}
     assert _compat.held(x) is x
     jax.eval_shape(lambda r: pytest.fail() if _compat.held(r) is not r else None, reference)
+
+
+def test_context_mesh():
+    """Of both kinds of context, and while something is traced."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[2:4])
+    assert _compat.context_mesh() is None
+    with jax.set_mesh(mesh):
+        found = []
+        jax.eval_shape(lambda: found.append(_compat.context_mesh()))
+        assert found == [mesh] and _compat.context_mesh() == mesh
+    with pytest.warns(DeprecationWarning), mesh:
+        assert _compat.context_mesh() == mesh
+
+
+def test_rewrite_jaxpr(closed):
+    """Over other variables, and without the equations that are left out; constants stay."""
+    env = {}
+
+    def new(v):
+        env[v] = jex.Var(v.aval)
+        return env[v]
+
+    def read(a):
+        return env.get(a, a) if isinstance(a, jex.Var) else a
+
+    def equations(eqn):
+        if eqn.primitive.name == "sin":
+            env[eqn.outvars[0]] = read(eqn.invars[0])
+            return []
+        return [eqn.replace(invars=list(map(read, eqn.invars)), outvars=list(map(new, eqn.outvars)))]
+
+    changed = _compat.rewrite_jaxpr(closed, new, equations, read)
+    assert isinstance(changed, type(closed)) and len(changed.eqns) == len(closed.eqns) - 1
+    invars, outvars, _, consts = _compat.open_jaxpr(changed)
+    before = _compat.open_jaxpr(closed)
+    assert set(invars).isdisjoint(before[0]) and set(outvars).isdisjoint(before[1])
+    assert len(consts) == 1 and consts[0][1] is before[3][0][1]
+    x = jnp.arange(3.0)
+    np.testing.assert_allclose(jex.jaxpr_as_fun(changed)(x)[0], x * CONSTANT + jnp.cos(x), rtol=1e-6)
+    inner = getattr(closed, "jaxpr", closed)
+    assert isinstance(_compat.rewrite_jaxpr(inner, new, equations, read), type(inner))
+
+
+def test_in_context():
+    """An equation that was traced under Explicit axes, as if without a mesh."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh), jax.threefry_partitionable(False):
+        eqn = find(jax.jit(jnp.sin).trace(jnp.ones(4)).jaxpr, "sin")
+    seen = []
+    changed = _compat.in_context(eqn, lambda m: seen.append(m) or jax.sharding.AbstractMesh((), ()))
+    assert seen == [mesh.abstract_mesh]
+    with changed.ctx.manager:
+        assert jax.sharding.get_abstract_mesh().empty and not jax.config.jax_threefry_partitionable
+    with eqn.ctx.manager:
+        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh

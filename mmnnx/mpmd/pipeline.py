@@ -14,8 +14,8 @@ from mmnnx import _compat
 from mmnnx.mpmd.compile.input_shardings import deriver
 from mmnnx.mpmd.emit.emit import emit
 from mmnnx.mpmd.frontend.function import Function, enter
+from mmnnx.mpmd.frontend.over_arrays import over_arrays
 from mmnnx.mpmd.frontend.record import Record
-from mmnnx.mpmd.frontend.references import check_captured, over_arrays
 from mmnnx.mpmd.hoist.hoist import hoist
 from mmnnx.mpmd.inline.calls import inline
 from mmnnx.mpmd.ir.program import Program
@@ -58,10 +58,9 @@ def split(
       PlacementError, ValueError: as `mm.jit` does.
       VerificationError: if the program does not hold together.
     """
-    traced, record = over_arrays(traced, record)
-    function = enter(traced, record, [_compat.held(x) for x in leaves], multimesh)
+    function = enter(*over_arrays(traced, record), [_compat.held(x) for x in leaves], multimesh)
     if function.only_mesh is None:
-        check_captured(function.traced)
+        function.traced.check()
         flat = inline(function)
         placed = place(function, flat, fits)
         hoisted = hoist(function, placed)
@@ -77,7 +76,7 @@ def _runnable(function: Function, partition: Partition, program: Program) -> Spl
     derive = deriver(function, partition, program)
     if mesh is not None and runs_as_it_is(function, partition.flat, mesh):
         return Split(program, None, derive)
-    check_captured(function.traced)
+    function.traced.check()
     results = out_shardings(function, partition)
     later = next_shardings(function, partition, results)
     bound = BoundProgram(
@@ -91,6 +90,7 @@ def _runnable(function: Function, partition: Partition, program: Program) -> Spl
         record=function.record,
         traced=function.traced,
         multimesh=function.multimesh,
+        explicit=function.meshes.explicit,
         dump=function.dump,
     )
     prepare = preparer(bound, function.leaves)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import Task
-from mmnnx.sharding.task_scope import current_task, ignoring, splitting
+from mmnnx.sharding.task_scope import current_task, ignoring, scope_mesh, splitting
 
 autosharding: ContextVar[bool | None] = ContextVar("mmnnx_autosharding", default=None)
 """Where names in constraints are logical: None, inside tasks; True, outside as well; False, nowhere."""
@@ -151,7 +151,7 @@ def _constrain(spec: Any, x: Any) -> Any:
             )
             raise
     if task is not None and splitting.get():
-        mesh = task.to_mesh()
+        mesh = scope_mesh(task)
     elif task is None and multimesh is not None:
         mesh = multimesh.mesh
     else:
@@ -159,4 +159,16 @@ def _constrain(spec: Any, x: Any) -> Any:
     entries = list(to_spec(spec, task, mesh))
     while entries and entries[-1] is None:  # names without an axis may be more than `x` has dimensions
         entries.pop()
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+    return constrain_on(mesh, x, entries)
+
+
+def constrain_on(mesh: Mesh, x: jax.Array, entries: Sequence[Any]) -> jax.Array:
+    """An array sharded over a mesh as the entries of a PartitionSpec say.
+
+    Over Explicit axes, where a constraint is an assertion about the type, it is resharded.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+    own = (*jax.typeof(x).sharding.spec, *[None] * len(entries))
+    kept = [own[n] if e is PartitionSpec.UNCONSTRAINED else e for n, e in enumerate(entries)]
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mmnnx.sharding.mesh import MultiMesh, TaskMesh, auto_mesh, current_multimesh
+from mmnnx.sharding.mesh import MultiMesh, TaskMesh, current_multimesh
 
 AxisRules = Mapping[str, Any] | Iterable[tuple[str, str | Sequence[str] | None]]
 
@@ -88,7 +88,7 @@ class Task:
         return (*_items(self.logical_axes or ()), *_items(self.extra_axes or ()))
 
     def to_mesh(self, microbatch: int = 0) -> Mesh:
-        """The `jax.sharding.Mesh` the task runs on, with Auto axes.
+        """The `jax.sharding.Mesh` the task runs on; a slice of a MultiMesh has Auto axes.
 
         Args:
           microbatch: for which microbatch, if that makes a difference.
@@ -105,7 +105,7 @@ class Task:
             if isinstance(self.mesh, TaskMesh):
                 return self.mesh.to_mesh()
             if self.mesh is not None:
-                return auto_mesh(self.mesh)
+                return self.mesh
             multimesh = current_multimesh()
             sliced = self.mesh_slice or self.loop_dependent_mesh_slice
             if multimesh is None and sliced:

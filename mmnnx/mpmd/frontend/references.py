@@ -1,12 +1,8 @@
-"""Functions over references (`jax.new_ref`): they become functions over arrays.
-
-A reference is state. What it holds is an argument, and what it holds in the end is one more result.
-"""
+"""References (`jax.new_ref`) that a function closes over, and Variables that `mm.jit` does not take."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,55 +10,15 @@ import jax
 from flax import nnx
 
 from mmnnx import _compat
-from mmnnx.mpmd.frontend.record import Record
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class OverArrays:
-    """A traced function over arrays alone: what is read of a `jax.stages.Traced`.
-
-    Attributes:
-      fun_name, jaxpr, args_info: as there. What references held is donated.
-    """
-
-    fun_name: str
-    jaxpr: Any
-    args_info: list[Any]
-
-
-def over_arrays(traced: jax.stages.Traced, record: Record) -> tuple[Any, Record]:
-    """A traced function without references, and what is known of its arguments and results.
-
-    One that closes over a reference stays as it is.
-    """
-    has_some = record.references or _compat.makes_references(traced.jaxpr)
-    if not has_some or _captured(traced):
-        return traced, record
-    args_info = [
-        dataclasses.replace(info, donated=info.donated or n in record.references)
-        for n, info in enumerate(jax.tree.leaves(traced.args_info))
-    ]
-    results = [*record.results, *record.references.values()]
-    jaxpr = _compat.without_references(traced.jaxpr)
-    return OverArrays(traced.fun_name, jaxpr, args_info), dataclasses.replace(record, results=results)
-
-
-def check_captured(traced: Any) -> None:
-    """Refuses a function that closes over a reference.
-
-    Raises:
-      ValueError: names the function, and what the reference holds.
-    """
-    for reference in _captured(traced):
-        raise ValueError(
-            f"{traced.fun_name} closes over a jax.new_ref of {_compat.held(reference).aval.str_short()}, "
-            "which mm.jit takes only where all is in one place: pass it as an argument"
-        )
-
-
-def _captured(traced: Any) -> list[jax.Ref]:
-    """The references that a traced function closes over."""
-    return [c for _, c in _compat.open_jaxpr(traced.jaxpr)[3] if isinstance(c, jax.Ref)]
+def captured_reference(jaxpr: Any) -> str | None:
+    """Why a function that closes over a reference cannot be partitioned; None if it does not."""
+    for _, value in _compat.open_jaxpr(jaxpr)[3]:
+        if isinstance(value, jax.Ref):
+            held = _compat.held(value).aval.str_short()
+            return f"closes over a jax.new_ref of {held}, and not all is in one place: pass it as an argument"
+    return None
 
 
 @contextlib.contextmanager

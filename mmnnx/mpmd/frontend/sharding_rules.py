@@ -131,8 +131,8 @@ def _on_mesh(sharding: Any) -> Sharding | None:
         mesh = multimesh.mesh if multimesh is not None else _compat.context_mesh()
         if mesh is None:
             raise ValueError(
-                f"{sharding} needs a mesh: use it inside `with MultiMesh(...):` or `with jax.set_mesh(...):`, "
-                "or give a NamedSharding"
+                f"{sharding} needs a mesh: use it inside `with MultiMesh(...):` or "
+                "`with jax.set_mesh(...):`, or give a NamedSharding"
             )
         return NamedSharding(mesh, sharding)
     return sharding

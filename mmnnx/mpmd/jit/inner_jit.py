@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.frontend.observe import Observer
 from mmnnx.mpmd.frontend.record import Record
-from mmnnx.mpmd.jit.cache_key import aval_of, program_key, trace_key
+from mmnnx.mpmd.jit.argument_types import avals_of, explain, explicit_meshes, mesh_in_types, typed_mesh
+from mmnnx.mpmd.jit.cache_key import program_key, trace_key
 from mmnnx.mpmd.jit.stages import FlatTraced, Trace, Variant
 from mmnnx.mpmd.jit.static_arguments import StaticArguments, restore
 from mmnnx.mpmd.runtime.prepare import OUTERMOST, Run
@@ -122,17 +124,41 @@ class FlatJit:
         """The function traced for arguments like these, if that has not been done."""
         key = trace_key(tree, static, leaves)
         if key not in self.traces:
-            args, kwargs = restore(jax.tree.unflatten(tree, map(aval_of, leaves)), static)
-            self.traces[key] = self._new_trace(args, kwargs)
-            if self.traces[key].record.needs_origins():
-                self.observer.ask_for_origins()
-                with contextlib.suppress(Exception):  # it may compare what is marked with what is not
-                    self.traces[key] = self._new_trace(args, kwargs)
+            self.traces[key] = self._traced_with_types(leaves, tree, static)
         return FlatTraced(self.variants, self.traces[key], leaves, tree, static, current_multimesh())
 
-    def _new_trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
+    def _traced_with_types(self, leaves: list[Any], tree: Any, static: Any) -> Trace:
+        """The function traced with shardings in types; where JAX refuses that, with Auto axes.
+
+        Under `jax.set_mesh` it is as JAX says.
+        """
+        of_tasks: list[Mesh] = []
+        restored = functools.partial(jax.tree.unflatten, tree)
+        try:
+            with mesh_in_types(typed_mesh(leaves)):
+                return self._new_trace(*restore(restored(avals_of(leaves)), static), of_tasks)
+        except Exception as error:
+            meshes: list[Any] = [*explicit_meshes(leaves), *of_tasks]
+            if not meshes or not jax.sharding.get_abstract_mesh().empty:
+                raise
+            try:
+                return self._new_trace(*restore(restored(avals_of(leaves, typed=False)), static), None)
+            except Exception:
+                explain(error, meshes)
+            raise
+
+    def _new_trace(self, args: Sequence[Any], kwargs: dict[str, Any], explicit: list[Mesh] | None) -> Trace:
+        found = self._trace_once(args, kwargs, explicit)
+        if found.record.needs_origins():
+            self.observer.ask_for_origins()
+            with contextlib.suppress(Exception):  # it may compare what is marked with what is not
+                return self._trace_once(args, kwargs, explicit)
+        return found
+
+    def _trace_once(self, args: Sequence[Any], kwargs: dict[str, Any], explicit: list[Mesh] | None) -> Trace:
         # JAX would give one jax.jit the same trace again where what differs is not known to it.
         jitted = jax.jit(functools.partial(self.observed), **self.options)
-        with tracing(split=not ignoring.get()), gc_paused(), jax.disable_jit(False):
+        split = not ignoring.get()
+        with tracing(split, explicit), gc_paused(), jax.disable_jit(False):
             traced = jitted.trace(*args, **kwargs)
         return Trace(jitted, traced, self.observer.take_record())

@@ -42,8 +42,11 @@ def fixed_shardings(
         if isinstance(step, LoopPlan) and placement is not None:
             fixed |= _carried(step, placement, given, function.meshes.moving)
             fixed |= _sliced(step, plan, given, function.meshes.moving)
-    for values, sharding in zip(results, function.shardings.out_shardings):
-        if len(values) == 1 and sharding is not None:
+    by_type = function.traced.result_shardings
+    for values, asked, typed in zip(results, function.shardings.out_shardings, by_type):
+        if len(values) == 1 and (sharding := asked or typed) is not None:
+            if asked is None:
+                sharding = entering(values[0][0].aval, values[0][1], sharding)
             fixed |= _result(values[0], sharding, plan)
     return fixed
 

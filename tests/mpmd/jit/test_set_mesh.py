@@ -19,7 +19,9 @@ KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=
 
 
 def make_mesh(kind=AxisType.Auto, devices=None):
-    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=devices or jax.devices()[:4])
+    return jax.make_mesh(
+        (2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=devices or jax.devices()[:4]
+    )
 
 
 def same_places(got, expected):
