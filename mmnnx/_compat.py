@@ -28,7 +28,7 @@ from jax._src.lib import xla_client
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax._src.state.discharge import discharge_state
 from jax.interpreters import partial_eval
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 # A ClosedJaxpr up to JAX 0.11 wraps a Jaxpr; from 0.12 the two are one class that holds its constants.
 JAXPR_TYPES: tuple[type, ...] = (jex.ClosedJaxpr, jex.Jaxpr)
@@ -77,9 +77,14 @@ def rewrite_jaxpr(jaxpr: Any, new: Any, equations: Any, read: Any) -> Any:
     return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
 
 
-def in_context(eqn: Any, change: Any) -> Any:
-    """An equation as if traced under another mesh, `change` of the one it was; there is no public way to."""
-    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(change(eqn.ctx.cur_abstract_mesh)):
+def traced_under(eqn: Any) -> AbstractMesh:
+    """The mesh that was set where an equation was traced, and is set again where it is lowered."""
+    return eqn.ctx.cur_abstract_mesh
+
+
+def as_traced_under(mesh: AbstractMesh, eqn: Any) -> Any:
+    """An equation as if it had been traced under another mesh; all else that was set stays."""
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
         return eqn.replace(ctx=JaxprEqnContext())
 
 

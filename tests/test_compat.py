@@ -716,15 +716,13 @@ def test_rewrite_jaxpr(closed):
     assert isinstance(_compat.rewrite_jaxpr(inner, new, equations, read), type(inner))
 
 
-def test_in_context():
-    """An equation that was traced under Explicit axes, as if without a mesh."""
+def test_the_mesh_that_an_equation_was_traced_under():
+    """It can be another, and all else that was set stays."""
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     with jax.set_mesh(mesh), jax.threefry_partitionable(False):
         eqn = find(jax.jit(jnp.sin).trace(jnp.ones(4)).jaxpr, "sin")
-    seen = []
-    changed = _compat.in_context(eqn, lambda m: seen.append(m) or jax.sharding.AbstractMesh((), ()))
-    assert seen == [mesh.abstract_mesh]
+    assert _compat.traced_under(eqn) == mesh.abstract_mesh
+    changed = _compat.as_traced_under(jax.sharding.AbstractMesh((), ()), eqn)
+    assert _compat.traced_under(changed).empty
     with changed.ctx.manager:
         assert jax.sharding.get_abstract_mesh().empty and not jax.config.jax_threefry_partitionable
-    with eqn.ctx.manager:
-        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh

@@ -25,11 +25,13 @@ _ASKING = ("dst_sharding", "out_sharding", "sharding")
 
 
 def has_explicit_axes(jaxpr: Any) -> bool:
-    """Whether there are shardings in the types of a jaxpr."""
+    """Whether a jaxpr was traced with shardings in types, or some of it under a mesh with such axes."""
     invars, outvars, eqns, _ = _compat.open_jaxpr(jaxpr)
     atoms = (*invars, *outvars, *(v for e in eqns for v in e.outvars))
-    return any(explicit_mesh(a.aval) is not None for a in atoms) or any(
-        has_explicit_axes(inner) for e in eqns for inner in _compat.subjaxprs(e)
+    return (
+        any(explicit_mesh(a.aval) is not None for a in atoms)
+        or any(_is_explicit(_compat.traced_under(e)) for e in eqns)
+        or any(has_explicit_axes(inner) for e in eqns for inner in _compat.subjaxprs(e))
     )
 
 
@@ -87,7 +89,7 @@ class _Writer:
             env[eqn.outvars[0]] = invars[0]
         else:
             written = [
-                _compat.in_context(eqn, _auto_axes).replace(
+                _compat.as_traced_under(_auto_axes(_compat.traced_under(eqn)), eqn).replace(
                     invars=invars,
                     outvars=[_new(v, env) for v in eqn.outvars],
                     params={key: self.param(key, value) for key, value in eqn.params.items()},
@@ -154,7 +156,7 @@ def _is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     return AxisType.Explicit in mesh.axis_types
 
 
-def _auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+def _auto_axes(mesh: Any) -> Any:
     """A mesh with Auto axes in the place of Explicit ones."""
     if not _is_explicit(mesh):
         return mesh

@@ -83,7 +83,8 @@ def find_in_out_shardings(
             inherited = leaf.rule is not None and not leaf.rule.own
             sharding = of_owner or rule if inherited else rule or of_owner
         if by_type is not None and rule is None and sharding is not None:
-            sharding = entering(aval, mesh_of(sharding), by_type)
+            typed_as = entering(aval, mesh_of(sharding), by_type)
+            sharding = sharding if sharding.is_equivalent_to(typed_as, aval.ndim) else typed_as
         follows.append(follow)
         out_shardings.append(sharding)
     on_every_mesh = [

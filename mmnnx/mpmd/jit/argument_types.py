@@ -59,6 +59,16 @@ def explain(error: Exception, meshes: Iterable[Any]) -> None:
     )
 
 
+def explain_auto(error: Exception) -> None:
+    """Adds to what JAX says against shardings in types where there are none."""
+    if "mesh context" in str(error) or "type Auto" in str(error):
+        error.add_note(
+            "The axes of a MultiMesh are Auto: there mm.with_sharding_constraint shards a value. "
+            "jax.sharding.reshard and out_sharding= are for arguments, and tasks with mesh=, on meshes with "
+            "Explicit axes, as jax.make_mesh makes them"
+        )
+
+
 def _aval_of(x: Any, typed: bool) -> jax.ShapeDtypeStruct:
     try:
         aval = jax.typeof(x)

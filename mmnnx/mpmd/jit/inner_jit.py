@@ -16,7 +16,14 @@ from mmnnx import _compat
 from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.frontend.observe import Observer
 from mmnnx.mpmd.frontend.record import Record
-from mmnnx.mpmd.jit.argument_types import avals_of, explain, explicit_meshes, mesh_in_types, typed_mesh
+from mmnnx.mpmd.jit.argument_types import (
+    avals_of,
+    explain,
+    explain_auto,
+    explicit_meshes,
+    mesh_in_types,
+    typed_mesh,
+)
 from mmnnx.mpmd.jit.cache_key import program_key, trace_key
 from mmnnx.mpmd.jit.stages import FlatTraced, Trace, Variant
 from mmnnx.mpmd.jit.static_arguments import StaticArguments, restore
@@ -135,11 +142,14 @@ class FlatJit:
         of_tasks: list[Mesh] = []
         restored = functools.partial(jax.tree.unflatten, tree)
         try:
+            if ignoring.get():  # all is on one device
+                return self._new_trace(*restore(restored(avals_of(leaves, typed=False)), static), None)
             with mesh_in_types(typed_mesh(leaves)):
                 return self._new_trace(*restore(restored(avals_of(leaves)), static), of_tasks)
         except Exception as error:
             meshes: list[Any] = [*explicit_meshes(leaves), *of_tasks]
             if not meshes or not jax.sharding.get_abstract_mesh().empty:
+                explain_auto(error)
                 raise
             try:
                 return self._new_trace(*restore(restored(avals_of(leaves, typed=False)), static), None)

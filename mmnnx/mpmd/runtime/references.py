@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from mmnnx import _compat
 from mmnnx.mpmd.runtime.prepare import Run
@@ -39,7 +40,8 @@ def around(prepare: Callable[[], Run], numbers: Iterable[int], names: Sequence[s
 
 def put_on_device(leaves: Sequence[Any], device: jax.Device) -> list[Any]:
     """Arguments on a device; of references, others that hold the same."""
-    arrays = jax.device_put([_compat.held(x) for x in leaves], device)
+    # Given a device alone, JAX would keep a sharding over Explicit axes in the types.
+    arrays = jax.device_put([_compat.held(x) for x in leaves], SingleDeviceSharding(device))
     return [jax.new_ref(a) if isinstance(x, jax.Ref) else a for x, a in zip(leaves, arrays)]
 
 

@@ -207,6 +207,39 @@ def test_what_types_do_not_suit_counts_as_auto():
         mm.jit(f)(x, w)
 
 
+def test_scopes_of_tasks_with_other_axes():
+    """In each, specs name its axes; values between them have no shardings in their types."""
+    tasks = [mm.Task("a", mesh=make_mesh(0)), mm.Task("b", mesh=make_mesh(1, (4,), ("all",)))]
+    a, b = (mm.task(f, task=task) for f, task in zip((jnp.sin, jnp.cos), tasks))
+    assert_same(mm.jit(lambda x: b(a(x)))(X), np.cos(np.sin(X)))
+
+
+def test_on_a_multimesh_the_error_says_where_types_have_shardings():
+    mesh = mm.MultiMesh(axis_sizes=(2, 2), axis_names=("stage", "data"))
+    reshard = mm.task(
+        lambda x: jax.sharding.reshard(x, P("data")), task=mm.Task("t", mesh_slice={"stage": 1})
+    )
+    with mesh, pytest.raises(ValueError, match="reshard|PartitionSpec") as error:
+        mm.jit(reshard)(X)
+    assert any("MultiMesh are Auto" in note and "jax.make_mesh" in note for note in error.value.__notes__)
+
+
+def test_without_splitting():
+    """mm.ignore_transforms runs all on one device, which has no axes."""
+    x = jax.device_put(X, NamedSharding(make_mesh(), P("data")))
+    with mm.ignore_transforms():
+        assert_same(mm.jit(lambda x: jnp.sin(x).sum(0))(x), np.sin(X).sum(0))
+
+
+def test_one_program_for_all_calls():
+    """State that a function returns as it was keeps its spec as it was written."""
+    layers = nnx.List([put(Layer(n), make_mesh(n)) for n in range(2)])
+    f = mm.jit(loss_fn)
+    for _ in range(2):
+        f(layers, X)
+    assert len(f._inner.variants) == 1
+
+
 def test_an_unreduced_result_is_refused():
     """By axis; as the result of one jax.jit it is what nnx.jit returns."""
     meshes = [make_mesh(n) for n in range(2)]
