@@ -70,7 +70,7 @@ def test_equal_meshes_of_other_devices():
 def test_the_mesh_of_a_with_statement():
     """nnx.jit takes it from there too."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
-    with mesh:
+    with pytest.warns(DeprecationWarning), mesh:
         got = mm.jit(lambda x: 2 * x, out_shardings=P("model"))(X)
     assert got.sharding == NamedSharding(mesh, P("model"))
 
