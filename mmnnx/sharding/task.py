@@ -22,7 +22,7 @@ class Task:
 
     Args:
       name: what messages, programs and pictures call it.
-      mesh: its submesh: a `TaskMesh` or a `jax.sharding.Mesh`. On one with Explicit axes types have shardings.
+      mesh: its submesh: a `TaskMesh` or a `jax.sharding.Mesh`. With Explicit axes, types have shardings.
       logical_axes: pairs (logical axis, mesh axis or tuple of them or None), or a mapping. Of the pairs for
         one logical axis the first whose mesh axes are still free in a spec is used; None replicates.
       mesh_slice: index along each sliced axis of the current MultiMesh, `{"stage": 0}`, instead of `mesh`.
