@@ -22,10 +22,13 @@ from flax import nnx
 from jax._src import clusters, compiler, distributed, source_info_util, xla_bridge
 from jax._src import config as jax_config
 from jax._src.api_util import InternalFloatingPointError
+from jax._src.core import JaxprEqnContext, internal_mutable_array_effect
 from jax._src.effects import ordered_effects
 from jax._src.lib import xla_client
+from jax._src.mesh import get_concrete_mesh, thread_resources
+from jax._src.state.discharge import discharge_state
 from jax.interpreters import partial_eval
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 # A ClosedJaxpr up to JAX 0.11 wraps a Jaxpr; from 0.12 the two are one class that holds its constants.
 JAXPR_TYPES: tuple[type, ...] = (jex.ClosedJaxpr, jex.Jaxpr)
@@ -55,6 +58,34 @@ def map_equations(jaxpr: Any, fun: Any) -> Any:
         return jaxpr
     changed = inner.replace(eqns=eqns)
     return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
+
+
+def rewrite_jaxpr(jaxpr: Any, new: Any, equations: Any, read: Any) -> Any:
+    """A jaxpr, open or closed, of other variables and equations.
+
+    Args:
+      new: from a constant or input to the variable that stands for it.
+      equations: from an equation to those that stand for it.
+      read: from a result to the atom that stands for it.
+    """
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    constvars, invars = ([new(v) for v in variables] for variables in (inner.constvars, inner.invars))
+    eqns = [e for eqn in inner.eqns for e in equations(eqn)]
+    outvars = [read(a) for a in inner.outvars]
+    consts = {"consts": inner.consts} if hasattr(inner, "consts") else {}  # from JAX 0.12
+    changed = inner.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars, **consts)
+    return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
+
+
+def traced_under(eqn: Any) -> AbstractMesh:
+    """The mesh that was set where an equation was traced, and is set again where it is lowered."""
+    return eqn.ctx.cur_abstract_mesh
+
+
+def as_traced_under(mesh: AbstractMesh, eqn: Any) -> Any:
+    """An equation as if it had been traced under another mesh; all else that was set stays."""
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+        return eqn.replace(ctx=JaxprEqnContext())
 
 
 def subjaxprs(eqn: Any) -> list[Any]:
@@ -121,6 +152,30 @@ def _dce(jaxpr: Any, keep: Sequence[bool] | bool = False) -> tuple[Any, list[boo
     return jaxpr.replace(jaxpr=inner), used
 
 
+def without_references(jaxpr: Any) -> Any:
+    """A closed jaxpr in which reads and writes of references (`jax.new_ref`) are operations on arrays.
+
+    In the place of an argument that is a reference is what it holds; what it holds in the end is returned
+    behind the other results. `jax.jit` does this when it compiles, and offers no way to ask for it.
+    """
+    return discharge_state(jaxpr)
+
+
+def makes_references(jaxpr: Any) -> bool:
+    """Whether `jax.new_ref` is called in a closed jaxpr; what says so has no public name."""
+    return internal_mutable_array_effect in jaxpr.effects
+
+
+def held(x: Any) -> Any:
+    """The array that a reference holds, which JAX shows only as a copy; anything else as it is."""
+    return x._refs._buf if type(x) is jax.Ref else x
+
+
+def hold(reference: jax.Ref, x: jax.Array) -> None:
+    """Has a reference hold this array, where it is; `reference[...] = x` makes a copy where it was."""
+    reference._refs._buf = x
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """(number of constants, number of carries) of a scan equation; from JAX 0.12 they are a tree."""
     if "ft_in" in params:
@@ -176,6 +231,15 @@ def pure_function(jitted: Any) -> Any:
 def replace_pure_function(jitted: Any, replacement: Any) -> None:
     """Makes an `nnx.jit` object run `replacement` where it would run `jax.jit(pure_function)`."""
     jitted.jitted_fn = replacement
+
+
+def context_mesh() -> Mesh | None:
+    """The mesh of `jax.set_mesh` or `with mesh:` around what runs, which bare PartitionSpecs name axes of.
+
+    `jax.sharding.get_mesh` knows nothing of the second, and refuses to answer while something is traced.
+    """
+    meshes = get_concrete_mesh(), thread_resources.env.physical_mesh
+    return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
 def trace_context() -> Any:

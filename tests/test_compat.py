@@ -666,3 +666,91 @@ def test_is_ordered(ordered):
 
     effects = jax.make_jaxpr(fun)(1.0).effects
     assert [_compat.is_ordered(effect) for effect in effects] == [ordered] * 2
+
+
+def test_without_references():
+    """What references hold goes in where they did, and comes out last; scopes stay."""
+
+    def f(r, x):
+        inner = jax.new_ref(x)
+        with jax.named_scope("here"):
+            r[...] += jnp.sin(x)
+        return inner[...] + r[...]
+
+    traced = jax.jit(f).trace(jax.ShapeDtypeStruct((3,), jnp.float32, is_ref=True), jnp.ones(3))
+    assert _compat.makes_references(traced.jaxpr)
+    assert not _compat.makes_references(jax.jit(jnp.sin).trace(1.0).jaxpr)
+    pure = _compat.without_references(traced.jaxpr)
+    assert [a.str_short() for a in pure.in_avals] == ["float32[3]"] * 2
+    assert str(find(pure, "sin").source_info.name_stack) == "here"
+    assert not pure.effects
+    result, after = jex.jaxpr_as_fun(pure)(jnp.ones(3), jnp.zeros(3))
+    np.testing.assert_array_equal((result, after), np.ones((2, 3)))
+
+
+def test_what_references_hold():
+    x = jnp.arange(3)
+    reference = jax.new_ref(x)
+    before = _compat.held(reference)
+    assert isinstance(before, jax.Array) and before.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
+    other = jax.device_put(x + 1, jax.devices()[1])
+    _compat.hold(reference, other)
+    assert _compat.held(reference) is other and reference.sharding == other.sharding
+    reference[...] += 1
+    np.testing.assert_array_equal(reference[...], [2, 3, 4])
+    assert reference[...].devices() == {jax.devices()[1]}
+    assert _compat.held(x) is x
+    jax.eval_shape(lambda r: pytest.fail() if _compat.held(r) is not r else None, reference)
+
+
+def test_context_mesh():
+    """Of both kinds of context, and while something is traced."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[2:4])
+    assert _compat.context_mesh() is None
+    with jax.set_mesh(mesh):
+        found = []
+        jax.eval_shape(lambda: found.append(_compat.context_mesh()))
+        assert found == [mesh] and _compat.context_mesh() == mesh
+    with pytest.warns(DeprecationWarning), mesh:
+        assert _compat.context_mesh() == mesh
+
+
+def test_rewrite_jaxpr(closed):
+    """Over other variables, and without the equations that are left out; constants stay."""
+    env = {}
+
+    def new(v):
+        env[v] = jex.Var(v.aval)
+        return env[v]
+
+    def read(a):
+        return env.get(a, a) if isinstance(a, jex.Var) else a
+
+    def equations(eqn):
+        if eqn.primitive.name == "sin":
+            env[eqn.outvars[0]] = read(eqn.invars[0])
+            return []
+        return [eqn.replace(invars=list(map(read, eqn.invars)), outvars=list(map(new, eqn.outvars)))]
+
+    changed = _compat.rewrite_jaxpr(closed, new, equations, read)
+    assert isinstance(changed, type(closed)) and len(changed.eqns) == len(closed.eqns) - 1
+    invars, outvars, _, consts = _compat.open_jaxpr(changed)
+    before = _compat.open_jaxpr(closed)
+    assert set(invars).isdisjoint(before[0]) and set(outvars).isdisjoint(before[1])
+    assert len(consts) == 1 and consts[0][1] is before[3][0][1]
+    x = jnp.arange(3.0)
+    np.testing.assert_allclose(jex.jaxpr_as_fun(changed)(x)[0], x * CONSTANT + jnp.cos(x), rtol=1e-6)
+    inner = getattr(closed, "jaxpr", closed)
+    assert isinstance(_compat.rewrite_jaxpr(inner, new, equations, read), type(inner))
+
+
+def test_the_mesh_that_an_equation_was_traced_under():
+    """It can be another, and all else that was set stays."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh), jax.threefry_partitionable(False):
+        eqn = find(jax.jit(jnp.sin).trace(jnp.ones(4)).jaxpr, "sin")
+    assert _compat.traced_under(eqn) == mesh.abstract_mesh
+    changed = _compat.as_traced_under(jax.sharding.AbstractMesh((), ()), eqn)
+    assert _compat.traced_under(changed).empty
+    with changed.ctx.manager:
+        assert jax.sharding.get_abstract_mesh().empty and not jax.config.jax_threefry_partitionable

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from mmnnx.sharding.logical import to_spec, with_sharding_constraint
-from mmnnx.sharding.task_scope import current_task, splitting
+from mmnnx.sharding.logical import constrain_on, to_spec
+from mmnnx.sharding.task_scope import current_task, scope_mesh, splitting
 
 FREE = PartitionSpec.UNCONSTRAINED
 
@@ -59,7 +59,7 @@ def constrain(x: jax.Array, *names: Any) -> jax.Array:
     task = current_task()
     if task is None or not splitting.get():
         return x
-    mesh = task.to_mesh()
+    mesh = scope_mesh(task)
     known = {name for name, _ in task.axis_rules}.union(mesh.axis_names)
     names = tuple(FREE if isinstance(name, str) and name not in known else name for name in names)
     entries = [
@@ -68,7 +68,7 @@ def constrain(x: jax.Array, *names: Any) -> jax.Array:
     ]
     if not any(isinstance(name, str) for name in names) or all(entry is FREE for entry in entries):
         return x
-    return with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+    return constrain_on(mesh, x, entries)
 
 
 def _fill(names: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:

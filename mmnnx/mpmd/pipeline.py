@@ -10,10 +10,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from mmnnx import _compat
 from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.input_shardings import deriver
 from mmnnx.mpmd.emit.emit import emit
 from mmnnx.mpmd.frontend.function import Function, check_device, enter
+from mmnnx.mpmd.frontend.over_arrays import over_arrays
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.hoist.hoist import hoist
 from mmnnx.mpmd.inline.calls import inline
@@ -27,6 +29,7 @@ from mmnnx.mpmd.runtime.as_is import runs_as_it_is
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.mpmd.runtime.counters import next_shardings, out_shardings
 from mmnnx.mpmd.runtime.prepare import Prepared, preparer
+from mmnnx.mpmd.runtime.references import AroundReferences, around_references
 from mmnnx.sharding.mesh import MultiMesh
 
 
@@ -44,7 +47,7 @@ class Split:
     """
 
     program: Program
-    prepare: Callable[[CompilerOptions], Prepared] | None
+    prepare: Callable[[CompilerOptions], Prepared | AroundReferences] | None
     input_shardings: Callable[[], list[NamedSharding]]
     next_shardings: dict[int, NamedSharding] = dataclasses.field(default_factory=dict)
 
@@ -65,9 +68,10 @@ def split(
       PlacementError, ValueError: as `mm.jit` does.
       VerificationError: if the program does not hold together.
     """
-    function = enter(traced, record, leaves, multimesh)
+    function = enter(*over_arrays(traced, record), [_compat.held(x) for x in leaves], multimesh)
     mesh = _mesh_of_all(function)
     if mesh is None:
+        function.traced.check()
         flat = inline(function)
         placed = place(function, flat, fits)
         hoisted = hoist(function, placed)
@@ -94,6 +98,7 @@ def _runnable(
     if mesh is not None and runs_as_it_is(function, partition.flat, mesh):
         return Split(program, None, derive)
     check_device(function, device)
+    function.traced.check()
     results = out_shardings(function, partition)
     later = next_shardings(function, partition, results)
     bound = BoundProgram(
@@ -107,6 +112,14 @@ def _runnable(
         record=function.record,
         traced=function.traced,
         multimesh=function.multimesh,
+        explicit=function.meshes.explicit,
         dump=function.dump,
     )
-    return Split(program, functools.cache(preparer(bound, function.leaves)), derive, later)
+    return Split(program, functools.cache(_preparer(bound, function)), derive, later)
+
+
+def _preparer(
+    bound: BoundProgram, function: Function
+) -> Callable[[CompilerOptions], Prepared | AroundReferences]:
+    prepare = preparer(bound, function.leaves)
+    return around_references(prepare, function.record) if function.record.references else prepare

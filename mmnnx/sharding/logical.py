@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.sharding.logical_constraint import logical_constraint
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.task import Task
-from mmnnx.sharding.task_scope import current_task, ignoring, splitting
+from mmnnx.sharding.task_scope import current_task, ignoring, scope_mesh, splitting
 
 autosharding: ContextVar[bool | None] = ContextVar("mmnnx_autosharding", default=None)
 """Where names in constraints are logical: None, inside tasks; True, outside as well; False, nowhere."""
@@ -164,7 +164,8 @@ def _constrain_logically(names: tuple[Any, ...], task: Task | None, x: Any) -> A
         return logical_constraint(x, names, default)
     if not splitting.get():
         return x
-    return jax.lax.with_sharding_constraint(x, logical_sharding(names, task, task.to_mesh()))
+    mesh = scope_mesh(task)
+    return constrain_on(mesh, x, tuple(logical_sharding(names, task, mesh).spec))
 
 
 def logical_sharding(names: Iterable[Any], task: Task | None, mesh: Mesh) -> NamedSharding:
@@ -173,3 +174,15 @@ def logical_sharding(names: Iterable[Any], task: Task | None, mesh: Mesh) -> Nam
     while entries and entries[-1] is None:
         entries.pop()
     return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def constrain_on(mesh: Mesh, x: jax.Array, entries: Sequence[Any]) -> jax.Array:
+    """An array sharded over a mesh as the entries of a PartitionSpec say.
+
+    Over Explicit axes, where a constraint is an assertion about the type, it is resharded.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+    own = (*jax.typeof(x).sharding.spec, *[None] * len(entries))
+    kept = [own[n] if e is PartitionSpec.UNCONSTRAINED else e for n, e in enumerate(entries)]
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mmnnx.sharding.mesh import MultiMesh, TaskMesh, auto_mesh, current_multimesh
+from mmnnx.sharding.mesh import MultiMesh, TaskMesh, current_multimesh
 
 AxisRules = Mapping[str, Any] | Iterable[tuple[str, str | Sequence[str] | None]]
 
@@ -22,7 +22,7 @@ class Task:
 
     Args:
       name: what messages, programs and pictures call it.
-      mesh: its submesh: a `TaskMesh` or a `jax.sharding.Mesh`.
+      mesh: its submesh: a `TaskMesh` or a `jax.sharding.Mesh`. With Explicit axes, types have shardings.
       logical_axes: pairs (logical axis, mesh axis or tuple of them or None), or a mapping. Of the pairs for
         one logical axis the first whose mesh axes are still free in a spec is used; None replicates.
       mesh_slice: index along each sliced axis of the current MultiMesh, `{"stage": 0}`, instead of `mesh`.
@@ -94,7 +94,7 @@ class Task:
         return self.name is not None and all(option in (None, ()) for option in others)
 
     def to_mesh(self, microbatch: int = 0) -> Mesh:
-        """The `jax.sharding.Mesh` the task runs on, with Auto axes.
+        """The `jax.sharding.Mesh` the task runs on; a slice of a MultiMesh has Auto axes.
 
         Args:
           microbatch: for which microbatch, if that makes a difference.
@@ -111,10 +111,10 @@ class Task:
             if isinstance(self.mesh, TaskMesh):
                 return self.mesh.to_mesh()
             if self.mesh is not None:
-                return auto_mesh(self.mesh)
+                return self.mesh
             if (meshes := self._loop_meshes) is not None:
                 mesh = meshes[microbatch % len(meshes)]
-                return mesh.to_mesh() if isinstance(mesh, TaskMesh) else auto_mesh(mesh)
+                return mesh.to_mesh() if isinstance(mesh, TaskMesh) else mesh
             multimesh = current_multimesh()
             sliced = self.mesh_slice or self.loop_dependent_mesh_slice
             if multimesh is None and sliced:

@@ -13,9 +13,10 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
 import jax
+from jax.sharding import AxisType, Mesh
 
 from mmnnx._compat import current_name_stack
-from mmnnx.sharding.mesh import MultiMesh, current_multimesh, resolve_specs_on
+from mmnnx.sharding.mesh import MultiMesh, auto_mesh, current_multimesh, resolve_specs_on
 from mmnnx.sharding.name_stack import is_backward, scopes
 from mmnnx.sharding.registered_tasks import registered_task, warn_unregistered
 from mmnnx.sharding.task import Task
@@ -25,6 +26,9 @@ splitting: ContextVar[bool] = ContextVar("mmnnx_splitting", default=False)
 
 ignoring: ContextVar[bool] = ContextVar("mmnnx_ignoring", default=False)
 """True inside `mm.ignore_transforms()`."""
+
+_explicit: ContextVar[list[Mesh] | None] = ContextVar("mmnnx_explicit", default=None)
+# While a function is traced with shardings in types, the meshes with Explicit axes of task scopes in it.
 
 _ids: dict[Task, int] = {}
 _tasks: list[Task] = []  # never forgets: a jaxpr may keep a scope's name for as long as it lives
@@ -55,14 +59,31 @@ def scope_name(task: Task) -> str:
 
 
 @contextmanager
-def tracing(split: bool) -> Iterator[None]:
-    """Inside, a function of `mm.jit` is traced, to be partitioned or not; a task around it does not count."""
-    tokens = splitting.set(split), _current.set(())
+def tracing(split: bool, explicit: list[Mesh] | None = None) -> Iterator[None]:
+    """Inside, a function of `mm.jit` is traced, to be partitioned or not; a task around it does not count.
+
+    Args:
+      split: whether it is to be partitioned.
+      explicit: learns the meshes of tasks with Explicit axes; without it such axes count as Auto.
+    """
+    tokens = splitting.set(split), _current.set(()), _explicit.set(explicit)
     try:
         yield
     finally:
         splitting.reset(tokens[0])
         _current.reset(tokens[1])
+        _explicit.reset(tokens[2])
+
+
+def scope_mesh(task: Task) -> Mesh:
+    """The mesh of a task for what is traced in its scope."""
+    mesh, explicit = task.to_mesh(), _explicit.get()
+    if AxisType.Explicit not in mesh.axis_types:
+        return mesh
+    if explicit is None:
+        return auto_mesh(mesh)
+    explicit.append(mesh)
+    return mesh
 
 
 @contextmanager
@@ -79,7 +100,10 @@ def task_scope(task: Task) -> Iterator[None]:
             if splitting.get():
                 # Bare PartitionSpecs name axes of the task's mesh. A jitted or checkpointed function that
                 # several tasks call is traced once for each of their meshes and rules, not only the first.
-                stack.enter_context(resolve_specs_on(meant.to_mesh()))
+                mesh = scope_mesh(meant)
+                stack.enter_context(resolve_specs_on(mesh))
+                if AxisType.Explicit in mesh.axis_types:
+                    stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
                 stack.enter_context(_rules_around(meant.axis_rules))
             yield
     finally:

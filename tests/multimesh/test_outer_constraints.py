@@ -251,7 +251,7 @@ def test_in_a_while_over_two_tasks():
                 n, x = carry
                 return n + 1, two(w[1], one(w[0], constrain(x, P("model", None))))
 
-            return jax.lax.while_loop(lambda carry: (carry[1] ** 2).sum() > 1e-3 * carry[0], body, (1, x))
+            return jax.lax.while_loop(lambda carry: carry[0] < 4, body, (1, x))
 
         return f
 
@@ -263,7 +263,7 @@ def test_in_a_while_over_two_tasks():
         sharded(params, x),
         iterate(first, second, lambda x, _: x)(init(), batch()),
     )
-    assert times == expected_times > 2
+    assert times == expected_times
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 

@@ -107,7 +107,7 @@ class TestMeshOfATask:
         assert Task("t", mesh=own).to_mesh() == own
         assert Task("t", mesh=TaskMesh(devices=[2, 3], axis_names=("model",))).to_mesh() == own
         explicit = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
-        assert Task("t", mesh=explicit).to_mesh().are_all_axes_auto
+        assert Task("t", mesh=explicit).to_mesh() == explicit
         assert Task("t", mesh=make_mesh()).to_mesh() == make_mesh().mesh
 
     def test_a_slice_of_the_current_one(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -69,9 +70,9 @@ def lower(
         keep_unused=True,
     )
     types = [(f.invars[n].aval, shardings[n]) for n in inputs]
-    stage = jitted.trace(
-        *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type) for a, s in types)
-    ).lower()
+    args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type) for a, s in types]
+    with _own_mesh(f.mesh):
+        stage = jitted.trace(*args).lower()
     text = stage.as_text(debug_info=False).replace(f"@jit_{call.__name__} ", "@program ", 1)
     specs = tuple(s and s.spec for s in (*shardings, *results))
     # The text tells neither a weak type from another, nor a random key from its words.
@@ -80,6 +81,12 @@ def lower(
     digest = hashlib.sha256(text.encode()).digest()
     key = (digest, inputs, outputs, specs, avals, _mesh_key(f.mesh)) if is_shareable else object()
     return Lowered(stage, inputs, outputs, key, is_shareable)
+
+
+def _own_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Inside it the mesh of a fragment is in the place of that of `jax.set_mesh`, if there is one."""
+    around = jax.sharding.get_abstract_mesh()
+    return contextlib.nullcontext() if around.empty else jax.set_mesh(mesh)
 
 
 def lowering_key(

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from mmnnx.mpmd.frontend.in_out_shardings import InOutShardings, find_in_out_shardings
 from mmnnx.mpmd.frontend.meshes import Meshes
+from mmnnx.mpmd.frontend.over_arrays import OverArrays
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.dump import Dump
 from mmnnx.mpmd.ir.equations import Flat, Var, scopes_in
@@ -39,7 +40,7 @@ class Function:
       dump: where the stages write what they hand on.
     """
 
-    traced: jax.stages.Traced
+    traced: OverArrays
     record: Record
     leaves: Sequence[Any]
     multimesh: MultiMesh | None
@@ -70,19 +71,17 @@ class Function:
         found = self.task_of(scope)
         return found[1] if found is not None else None
 
-    @functools.cached_property
+    @property
     def donated(self) -> list[bool]:
         """Whether each argument is donated."""
-        return [a.donated for a in jax.tree.leaves(self.traced.args_info)]
+        return self.traced.donated
 
     def given(self, flat: Flat) -> dict[Var, NamedSharding | None]:
         """The shardings that the inputs have."""
         return dict(zip(flat.invars, self.shardings.in_shardings))
 
 
-def enter(
-    traced: jax.stages.Traced, record: Record, leaves: Sequence[Any], multimesh: MultiMesh | None
-) -> Function:
+def enter(traced: OverArrays, record: Record, leaves: Sequence[Any], multimesh: MultiMesh | None) -> Function:
     """Finds out what a traced function touches, for arguments that live where `leaves` do.
 
     Raises:
@@ -100,7 +99,7 @@ def enter(
         task_of(scope)  # from here on the mesh of its task is known
     for task, mesh in dict.fromkeys(_placing(record)):
         place_task(task, mesh)
-    shardings = find_in_out_shardings(record, leaves, traced.jaxpr.out_avals, meshes)
+    shardings = find_in_out_shardings(record, leaves, traced.jaxpr.out_avals, traced.result_shardings, meshes)
     is_placed = bool(meshes.names())
     if not is_placed and multimesh is not None and constrains(traced.jaxpr):
         meshes.canonical(multimesh.mesh)

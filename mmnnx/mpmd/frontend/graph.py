@@ -11,6 +11,8 @@ from mmnnx import _compat
 
 Path = tuple[Any, ...]
 
+ARRAYS = (jax.Array, jax.Ref)
+
 
 def is_node(x: Any) -> bool:
     """Whether something is an NNX object: a graph node or a Variable."""
@@ -27,20 +29,20 @@ def nodes(trees: tuple) -> list[tuple[Path, Any]]:
     return [(path, value) for path, value in nnx.iter_graph(trees, graph=True) if is_node(value)]
 
 
-def arrays_with_paths(value: Any) -> list[tuple[Path, jax.Array]]:
-    """The arrays of a Variable, with their paths where it holds a pytree; or the array itself."""
+def arrays_with_paths(value: Any) -> list[tuple[Path, Any]]:
+    """The arrays and references of a Variable, with their paths where it holds a pytree; or one itself."""
     if not isinstance(value, nnx.Variable):
-        return [((), value)] if isinstance(value, jax.Array) else []
+        return [((), value)] if isinstance(value, ARRAYS) else []
     leaves, _ = jax.tree_util.tree_flatten_with_path(value.get_raw_value())
     return [
         (tuple(jax.tree_util.keystr((key,), simple=True) for key in keys), a)
         for keys, a in leaves
-        if isinstance(a, jax.Array)
+        if isinstance(a, ARRAYS)
     ]
 
 
-def arrays(value: Any) -> list[jax.Array]:
-    """The arrays of a Variable, or the array itself."""
+def arrays(value: Any) -> list[Any]:
+    """The arrays and references of a Variable, or one itself."""
     return [a for _, a in arrays_with_paths(value)]
 
 
@@ -49,7 +51,7 @@ def all_paths(node: Any) -> list[tuple[Any, list[Path]]]:
     found: dict[int, tuple[Any, list[Path]]] = {}
 
     def visit(value: Any, path: Path, above: tuple[int, ...]) -> None:
-        if isinstance(value, (nnx.Variable, jax.Array)):
+        if isinstance(value, (nnx.Variable, *ARRAYS)):
             found.setdefault(id(value), (value, []))[1].append(path)
         elif id(value) not in above:
             for key, child in _compat.children(value):

@@ -42,7 +42,11 @@ class InOutShardings:
 
 
 def find_in_out_shardings(
-    record: Record, leaves: Sequence[Any], types: Sequence[Any], meshes: Meshes
+    record: Record,
+    leaves: Sequence[Any],
+    types: Sequence[Any],
+    typed: Sequence[NamedSharding | None],
+    meshes: Meshes,
 ) -> InOutShardings:
     """Where arguments live and results go.
 
@@ -50,6 +54,7 @@ def find_in_out_shardings(
       record: what the trace showed.
       leaves: the arguments of a call.
       types: shapes and dtypes of the results.
+      typed: the shardings that results had by type.
       meshes: learns the meshes of all of them.
 
     Raises:
@@ -64,7 +69,7 @@ def find_in_out_shardings(
     owners = Owners(record, in_shardings, homes, shapes, types, rules)
     follows: list[int | None] = []
     out_shardings: list[NamedSharding | None] = []
-    for leaf, aval, rule in zip(record.results, types, rules):
+    for leaf, aval, rule, by_type in zip(record.results, types, rules, typed):
         follow, sharding = None, rule
         if leaf is not None and leaf.updates is not None:
             same = shapes[leaf.updates] == aval.shape
@@ -77,6 +82,9 @@ def find_in_out_shardings(
             follow, of_owner = owners.owner(leaf, aval)
             inherited = leaf.rule is not None and not leaf.rule.own
             sharding = of_owner or rule if inherited else rule or of_owner
+        if by_type is not None and rule is None and sharding is not None:
+            typed_as = entering(aval, mesh_of(sharding), by_type)
+            sharding = sharding if sharding.is_equivalent_to(typed_as, aval.ndim) else typed_as
         follows.append(follow)
         out_shardings.append(sharding)
     on_every_mesh = [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from mmnnx.mpmd.ir.shardings import mesh_of, transferred
 from mmnnx.sharding.mesh import MultiMesh, auto_mesh
@@ -21,6 +21,7 @@ class Meshes:
 
     Attributes:
       multimesh: the MultiMesh that is current.
+      explicit: for each mesh that was given with Explicit axes, that one.
       moving: for the mesh of each task with `loop_dependent_mesh_slice` (a moving mesh), from the number of a
         microbatch to the mesh that it runs on.
     """
@@ -28,6 +29,7 @@ class Meshes:
     def __init__(self, multimesh: MultiMesh | None):
         self.multimesh = multimesh
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Mesh] = {}  # by shape and devices
+        self.explicit: dict[Mesh, Mesh] = {}
         self._names: dict[Mesh, str] = {}
         self._scoped: set[Mesh] = set()  # of tasks that have scopes
         self.moving: dict[Mesh, Callable[[int], Mesh]] = {}
@@ -36,7 +38,9 @@ class Meshes:
     def canonical(self, mesh: Mesh, name: str | None = None) -> Mesh:
         """The one Mesh with the devices of `mesh`, with Auto axes; the first name given to it stays."""
         key = mesh.devices.shape, tuple(d.id for d in mesh.devices.flat)
-        mesh = self._known.setdefault(key, auto_mesh(mesh))
+        given, mesh = mesh, self._known.setdefault(key, auto_mesh(mesh))
+        if AxisType.Explicit in given.axis_types:
+            self.explicit.setdefault(mesh, given)
         if name:
             self._names.setdefault(mesh, name)
         return mesh
@@ -56,6 +60,11 @@ class Meshes:
     def sharding(self, sharding: NamedSharding, name: str | None = None) -> NamedSharding:
         """The same sharding on the canonical mesh, axis by axis."""
         return transferred(sharding, self.canonical(mesh_of(sharding), name))
+
+    def as_given(self, sharding: NamedSharding) -> NamedSharding:
+        """A sharding of what is handed to the caller: with Explicit axes, where they were given."""
+        given = self.explicit.get(mesh_of(sharding))
+        return sharding if given is None else transferred(sharding, given)
 
     def spanning(self) -> set[Mesh]:
         """Meshes that consist of others, as the whole MultiMesh does: what is there is on all of those.

@@ -48,14 +48,16 @@ def run_loop(
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = tuple(leaf for leaf in leaves if is_node(leaf))
     graphdef, nnx_state = nnx.split(nodes, graph=True)
-    state, state_def = jax.tree.flatten(nnx_state)
-    call = _Call(fun, argnum, arg_shardings, leaves, treedef, graphdef, state_def)
+    held, state_def = jax.tree.flatten(nnx_state)
+    references = {n: x for n, x in enumerate(held) if isinstance(x, jax.Ref)}
+    state = [x for n, x in enumerate(held) if n not in references]
+    call = _Call(fun, argnum, arg_shardings, leaves, treedef, graphdef, state_def, references)
     slices = jax.tree.map(lambda x: slice_batch(x, dim, size, count), args[argnum])
     body = _trace(call, state, slices)
     reduced = reductions(reduce, body.results)
     after, accumulators, stacks = _scan(body, state, slices, count, reduced, spec)
     if nodes:
-        nnx.update(nodes, jax.tree.unflatten(state_def, after))
+        nnx.update(nodes, call.nnx_state(after))
     finished = [r.finish(a, s, count, dim) for r, a, s in zip(reduced, accumulators, stacks)]
     return jax.tree.unflatten(jax.tree.structure(body.results), finished)
 
@@ -67,6 +69,7 @@ class _Call:
     Attributes:
       leaves, treedef: the arguments of the loop, taken apart; NNX objects are leaves.
       graphdef, state_def: structure of those NNX objects, and of their state.
+      references: those among their state, by number. `fun` reads and writes them where they are.
     """
 
     fun: Callable[..., Any]
@@ -76,6 +79,14 @@ class _Call:
     treedef: Any
     graphdef: Any
     state_def: Any
+    references: dict[int, Any]
+
+    def nnx_state(self, state: Sequence[Any]) -> Any:
+        """The state of the NNX objects, of its arrays and the references."""
+        arrays = iter(state)
+        numbers = range(len(state) + len(self.references))
+        whole = [self.references[n] if n in self.references else next(arrays) for n in numbers]
+        return jax.tree.unflatten(self.state_def, whole)
 
     def __call__(self, state: Sequence[Any], piece: Any) -> tuple[Any, list[Any]]:
         """(the results of `fun` for one microbatch, the state after it).
@@ -83,7 +94,7 @@ class _Call:
         Raises:
           ValueError: if `fun` changes the structure of an NNX object.
         """
-        nodes = nnx.merge(self.graphdef, jax.tree.unflatten(self.state_def, state))
+        nodes = nnx.merge(self.graphdef, self.nnx_state(state))
         node = iter(nodes)
         leaves = [next(node) if is_node(leaf) else leaf for leaf in self.leaves]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
@@ -97,7 +108,7 @@ class _Call:
                 "submodules of its arguments. Every microbatch must leave their structure as it was: "
                 "create them before the loop."
             )
-        return results, jax.tree.leaves(after)
+        return results, [x for x in jax.tree.leaves(after) if not isinstance(x, jax.Ref)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,7 +167,13 @@ class _Trace:
                 rule = made.rule if made is not None else None
                 leaf = dataclasses.replace(leaf, updates=number.get(leaf.path), rule=rule)
             found.append(leaf or made)
-        return Record(known, found, self.out_tree)
+        references = {}
+        for n, (a, leaf) in enumerate(zip(inputs, known)):
+            if isinstance(a, jax.Ref) and leaf is not None:
+                made = self.results.get(id(a))
+                rule = made.rule if made is not None else None
+                references[n] = dataclasses.replace(leaf, updates=n, rule=rule)
+        return Record(known, found, references, self.out_tree)
 
     def _same_structure(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the arguments have the structure that they had before the call."""

@@ -32,16 +32,17 @@ def give_own_arrays(trees: tuple[Any, Any, Any], arrived: Mapping[int, Path], pl
       `plain`, and the ids of all that Variables hold.
 
     Raises:
-      ValueError: for a Variable that holds a reference.
+      ValueError: for a Variable of the result that holds a reference that was made inside.
     """
     taken = set(plain)
     changed = []
     for path, value in nnx.iter_graph(trees, graph=True):
         if isinstance(value, nnx.Variable):
-            if value.ref:
+            if value.ref and path[0] == 2 and not arrived.keys() & set(map(id, arrays(value))):
                 raise ValueError(
-                    f"{'.'.join(map(str, path[1:])) or 'the result'} is a Variable with ref=True: mm.jit "
-                    "takes state that is returned, not references; leave ref out"
+                    f"{'.'.join(map(str, path[1:])) or 'the result'} is a Variable with ref=True that was "
+                    "made inside of mm.jit, and jax.jit returns no references: make it outside, and pass it. "
+                    "mm.jit(lambda m: m, out_shardings=...)(m) moves it to where it is to live"
                 )
             held = {(*path[1:], *keys): id(a) for keys, a in arrays_with_paths(value)}
             kept = all(arrived.get(a) == where for where, a in held.items())

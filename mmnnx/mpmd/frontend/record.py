@@ -57,12 +57,14 @@ class Record:
 
     Attributes:
       inputs, results: every input and every result, in flat order.
+      references: for each input that is a reference, by number, what is known of what it holds in the end.
       out_tree: structure of what the function returned, if that is arrays alone and its arguments are of the
         same Variables and modules as before; else None.
     """
 
     inputs: list[Leaf | None] = dataclasses.field(default_factory=list)
     results: list[Leaf | None] = dataclasses.field(default_factory=list)
+    references: dict[int, Leaf] = dataclasses.field(default_factory=dict)
     out_tree: Any = None
 
     def needs_origins(self) -> bool:

@@ -137,12 +137,14 @@ def _matches(
 
 
 def _on_mesh(sharding: Any) -> Sharding | None:
-    """A sharding; a PartitionSpec is one over the MultiMesh."""
+    """A sharding; a PartitionSpec is one over the MultiMesh, else over the mesh of `jax.set_mesh`."""
     if isinstance(sharding, PartitionSpec):
         multimesh = current_multimesh()
-        if multimesh is None:
+        mesh = multimesh.mesh if multimesh is not None else _compat.context_mesh()
+        if mesh is None:
             raise ValueError(
-                f"{sharding} needs a mesh: use it inside `with MultiMesh(...):`, or give a NamedSharding"
+                f"{sharding} needs a mesh: use it inside `with MultiMesh(...):` or "
+                "`with jax.set_mesh(...):`, or give a NamedSharding"
             )
-        return NamedSharding(multimesh.mesh, sharding)
+        return NamedSharding(mesh, sharding)
     return sharding

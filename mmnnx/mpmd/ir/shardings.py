@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
 
@@ -21,6 +21,14 @@ def mesh_of(sharding: NamedSharding) -> Mesh:
     if isinstance(sharding.mesh, Mesh):
         return sharding.mesh
     raise ValueError(f"{sharding} is over an AbstractMesh, which has no devices: give mm.jit one over a Mesh")
+
+
+def explicit_mesh(aval: Any) -> AbstractMesh | None:
+    """The mesh with Explicit axes that a type has a sharding over, if any."""
+    sharding = getattr(aval, "sharding", None)
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        return sharding.mesh.abstract_mesh
+    return None
 
 
 def same_shape(a: Mesh, b: Mesh) -> bool:

@@ -10,6 +10,7 @@ from jax.sharding import Sharding
 
 from mmnnx import _compat
 from mmnnx.mpmd.ir.shardings import is_committed
+from mmnnx.mpmd.jit.argument_types import avals_of
 from mmnnx.mpmd.place.options import fusing, recomputing
 from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.mesh import current_multimesh
@@ -19,45 +20,31 @@ from mmnnx.sharding.task_scope import ignoring
 
 def trace_key(tree: Any, static: Any, leaves: Sequence[Any]) -> Any:
     """What a trace depends on: structure, static arguments, surroundings, shapes and dtypes."""
-    return (tree, static, surroundings(), *map(aval_of, leaves))
+    return (tree, static, surroundings(), *avals_of(leaves))
 
 
 def program_key(tree: Any, static: Any, leaves: Sequence[Any]) -> Any:
     """What a program depends on: all that a trace does, and where the arguments live."""
-    return (tree, static, surroundings(), *map(_placed_aval, leaves))
+    return (tree, static, surroundings(), *map(_placed_aval, leaves, avals_of(leaves)))
 
 
 def surroundings() -> Any:
     """What a trace depends on beside its arguments: the mesh, registered tasks, contexts, configuration."""
     contexts = ignoring.get(), recomputing.get(), fusing.get(), autosharding.get()
-    return current_multimesh(), registrations(), contexts, _compat.trace_context()
-
-
-def aval_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an argument.
-
-    Raises:
-      TypeError: for what is no array.
-    """
-    try:
-        aval = jax.typeof(x)
-    except TypeError as error:
-        raise TypeError(
-            f"{error}. Name arguments that are no arrays by static_argnums or static_argnames"
-        ) from None
-    # Without its sharding, which is not the same in a process that has the array and in one that has not.
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return current_multimesh(), registrations(), contexts, _compat.context_mesh(), _compat.trace_context()
 
 
 def with_shardings(leaves: Sequence[Any], shardings: Mapping[int, Sharding]) -> list[Any]:
     """The arguments, with a type and sharding in the place of each whose sharding is given, by number."""
     moved = list(leaves)
     for n, sharding in shardings.items():
-        aval = aval_of(leaves[n])
-        moved[n] = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+        (aval,) = avals_of([leaves[n]], typed=False)
+        moved[n] = jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type, is_ref=aval.is_ref
+        )
     return moved
 
 
-def _placed_aval(x: Any) -> Any:
-    placed = isinstance(x, jax.ShapeDtypeStruct) or is_committed(x)
-    return (aval_of(x), x.sharding) if placed else aval_of(x)
+def _placed_aval(x: Any, aval: jax.ShapeDtypeStruct) -> Any:
+    placed = isinstance(x, jax.ShapeDtypeStruct) or is_committed(_compat.held(x))
+    return (aval, x.sharding) if placed else aval

@@ -101,8 +101,9 @@ def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
             variables[first] = leaf
             value, metadata = leaf.get_raw_value(), tuple(leaf.get_metadata().items())
             kind = _KINDS[type(value)]
-        if kind is _ARRAY:
-            aval, home = value.aval, value.sharding if value.committed else None
+        if kind is _ARRAY or kind is _REFERENCE:
+            array = value if kind is _ARRAY else _compat.held(value)
+            aval, home = array.aval, array.sharding if array.committed else None
             types.append((type(leaf), metadata, aval.shape, aval.dtype, aval.weak_type, home))
         elif kind is _NUMBER:
             types.append((type(leaf), metadata, jax.typeof(value)))
@@ -112,7 +113,8 @@ def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
     return Arguments((static, surroundings(), shared, same, types, tree), variables, values)
 
 
-_VARIABLE, _MODULE, _ARRAY, _NUMBER, _OTHER = "Variable", "module", "array", "number", "other"
+_VARIABLE, _MODULE, _OTHER = "Variable", "module", "other"
+_ARRAY, _REFERENCE, _NUMBER = "array", "reference", "number"
 
 _MANY = 64  # a module that is met more often refers to itself, as a child does that knows its parent
 
@@ -133,6 +135,8 @@ class _Kinds(dict[type, str]):
             kind = _OTHER
         elif issubclass(cls, jax.Array):
             kind = _ARRAY
+        elif issubclass(cls, jax.Ref):
+            kind = _REFERENCE
         else:
             number = issubclass(cls, (int, float, complex)) or hasattr(cls, "__array__")
             kind = _NUMBER if number else _OTHER

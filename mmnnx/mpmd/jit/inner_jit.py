@@ -10,16 +10,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.frontend.observe import Observer
 from mmnnx.mpmd.frontend.record import Record
-from mmnnx.mpmd.jit.cache_key import aval_of, program_key, trace_key
+from mmnnx.mpmd.jit.argument_types import (
+    avals_of,
+    explain,
+    explain_auto,
+    explicit_meshes,
+    mesh_in_types,
+    typed_mesh,
+)
+from mmnnx.mpmd.jit.cache_key import program_key, trace_key
 from mmnnx.mpmd.jit.lowered import FlatLowered
 from mmnnx.mpmd.jit.stages import FlatTraced, Trace, Variant, XlaOptions
 from mmnnx.mpmd.jit.static_arguments import StaticArguments, restore
 from mmnnx.mpmd.runtime.prepare import OUTERMOST, Run
+from mmnnx.mpmd.runtime.references import put_on_device, take_back
 from mmnnx.sharding.incompatible_devices import advise
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task_scope import ignoring, tracing
@@ -111,7 +121,9 @@ class FlatJit:
         """Runs the function as it is on the first device; state then goes back to where it was."""
         traced = self.trace(*args, **kwargs)
         leaves = traced.leaves
-        results = traced.run_as_it_is()(jax.device_put(leaves, jax.devices()[0]))
+        here = put_on_device(leaves, jax.devices()[0])
+        results = traced.run_as_it_is()(here)
+        take_back(leaves, here)
         for number, leaf in enumerate(traced.record.results):
             old = leaves[leaf.updates] if leaf is not None and leaf.updates is not None else None
             if isinstance(old, jax.Array):
@@ -122,20 +134,47 @@ class FlatJit:
         """The function traced for arguments like these, if that has not been done."""
         key = trace_key(tree, static, leaves)
         if key not in self.traces:
-            args, kwargs = restore(jax.tree.unflatten(tree, map(aval_of, leaves)), static)
-            self.traces[key] = self._new_trace(args, kwargs)
-            if self.traces[key].record.needs_origins():
-                self.observer.ask_for_origins()
-                with contextlib.suppress(Exception):  # it may compare what is marked with what is not
-                    self.traces[key] = self._new_trace(args, kwargs)
+            self.traces[key] = self._traced_with_types(leaves, tree, static)
         return FlatTraced(
             self.variants, self.traces[key], leaves, tree, static, current_multimesh(), self.xla
         )
 
-    def _new_trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
+    def _traced_with_types(self, leaves: list[Any], tree: Any, static: Any) -> Trace:
+        """The function traced with shardings in types; where JAX refuses that, with Auto axes.
+
+        Under `jax.set_mesh` it is as JAX says.
+        """
+        of_tasks: list[Mesh] = []
+        restored = functools.partial(jax.tree.unflatten, tree)
+        try:
+            if ignoring.get():  # all is on one device
+                return self._new_trace(*restore(restored(avals_of(leaves, typed=False)), static), None)
+            with mesh_in_types(typed_mesh(leaves)):
+                return self._new_trace(*restore(restored(avals_of(leaves)), static), of_tasks)
+        except Exception as error:
+            meshes: list[Any] = [*explicit_meshes(leaves), *of_tasks]
+            if not meshes or not jax.sharding.get_abstract_mesh().empty:
+                explain_auto(error)
+                raise
+            try:
+                return self._new_trace(*restore(restored(avals_of(leaves, typed=False)), static), None)
+            except Exception:
+                explain(error, meshes)
+            raise
+
+    def _new_trace(self, args: Sequence[Any], kwargs: dict[str, Any], explicit: list[Mesh] | None) -> Trace:
+        found = self._trace_once(args, kwargs, explicit)
+        if found.record.needs_origins():
+            self.observer.ask_for_origins()
+            with contextlib.suppress(Exception):  # it may compare what is marked with what is not
+                return self._trace_once(args, kwargs, explicit)
+        return found
+
+    def _trace_once(self, args: Sequence[Any], kwargs: dict[str, Any], explicit: list[Mesh] | None) -> Trace:
         # JAX would give one jax.jit the same trace again where what differs is not known to it.
         jitted = jax.jit(functools.partial(self.observed), **self.options)
-        with tracing(split=not ignoring.get()), gc_paused(), jax.disable_jit(False):
+        split = not ignoring.get()
+        with tracing(split, explicit), gc_paused(), jax.disable_jit(False):
             traced = jitted.trace(*args, **kwargs)
         return Trace(jitted, traced, self.observer.take_record())
 

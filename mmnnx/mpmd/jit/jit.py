@@ -13,6 +13,7 @@ from flax import nnx
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.observe import Observer
+from mmnnx.mpmd.frontend.references import hijax_refused
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Profile
 from mmnnx.mpmd.jit.check_shardings import check_shardings
@@ -181,14 +182,16 @@ class Jit(Generic[P, R]):
         as_it_is = ignoring.get() or _compat.jit_is_disabled()
         if as_it_is or _compat.in_cached_partial():
             try:
-                return self._nnx_jit(*args, **kwargs)
+                with hijax_refused((args, kwargs)):
+                    return self._nnx_jit(*args, **kwargs)
             finally:
                 self._inner.take_call()  # or it would keep the arguments alive
         with self._inner.context():
             arguments = flatten_arguments(*self._inner.static.separate(args, kwargs))
             if arguments is not None and (known := self._fast_paths.find(arguments)) is not None:
                 return known(arguments)
-        out = self._nnx_jit(*args, **kwargs)
+        with hijax_refused((args, kwargs)):
+            out = self._nnx_jit(*args, **kwargs)
         call = self._inner.take_call()
         if arguments is not None and call is not None and call.record.out_tree is not None:
             updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
@@ -218,7 +221,8 @@ class Jit(Generic[P, R]):
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The function traced for these arguments, to be lowered and compiled. See `jax.stages.Traced`."""
-        return Traced(self._nnx_jit.trace(*args, **kwargs))
+        with hijax_refused((args, kwargs)):
+            return Traced(self._nnx_jit.trace(*args, **kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The function lowered for these arguments, to be compiled. See `jax.stages.Lowered`."""

@@ -17,9 +17,10 @@ from mmnnx.mpmd.ir.equations import Var, is_var
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import is_committed
-from mmnnx.mpmd.jit.cache_key import aval_of
+from mmnnx.mpmd.jit.argument_types import avals_of
 from mmnnx.mpmd.runtime.prepare import Prepared
 from mmnnx.mpmd.runtime.put import put
+from mmnnx.mpmd.runtime.references import AroundReferences
 from mmnnx.mpmd.runtime.results import result_shardings
 
 
@@ -38,7 +39,7 @@ class FlatLowered:
         traced: Any,
         program: Program,
         derive: Callable[[], Sequence[NamedSharding]],
-        prepare: Callable[[CompilerOptions], Prepared],
+        prepare: Callable[[CompilerOptions], Prepared | AroundReferences],
     ):
         self.traced, self.program, self.derive, self.prepare = traced, program, derive, prepare
 
@@ -92,7 +93,7 @@ class FlatCompiled:
       prepared: what runs it.
     """
 
-    def __init__(self, lowered: FlatLowered, prepared: Prepared):
+    def __init__(self, lowered: FlatLowered, prepared: Prepared | AroundReferences):
         self.lowered, self.prepared = lowered, prepared
 
     def __getattr__(self, name: str) -> Any:
@@ -125,14 +126,14 @@ class FlatCompiled:
                 f"Cannot apply JAX transformations to {self.lowered.traced.fun_name}, which was compiled for "
                 "certain arguments: transform it first, as in mm.jit(nnx.grad(f)).lower(...).compile()"
             )
-        found, (expected, home) = aval_of(x), self._expected[n]
+        ((found,), (expected, home)) = avals_of([x], typed=False), self._expected[n]
         if (found.shape, found.dtype) != (expected.shape, expected.dtype):
             raise TypeError(
                 f"{self._name(n)} was compiled for the type {_short(expected)}, and is called with "
                 f"{_short(found)}: lower it for this one, or call what mm.jit made, which compiles for what "
                 "it is given"
             )
-        if home is None:
+        if home is None or isinstance(x, jax.Ref):  # what it holds is brought to where it is read
             return x
         if not is_committed(x):
             return put(x, home)
@@ -147,7 +148,9 @@ class FlatCompiled:
     def _expected(self) -> list[tuple[jax.ShapeDtypeStruct, Any]]:
         """The type of each argument, and where it lives, if that was said."""
         described = lambda x: isinstance(x, jax.ShapeDtypeStruct) or is_committed(x)
-        return [(aval_of(x), x.sharding if described(x) else None) for x in self.lowered.traced.leaves]
+        leaves = self.lowered.traced.leaves
+        avals = avals_of(leaves, typed=False)
+        return [(aval, x.sharding if described(x) else None) for aval, x in zip(avals, leaves)]
 
     def _name(self, n: int) -> str:
         return f"{self.lowered.traced.record.names()[n]} of {self.lowered.traced.fun_name}"
@@ -216,7 +219,8 @@ class FlatCompiled:
     def _output_shardings(self) -> list[Any]:
         anywhere = jnp.zeros(()).sharding
         found = result_shardings(self.prepared.bound, self.prepared.compiled.shardings)
-        return [s or anywhere for s in found]
+        # Behind the results stands what references hold in the end.
+        return [s or anywhere for s in found[: self.out_tree.num_leaves]]
 
     @property
     def _output_formats(self) -> list[Format]:

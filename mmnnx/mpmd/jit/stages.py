@@ -17,6 +17,7 @@ from mmnnx.mpmd.frontend.graph import is_node
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.equations import scopes_in
 from mmnnx.mpmd.ir.shardings import is_committed
+from mmnnx.mpmd.jit.argument_types import mesh_in_types, typed_mesh
 from mmnnx.mpmd.jit.cache_key import program_key, with_shardings
 from mmnnx.mpmd.jit.lowered import FlatLowered
 from mmnnx.mpmd.jit.static_arguments import restore
@@ -26,7 +27,7 @@ from mmnnx.mpmd.runtime.donated_arguments import check_shared
 from mmnnx.mpmd.runtime.prepare import Run
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task import Task
-from mmnnx.sharding.task_scope import find_task
+from mmnnx.sharding.task_scope import find_task, ignoring
 
 
 class XlaOptions(NamedTuple):
@@ -97,13 +98,15 @@ class FlatTraced:
     def run_as_it_is(self) -> Run:
         """What runs the function as it is, where all that it touches is in one place."""
         jitted, tree, static = self.jitted, self.tree, self.static
+        mesh = None if ignoring.get() else typed_mesh(self.leaves)
         donated, names = [a.donated for a in jax.tree.leaves(self.traced.args_info)], self.record.names()
 
         def run(leaves: Sequence[Any]) -> list[Any]:
             if True in donated:
                 check_shared(leaves, donated, names)
             args, kwargs = restore(jax.tree.unflatten(tree, leaves), static)
-            return jax.tree.leaves(jitted(*args, **kwargs))
+            with mesh_in_types(mesh):
+                return jax.tree.leaves(jitted(*args, **kwargs))
 
         return run
 
@@ -111,7 +114,7 @@ class FlatTraced:
         """What a program depends on in each array: its name, its type and where it lives."""
 
         def where(x: Any) -> str:
-            return f" on {x.sharding}" if is_committed(x) else ""
+            return f" on {x.sharding}" if is_committed(_compat.held(x)) else ""
 
         return [(str(leaf), f"{jax.typeof(x)}{where(x)}") for leaf, x in zip(self.record.inputs, self.leaves)]
 

@@ -40,8 +40,11 @@ def fixed_shardings(
     given = function.given(flat)
     if placement is not None:
         fixed |= _of_loops(plan, placement, given, function.meshes.moving)
-    for values, sharding in zip(results, function.shardings.out_shardings):
-        if len(values) == 1 and sharding is not None:
+    by_type = function.traced.result_shardings
+    for values, asked, typed in zip(results, function.shardings.out_shardings, by_type):
+        if len(values) == 1 and (sharding := asked or typed) is not None:
+            if asked is None:
+                sharding = entering(values[0][0].aval, values[0][1], sharding)
             fixed |= _result(values[0], sharding, plan)
     return fixed
 

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from mmnnx.mpmd.distributed.processes import holders, is_described
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.ir.equations import Equation, Flat, is_var
-from mmnnx.mpmd.ir.shardings import constrains, is_committed
+from mmnnx.mpmd.ir.shardings import constrains, explicit_mesh, is_committed
 
 
 def runs_as_it_is(function: Function, flat: Flat, mesh: Mesh) -> bool:
@@ -20,6 +20,8 @@ def runs_as_it_is(function: Function, flat: Flat, mesh: Mesh) -> bool:
       mesh: that mesh.
     """
     record = function.record
+    if not function.traced.typed and any(explicit_mesh(jax.typeof(x)) is not None for x in function.leaves):
+        return False  # JAX would trace it with shardings in types
     groups = {frozenset(x.sharding.device_set) for x in function.leaves if is_committed(x)}
     if len(groups) > 1 or len(holders(mesh)) < jax.process_count():  # every process decides alike
         return False
@@ -30,14 +32,18 @@ def runs_as_it_is(function: Function, flat: Flat, mesh: Mesh) -> bool:
     if function.is_placed:  # else it runs on the default device
         if groups != {frozenset(mesh.devices.flat)} or not _reads_one(function, flat):
             return False
+        if record.references:  # JAX takes all of them as committed to where they are
+            return False
         if constrains(function.jaxpr, mesh):  # over a mesh that is larger, perhaps
             return False
     # Left to itself, XLA may shard new values of state otherwise than the old ones.
     made = {v for node in flat.nodes for v in node.outvars}
     return not any(
         leaf is not None and leaf.updates is not None and s is not None and s.num_devices > 1
-        for leaf, s, v in zip(record.results, function.shardings.out_shardings, flat.outvars)
-        if is_var(v) and v in made
+        for leaf, s, by_type, v in zip(
+            record.results, function.shardings.out_shardings, function.traced.result_shardings, flat.outvars
+        )
+        if is_var(v) and v in made and by_type is None
     )
 
 

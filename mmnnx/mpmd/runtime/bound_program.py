@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
+from mmnnx.mpmd.frontend.over_arrays import OverArrays
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.dump import Dump
 from mmnnx.mpmd.ir.equations import Flat, Var
@@ -32,6 +32,7 @@ class BoundProgram:
       results: for each result, the values of the program that hold it; none for an argument or a constant.
       record, traced: what the trace showed.
       multimesh: whose devices values that are kept on every mesh are spread over.
+      explicit: for some meshes, the same with Explicit axes, which results are on for the caller.
       dump: where stages write what they hand on.
     """
 
@@ -43,8 +44,9 @@ class BoundProgram:
     out_shardings: Sequence[NamedSharding | None]
     results: Sequence[Sequence[PlacedVar]]
     record: Record
-    traced: jax.stages.Traced
+    traced: OverArrays
     multimesh: MultiMesh | None
+    explicit: Mapping[Mesh, Mesh]
     dump: Dump
 
     @property
@@ -55,7 +57,7 @@ class BoundProgram:
     @property
     def donated(self) -> list[bool]:
         """Whether each argument is donated."""
-        return [a.donated for a in jax.tree.leaves(self.traced.args_info)]
+        return self.traced.donated
 
     @property
     def number(self) -> dict[Var, int]:

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.ir.equations import is_var
-from mmnnx.mpmd.ir.shardings import is_committed
+from mmnnx.mpmd.ir.shardings import entering, is_committed
 from mmnnx.mpmd.partition.partition import Partition
 
 
@@ -21,8 +21,17 @@ def out_shardings(function: Function, partition: Partition) -> list[NamedShardin
     def is_constant(v, values) -> bool:
         return not values and not (is_var(v) and v in inputs) and not v.aval.shape
 
-    results = zip(flat.outvars, partition.results, function.shardings.out_shardings)
-    return [everywhere if s is None and is_constant(v, values) else s for v, values, s in results]
+    found: list[NamedSharding | None] = []
+    by_type = function.traced.result_shardings
+    for v, values, sharding, typed in zip(
+        flat.outvars, partition.results, function.shardings.out_shardings, by_type
+    ):
+        if sharding is None and is_constant(v, values):
+            sharding = everywhere
+        elif sharding is None and typed is not None and len(values) == 1:
+            sharding = entering(v.aval, values[0][1], typed)
+        found.append(None if sharding is None else function.meshes.as_given(sharding))
+    return found
 
 
 def next_shardings(
@@ -53,5 +62,5 @@ def next_shardings(
         if len(values) > 1 and multimesh is not None:
             found[number] = NamedSharding(multimesh.mesh, PartitionSpec())
         elif sharding is not None or (values and values[0][1] in meshes):
-            found[number] = sharding or NamedSharding(values[0][1], PartitionSpec())
+            found[number] = sharding or function.meshes.as_given(NamedSharding(values[0][1], PartitionSpec()))
     return found

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
 from mmnnx.mpmd.distributed.processes import absent_array, is_here
 from mmnnx.mpmd.ir.equations import is_var
 from mmnnx.mpmd.ir.fragments import PlacedVar
+from mmnnx.mpmd.ir.shardings import transferred
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.mpmd.runtime.put import own_copy, put
 from mmnnx.sharding.mesh import MultiMesh
@@ -33,6 +34,8 @@ def deliver_results(bound: BoundProgram) -> list[Delivery]:
     ):
         argument = number.get(v) if is_var(v) else None
         delivery = _deliver(v, argument, requested, values, bound.multimesh)
+        if requested is None and values and (given := bound.explicit.get(values[0][1])) is not None:
+            delivery = _on_mesh(given, delivery)
         # Two results, or a result and an argument that it is not the state of, never share a buffer.
         foreign = argument is not None and (leaf is None or leaf.updates != argument)
         delivery = _copied(delivery) if foreign or (is_var(v) and v in used) else delivery
@@ -87,6 +90,17 @@ def _deliver(
         return lambda values, arrays: _at(requested, _array(values[number]))
     constant = jnp.asarray(var.val, var.aval.dtype)
     return _copied(lambda values, arrays: _at(requested, constant))
+
+
+def _on_mesh(mesh: Mesh, delivery: Delivery) -> Delivery:
+    """The same result on a mesh of the same devices, sharded as it is."""
+
+    def moved(values: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
+        made = delivery(values, arrays)
+        named = isinstance(made.sharding, NamedSharding)  # as far as JAX can say how XLA sharded it
+        return put(made, transferred(made.sharding, mesh)) if named else made
+
+    return moved
 
 
 def _everywhere(arrays: Sequence[jax.Array], target: NamedSharding) -> jax.Array:

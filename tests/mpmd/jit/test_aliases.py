@@ -313,12 +313,3 @@ def test_donating_one_array_twice_is_refused(other):
     ):
         mm.jit(target, donate_argnums=(0, 1))(m, n, TABLE)
     assert not m.a.get_value().is_deleted()
-
-
-def test_references_are_refused():
-    class Referring(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Variable(jnp.ones(4), ref=True)
-
-    with pytest.raises(ValueError, match=r"0\.w is a Variable with ref=True"):
-        mm.jit(lambda m: m.w[...].sum())(Referring())
