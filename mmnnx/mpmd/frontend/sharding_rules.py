@@ -45,7 +45,8 @@ def sharding_rules(prefix: Any, tree: Any, name: str, around: Any) -> dict[int, 
                 matched = used.setdefault(id(entry), (entry, set()))[1]
                 matches = _matches(entry, paths, value, parameters)
                 matched.update(match.index for match in matches)
-                rule = Rule(matches[0].task, matches[0].sharding, matches[0].own) if matches else None
+                match = matches[0] if matches else None
+                rule = Rule(match.task, match.sharding, match.own, paths[0]) if match is not None else None
             else:
                 rule = _rule(entry, paths[0], value)
             if rule is not None:
