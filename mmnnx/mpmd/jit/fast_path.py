@@ -8,7 +8,7 @@ only to know that its arguments have equal keys: modules are pytrees, so that is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flax import nnx
 
 from mmnnx import _compat
 from mmnnx.mpmd.jit.cache_key import surroundings
+from mmnnx.mpmd.jit.homes import is_homeless
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +46,14 @@ class FastPath:
       inputs: for each input, the number of its value.
       updates: (number of a result, number of the value whose Variable gets it).
       out_tree: structure of what the call returns, which are the last results.
+      homeless: the Variables, by number of their values, whose arrays lived nowhere in particular.
     """
 
     run: Callable[[Sequence[Any]], list[Any]]
     inputs: tuple[int, ...]
     updates: tuple[tuple[int, int], ...]
     out_tree: Any
+    homeless: tuple[int, ...]
 
     def __call__(self, arguments: Arguments) -> Any:
         results = self.run([arguments.values[n] for n in self.inputs])
@@ -108,6 +111,14 @@ def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
             return None
         values.append(value)
     return Arguments((static, surroundings(), shared, same, types, tree), variables, values)
+
+
+def variables_in(*trees: Any) -> Collection[nnx.Variable]:
+    """Every Variable in arguments or results."""
+    arguments = flatten_arguments(trees, None)
+    if arguments is not None:
+        return arguments.variables.values()
+    return [value for _, value in nnx.iter_graph(trees) if isinstance(value, nnx.Variable)]
 
 
 _VARIABLE, _MODULE, _ARRAY, _NUMBER, _OTHER = "Variable", "module", "array", "number", "other"
@@ -195,4 +206,5 @@ def fast_path(
     written = [(result, inputs[n]) for result, n in enumerate(state) if n is not None]
     if len(written) < len(state) or any(n not in arguments.variables for _, n in written):
         return None
-    return FastPath(run, inputs, tuple(written), out_tree)
+    homeless = tuple(n for n in arguments.variables if is_homeless(arguments.values[n]))
+    return FastPath(run, inputs, tuple(written), out_tree, homeless)

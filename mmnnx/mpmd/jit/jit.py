@@ -16,7 +16,15 @@ from mmnnx import _compat
 from mmnnx.mpmd.frontend.observe import Observer
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Profile
-from mmnnx.mpmd.jit.fast_path import FastPaths, fast_path, flatten_arguments
+from mmnnx.mpmd.jit.fast_path import (
+    Arguments,
+    FastPath,
+    FastPaths,
+    fast_path,
+    flatten_arguments,
+    variables_in,
+)
+from mmnnx.mpmd.jit.homes import bring_home, note_homes
 from mmnnx.mpmd.jit.inner_jit import FlatJit
 from mmnnx.mpmd.jit.static_arguments import static_arguments
 from mmnnx.mpmd.runtime.profile import measuring
@@ -123,23 +131,38 @@ class Jit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         as_it_is = ignoring.get() or _compat.jit_is_disabled()
-        if as_it_is or not self._in_graph_mode or _compat.in_cached_partial():
+        if as_it_is or _compat.in_cached_partial():
             try:
                 return self._nnx_jit(*args, **kwargs)
             finally:
                 self._inner.take_call()  # or it would keep the arguments alive
         with self._inner.context():
-            arguments = flatten_arguments(*self._inner.static.separate(args, kwargs))
-            if arguments is not None and (known := self._fast_paths.find(arguments)) is not None:
+            arguments, known = self._find(args, kwargs)
+            if known is None or known.homeless:
+                variables = variables_in(args, kwargs) if arguments is None else arguments.variables.values()
+                if bring_home(variables):
+                    arguments, known = self._find(args, kwargs)
+            if arguments is not None and known is not None:
                 return known(arguments)
         out = self._nnx_jit(*args, **kwargs)
         call = self._inner.take_call()
-        if arguments is not None and call is not None and call.record.out_tree is not None:
+        if call is None:
+            return out
+        note_homes(variables_in(args, kwargs, out))
+        if arguments is not None and call.record.out_tree is not None:
             updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
             new = fast_path(arguments, call.leaves, updates, call.run, call.record.out_tree)
             if new is not None:
                 self._fast_paths.add(arguments, new)
         return out
+
+    def _find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Arguments | None, FastPath | None]:
+        """The arguments of a call, flattened, and how to repeat one that had arguments like these."""
+        dynamic, static = self._inner.static.separate(args, kwargs)
+        arguments = flatten_arguments(dynamic, static) if self._in_graph_mode else None
+        return arguments, self._fast_paths.find(arguments) if arguments is not None else None
 
     def __repr__(self) -> str:
         return f"mm.jit({getattr(self, '__qualname__', 'function')})"
@@ -153,16 +176,19 @@ class Jit:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The function traced for these arguments, to be lowered and compiled. See `jax.stages.Traced`."""
+        bring_home(variables_in(args, kwargs))
         return self._nnx_jit.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The function lowered for these arguments, to be compiled. See `jax.stages.Lowered`."""
+        bring_home(variables_in(args, kwargs))
         return self._nnx_jit.lower(*args, **kwargs)
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with these arguments runs: to print, verify, simulate and draw.
 
-        Nothing is compiled or run, and the arguments are not changed.
+        Nothing is compiled or run, and the arguments keep their values. State that was updated from the host
+        goes back to where it lived, as in a call.
         """
         traced = _compat.inner_traced(self.trace(*args, **kwargs))
         return dataclasses.replace(
