@@ -71,19 +71,19 @@ def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
     """
     modules: list[int] = []  # by id, as often as they are met
     times: dict[int, int] = {}
+    endless: list[Any] = []
 
     def is_variable(x: Any) -> bool:
         kind = _KINDS[type(x)]
         if kind is _MODULE:
             modules.append(id(x))
             times[id(x)] = times.get(id(x), 0) + 1
-            if times[id(x)] > _MANY:
-                raise _Endless
-        return kind is _VARIABLE
+            if times[id(x)] > _MANY:  # to raise an error here would cost JAX some of Python's stack for good
+                endless.append(x)
+        return kind is _VARIABLE or bool(endless)
 
-    try:
-        leaves, tree = jax.tree.flatten(dynamic, is_leaf=is_variable)
-    except _Endless:
+    leaves, tree = jax.tree.flatten(dynamic, is_leaf=is_variable)
+    if endless:
         return None
     numbers = {m: n for n, m in enumerate(times)}
     same = [numbers[m] for m in modules] if len(numbers) < len(modules) else None
@@ -123,11 +123,8 @@ def variables_in(*trees: Any) -> Collection[nnx.Variable]:
 
 _VARIABLE, _MODULE, _ARRAY, _NUMBER, _OTHER = "Variable", "module", "array", "number", "other"
 
-_MANY = 64  # a module that is met more often refers to itself, as a child does that knows its parent
-
-
-class _Endless(Exception):
-    """Raised out of the flattening of such a module: in C++ it would go on until Python's stack is full."""
+_MANY = 64  # a module that is met more often refers to itself, as a child does that knows its parent.
+# Its flattening would go on until Python's stack is full.
 
 
 class _Kinds(dict[type, str]):
