@@ -142,7 +142,8 @@ def _placing(record: Record) -> dict[tuple[Task, Mesh], list[Path]]:
     for leaf in (*record.inputs, *record.results):
         rule = leaf.rule if leaf is not None else None
         if rule is not None and rule.task is not None and isinstance(rule.sharding, NamedSharding):
-            found.setdefault((rule.task, mesh_of(rule.sharding)), []).append(rule.path)
+            paths = found.setdefault((rule.task, mesh_of(rule.sharding)), [])
+            paths += [] if leaf.is_optimizer_state else [rule.path]  # which is known by its parameter
     return found
 
 

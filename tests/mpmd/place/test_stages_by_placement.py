@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -13,7 +15,7 @@ import mmnnx as mm
 from mmnnx.train.checkpoint import Checkpoints
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import ADAMW, assert_parity, assert_same, born, pipeline, place
+from tests.mpmd.parity import ADAMW, assert_parity, assert_same, born_with_optimizer, pipeline, place
 
 SMALL = make(models.MLP, 4, 8)
 VEE, LOOP, NEIGHBOURS = (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1)
@@ -91,6 +93,17 @@ def test_weights_of_the_first_stage_that_the_last_uses_too():
     assert len([t for t in program.transfers if t.microbatch is not None]) == 4 * 2 * 2
 
 
+def test_state_that_changes_with_every_microbatch():
+    """BatchNorm's statistics, and Dropout's counters, which no stage owns."""
+    mesh, tasks = tasks_on(VEE)
+    parts = [("convs", 0)], [("norms", 0)], [("convs", 1)], [("norms", 1), "head", "dropouts"]
+    program = assert_parity(
+        *(make(models.ConvNet), models.cross_entropy, models.images(rows=8), place(tasks, *parts)),
+        **dict(mesh=mesh, microbatch=2, schedule="zbv", steps=2, whole_batch=False),
+    )
+    assert stages_of(program) == [(0, 3), (1, 2)]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1", None])
 def test_neighbours_are_one_stage_where_the_schedule_has_no_use_for_two(schedule):
     """As many transfers, and as many calls, as if one task had the state of both."""
@@ -120,11 +133,40 @@ def test_a_schedule_of_their_names_tells_neighbours_apart():
     assert {name for row in rows for name in row} <= {f.name for f in program.fragments}
 
 
+@pytest.mark.parametrize("meshes", [VEE, NEIGHBOURS])
+def test_as_many_stages_as_are_asked_for(meshes):
+    mesh, tasks = tasks_on(meshes)
+    with mesh:
+        model, optimizer = born_with_optimizer(SMALL, one_layer_each(tasks), ADAMW)
+        batch = models.vectors(rows=8)
+        counts = [
+            len({n for stages in stages_of(mm.jit(step).program(model, optimizer, batch)) for n in stages})
+            for step in (step_of(None), step_of(None, num_stages=4))
+        ]
+    assert counts == [len(list(itertools.groupby(meshes))), 4]
+
+
+def test_each_stage_has_the_options_of_its_task():
+    """Two tasks with state on one mesh, of which one has its forward computed again."""
+    mesh, tasks = tasks_on(VEE)
+    batch = models.vectors(rows=8)
+    saved = []
+    for remat in (None, True):
+        tasks[2] = dataclasses.replace(tasks[2], remat=remat)
+        program = assert_parity(
+            *(make(models.MLP, 8, 8), models.squared_error, batch),
+            place(tasks, *([("layers", (2 * n, 2 * n + 1))] for n in range(4))),
+            **dict(mesh=mesh, microbatch=2, schedule="zbv", steps=1),
+        )
+        saved.append(list(program.simulate().residual_bytes.values()))
+    (first, second), (same, less) = saved
+    assert first == same and less < second
+
+
 def test_too_few_microbatches_for_stages_told_apart():
     mesh, tasks = tasks_on(VEE)
     with mesh:
-        model = born(SMALL, one_layer_each(tasks))
-        optimizer = mm.jit(lambda m: nnx.Optimizer(m, ADAMW, wrt=nnx.Param))(model)
+        model, optimizer = born_with_optimizer(SMALL, one_layer_each(tasks), ADAMW)
         with pytest.raises(ValueError, match="two microbatches for each mesh, at least 4 here"):
             mm.jit(step_of("dualpipe-v")).program(model, optimizer, models.vectors(rows=4))
 
