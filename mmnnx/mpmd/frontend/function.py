@@ -140,10 +140,12 @@ def _placing(record: Record) -> dict[tuple[Task, Mesh], list[Path]]:
     """The tasks of the rules that place arguments and results, with their meshes; the state paths of each."""
     found: dict[tuple[Task, Mesh], list[Path]] = {}
     for leaf in (*record.inputs, *record.results):
-        rule = leaf.rule if leaf is not None else None
-        if rule is not None and rule.task is not None and isinstance(rule.sharding, NamedSharding):
-            paths = found.setdefault((rule.task, mesh_of(rule.sharding)), [])
-            paths += [] if leaf.is_optimizer_state else [rule.path]  # which is known by its parameter
+        if leaf is None or leaf.rule is None:
+            continue
+        task, sharding = leaf.rule.task, leaf.rule.sharding
+        if task is not None and isinstance(sharding, NamedSharding):
+            paths = found.setdefault((task, mesh_of(sharding)), [])
+            paths += [] if leaf.is_optimizer_state else [leaf.rule.path]  # which is known by its parameter
     return found
 
 
