@@ -288,6 +288,33 @@ def set_values(pairs: Sequence[tuple[nnx.Variable, Any]]) -> None:
             object.__setattr__(variable, "_raw_value", value)
 
 
+class _Noted(nnx.tracers.TraceState):
+    """The trace that a Variable belongs to, and a note."""
+
+    __slots__ = ("note",)
+
+    def __init__(self, trace: nnx.tracers.TraceState, note: Any):
+        self._jax_trace, self.note = trace.jax_trace, note
+
+    def __reduce__(self) -> Any:
+        return nnx.tracers.TraceState, ()
+
+
+def set_note(variable: nnx.Variable, note: Any) -> None:
+    """Keeps something with a Variable that is no part of it: not of its metadata, its clones or its pickle.
+
+    A Variable has no attributes of its own, cannot be hashed and cannot be referred to weakly. But it alone
+    has the object that says which trace it belongs to.
+    """
+    if not (variable.hijax or variable.ref):
+        object.__setattr__(variable, "_trace_state", _Noted(variable._trace_state, note))
+
+
+def note(variable: nnx.Variable) -> Any:
+    """What `set_note` keeps with a Variable; None without."""
+    return getattr(variable._trace_state, "note", None)
+
+
 def weakly_typed(x: jax.Array) -> jax.Array:
     """The same array with a weak type, for which `jax.make_array_from_single_device_arrays` has no name."""
     shards = [shard.data for shard in x.addressable_shards]

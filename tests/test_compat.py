@@ -6,6 +6,7 @@ A test that fails here after an upgrade says which entry of `_compat` to mend.
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -298,7 +299,7 @@ def test_nodes_stand_for_nnx_objects():
 def test_tree_states_stand_for_nnx_objects_without_updates_of_graphs():
     """And are made by nnx.prefix in graph mode, with what it was asked for in `.state`."""
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    traced = _compat.inner_traced(nnx.jit(lambda m: m.bias[...], graph_updates=False).trace(model))
+    traced = _compat.inner_stage(nnx.jit(lambda m: m.bias[...], graph_updates=False).trace(model))
     (node,), _ = traced.args_info
     assert isinstance(node, _compat.TREE_STATE)
     prefix = nnx.prefix(model, {nnx.PathContains("bias"): 1, ...: None}, graph=True)
@@ -532,6 +533,32 @@ def test_set_values():
     with pytest.raises(errors.TraceContextError):
         inside(jnp.zeros(()))
     assert [float(v[...]) for v in variables] == [2, 3]
+
+
+def test_set_note():
+    """The Variable keeps it, and belongs to its trace as before; what is made from the Variable has none."""
+    variable = nnx.Param(jnp.zeros(2), note="of its metadata")
+    assert _compat.note(variable) is None
+    trace = nnx.Param(jnp.zeros(2))._trace_state
+    for note in ("one", "two"):
+        _compat.set_note(variable, note)
+        assert _compat.note(variable) == note and variable.note == "of its metadata"
+    assert isinstance(variable._trace_state, _compat._Noted) and variable._trace_state == trace
+    nnx.update(variable, nnx.Param(jnp.ones(2), other="metadata"))
+    assert _compat.note(variable) == "two" and variable[0] == 1
+
+    @jax.jit
+    def inside(x):
+        variable.set_value(x)
+
+    with pytest.raises(errors.TraceContextError):
+        inside(jnp.zeros(2))
+    for copied in (nnx.clone(variable), pickle.loads(pickle.dumps(variable))):
+        assert _compat.note(copied) is None and copied._trace_state == trace
+        copied.set_value(jnp.zeros(2))
+    reference = nnx.Param(jnp.zeros(2), ref=True)
+    _compat.set_note(reference, "nowhere")
+    assert _compat.note(reference) is None
 
 
 def test_is_traced(tmp_path):

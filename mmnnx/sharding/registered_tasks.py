@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from jax.sharding import Mesh
 
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
+from mmnnx.sharding.path_filter import Path
 from mmnnx.sharding.registry import Matcher, Registry, Rule
 from mmnnx.sharding.task import Task
 
@@ -47,20 +48,43 @@ def clear_tasks() -> None:
     global_registry.clear()
 
 
-def place_task(task: Task, mesh: Mesh) -> None:
-    """Remember that a rule of a TaskSharding has put state of a task on a mesh."""
+def place_task(task: Task, mesh: Mesh, paths: Iterable[Path]) -> None:
+    """Remember that rules of a TaskSharding have put the state of these paths on the mesh of a task."""
     multimesh = current_multimesh()
-    (global_registry if multimesh is None else multimesh.registry).place(_devices(mesh), task)
+    registry = global_registry if multimesh is None else multimesh.registry
+    registry.place(_devices(mesh), task, map(_text, paths))
 
 
 def placed_tasks(mesh: Mesh, multimesh: MultiMesh | None) -> tuple[Task, ...]:
     """The tasks that have state on a mesh, without those that have a `loop_dependent_mesh_slice`."""
-    devices = _devices(mesh)
-    tasks = () if multimesh is None else multimesh.registry.placed(devices)
-    # A task of all devices, perhaps of an earlier program, says nothing about the whole MultiMesh.
-    if not tasks and (multimesh is None or devices != _devices(multimesh.mesh)):
-        tasks = global_registry.placed(devices)
+    registry = _registry_of(mesh, multimesh)
+    tasks = registry.placed(_devices(mesh)) if registry is not None else ()
     return tuple(t for t in tasks if t.loop_dependent_mesh_slice is None)
+
+
+def task_of_state(path: Path, mesh: Mesh, multimesh: MultiMesh | None) -> Task | None:
+    """The one of several tasks with state on a mesh that has the state of a path; None if that is not known.
+
+    State is known by the path that it was placed by, whatever it is in by now: an optimizer, a tuple, a copy
+    that was restored.
+    """
+    tasks = placed_tasks(mesh, multimesh)
+    registry = _registry_of(mesh, multimesh) if len(tasks) > 1 else None
+    task = registry.owner(_devices(mesh), _text(path)) if registry is not None else None
+    return task if task in tasks else None
+
+
+def _registry_of(mesh: Mesh, multimesh: MultiMesh | None) -> Registry | None:
+    """The registry that has the tasks with state on a mesh: that of the MultiMesh, else the global one."""
+    devices = _devices(mesh)
+    if multimesh is not None and multimesh.registry.placed(devices):
+        return multimesh.registry
+    # A task of all devices, perhaps of an earlier program, says nothing about the whole MultiMesh.
+    return None if multimesh is not None and devices == _devices(multimesh.mesh) else global_registry
+
+
+def _text(path: Path) -> Path:
+    return tuple(map(str, path))
 
 
 def _devices(mesh: Mesh) -> tuple[Any, ...]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from mmnnx.sharding.path_filter import Path, parts_of
 
 Matcher = str | re.Pattern
 
@@ -64,6 +66,7 @@ class Registry:
         self.content: Hashable = ()
         self._rules: list[Rule] = []
         self._placed: dict[tuple[Any, ...], dict[str | None, Any]] = {}  # by the shape and devices of a mesh
+        self._owners: dict[tuple[Any, ...], dict[Path, str | None]] = {}  # the same, by path: the name
         self._found: dict[str, Rule | None] = {}  # find() is called for each equation of a program
 
     def add(self, matcher: Matcher, callback: Callable[[str, bool], Any] | None, task: Any) -> None:
@@ -80,16 +83,24 @@ class Registry:
         self._rules.append(rule)
         self._changed()
 
-    def place(self, where: tuple[Any, ...], task: Any) -> None:
-        """Remember that a task has state on a mesh; it replaces a task of the same name."""
-        tasks = self._placed.setdefault(where, {})
-        if tasks.get(task.name) != task:
+    def place(self, where: tuple[Any, ...], task: Any, paths: Iterable[Path] = ()) -> None:
+        """Remember that a task has state on a mesh, of these paths; it replaces one of the same name."""
+        tasks, owners = self._placed.setdefault(where, {}), self._owners.setdefault(where, {})
+        new = {path: task.name for path in paths if path not in owners or owners[path] != task.name}
+        owners.update(new)
+        if new or tasks.get(task.name) != task:
             tasks[task.name] = task
             self._changed()
 
     def placed(self, where: tuple[Any, ...]) -> tuple[Any, ...]:
         """The tasks that have state on a mesh."""
         return tuple(self._placed.get(where, {}).values())
+
+    def owner(self, where: tuple[Any, ...], path: Path) -> Any:
+        """The task whose state on a mesh is that of a path, or of a part of it; None where none is known."""
+        owners = self._owners.get(where, {})
+        part = next((part for part in parts_of(path) if part in owners), None)
+        return None if part is None else self._placed[where][owners[part]]
 
     def patterns(self) -> list[str]:
         """The matchers as text."""
@@ -108,12 +119,22 @@ class Registry:
         """Forget all rules and tasks."""
         self._rules.clear()
         self._placed.clear()
+        self._owners.clear()
         self._found.clear()
         self.content = ()
 
     def _changed(self) -> None:
         self._found.clear()
-        self.content = *self._rules, *((where, *tasks.values()) for where, tasks in self._placed.items())
+        # Whose state is where makes a difference to a program where one mesh has that of several tasks.
+        self.content = (
+            *self._rules,
+            *((where, *tasks.values()) for where, tasks in self._placed.items()),
+            *(
+                (where, *self._owners[where].items())
+                for where, tasks in self._placed.items()
+                if len(tasks) > 1
+            ),
+        )
 
     def find(self, name: str) -> Rule | None:
         """The first rule that matches `name`."""

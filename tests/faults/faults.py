@@ -575,8 +575,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="program-for-another-home",
         file="mmnnx/mpmd/jit/cache_key.py",
-        old="return (aval_of(x), x.sharding) if placed else aval_of(x)",
-        new="return aval_of(x)",
+        old="return (aval, x.sharding) if placed else aval",
+        new="return aval",
         what=(
             "Arguments that live elsewhere than those of an earlier call are given to the program of "
             "that call."
@@ -690,10 +690,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="any-end-of-a-path",
         file="mmnnx/sharding/placement.py",
-        old=(
-            "        ends = [end for end in ends if end in parameters][:1] or ends  # the longest comes "
-            "first\n"
-        ),
+        old="        ends = ends if known is None else [known]\n",
         new="",
         what=(
             "A slot of an optimizer is placed by a rule that any end of its path matches, whatever its "

@@ -105,10 +105,17 @@ def _made_once(key: Any, make: Callable[[], Any]) -> Any:
     registry = global_registry if multimesh is None else multimesh.registry
     if not made:
         nodes = make()
-        made[:] = nodes, [(where, t) for where, tasks in registry._placed.items() for t in tasks.values()]
+        made[:] = (
+            nodes,
+            [
+                (where, t, [path for path, name in registry._owners[where].items() if name == t.name])
+                for where, tasks in registry._placed.items()
+                for t in tasks.values()
+            ],
+        )
     nodes, placed = made
-    for where, task in placed:
-        registry.place(where, task)
+    for entry in placed:
+        registry.place(*entry)
     graph, state = nnx.split(nodes)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return nnx.merge(graph, jax.device_put(state, shardings, may_alias=False))

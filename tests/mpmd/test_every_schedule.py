@@ -372,10 +372,11 @@ def test_stages_that_lie_otherwise_are_refused(name, meshes):
 
 @pytest.mark.parametrize("name", VEES)
 def test_a_v_whose_middle_is_one_stage_is_refused(name):
-    """Two neighbours on one mesh are one stage, unless tasks tell them apart: that is said."""
-    mesh, tasks = on_meshes((0, 1, 1, 0))
-    said = refusal(name, mesh, make(models.MLP, width=8), placed(mlp(4), tasks))
-    assert "here they are on meshes 0, 1, 0. (Two stages in a row on one mesh are told apart" in said
+    """Two neighbours on one mesh are one stage, unless they are of different tasks: that is said."""
+    mesh, (first, *middle, last) = on_meshes((0, 1, 1, 0))
+    said = refusal(name, mesh, make(models.MLP, width=8), placed(mlp(4), (first, *middle[:1] * 2, last)))
+    assert "here they are on meshes 0, 1, 0. Two stages in a row on one mesh" in said
+    assert "a Task of its own name in the TaskSharding, or a mm.task in the model" in said
 
 
 def test_too_few_microbatches_are_refused():

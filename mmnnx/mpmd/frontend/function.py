@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from mmnnx.mpmd.frontend.graph import Path
 from mmnnx.mpmd.frontend.in_out_shardings import InOutShardings, find_in_out_shardings
 from mmnnx.mpmd.frontend.meshes import Meshes
 from mmnnx.mpmd.frontend.over_arrays import OverArrays
@@ -19,7 +20,7 @@ from mmnnx.mpmd.ir.equations import Flat, Var, scopes_in
 from mmnnx.mpmd.ir.listing import Names
 from mmnnx.mpmd.ir.shardings import constrains, mesh_of
 from mmnnx.sharding.mesh import MultiMesh
-from mmnnx.sharding.registered_tasks import place_task
+from mmnnx.sharding.registered_tasks import place_task, task_of_state
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import find_task
 
@@ -71,6 +72,14 @@ class Function:
         found = self.task_of(scope)
         return found[1] if found is not None else None
 
+    @functools.cached_property
+    def state_tasks(self) -> list[Task | None]:
+        """For each input, the task whose state it is, where its mesh has state of several."""
+        return [
+            None if leaf is None or home is None else task_of_state(leaf.within, home, self.multimesh)
+            for leaf, home in zip(self.record.inputs, self.shardings.homes)
+        ]
+
     @property
     def donated(self) -> list[bool]:
         """Whether each argument is donated."""
@@ -97,8 +106,8 @@ def enter(traced: OverArrays, record: Record, leaves: Sequence[Any], multimesh: 
     task_of = functools.cache(functools.partial(_task_of, multimesh, meshes))
     for scope in scopes_in(traced.jaxpr):
         task_of(scope)  # from here on the mesh of its task is known
-    for task, mesh in dict.fromkeys(_placing(record)):
-        place_task(task, mesh)
+    for (task, mesh), paths in _placing(record).items():
+        place_task(task, mesh, paths)
     shardings = find_in_out_shardings(record, leaves, traced.jaxpr.out_avals, traced.result_shardings, meshes)
     is_placed = bool(meshes.names())
     if not is_placed and multimesh is not None and constrains(traced.jaxpr):
@@ -139,13 +148,17 @@ def _task_of(multimesh: MultiMesh | None, meshes: Meshes, scope: str) -> tuple[T
         raise ValueError(f"{error} (in the scope {scope!r})") from None
 
 
-def _placing(record: Record) -> Iterator[tuple[Task, Mesh]]:
-    """The tasks of the rules that place arguments and results, with their meshes."""
+def _placing(record: Record) -> dict[tuple[Task, Mesh], list[Path]]:
+    """The tasks of the rules that place arguments and results, with their meshes; the state paths of each."""
+    found: dict[tuple[Task, Mesh], list[Path]] = {}
     for leaf in (*record.inputs, *record.results):
-        if leaf is not None and leaf.rule is not None:
-            task, sharding, _ = leaf.rule
-            if task is not None and isinstance(sharding, NamedSharding):
-                yield task, mesh_of(sharding)
+        if leaf is None or leaf.rule is None:
+            continue
+        task, sharding = leaf.rule.task, leaf.rule.sharding
+        if task is not None and isinstance(sharding, NamedSharding):
+            paths = found.setdefault((task, mesh_of(sharding)), [])
+            paths += [] if leaf.is_optimizer_state else [leaf.rule.path]  # which is known by its parameter
+    return found
 
 
 def _text(function: Function, _: Names) -> str:

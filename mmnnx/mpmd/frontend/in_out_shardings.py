@@ -115,7 +115,7 @@ def _rule(leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
     """The sharding that in_shardings or out_shardings ask for, on one of the meshes."""
     if leaf is None or leaf.rule is None:
         return None
-    task, sharding, _ = leaf.rule
+    task, sharding = leaf.rule.task, leaf.rule.sharding
     if sharding.memory_kind not in (None, own := jax.local_devices()[0].default_memory().kind):
         raise ValueError(
             f"{leaf}: mm.jit keeps arrays in {own!r} memory, not in {sharding.memory_kind!r}: "

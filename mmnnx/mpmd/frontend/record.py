@@ -19,11 +19,13 @@ class Rule(NamedTuple):
       task: the task, if one was named.
       sharding: the sharding.
       own: False for optimizer state that has the rule of its parameter; True for all else.
+      path: the state path that was placed.
     """
 
     task: Task | None
     sharding: Sharding
     own: bool = True
+    path: Path = ()
 
 
 @dataclasses.dataclass(frozen=True)

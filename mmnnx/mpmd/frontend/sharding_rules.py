@@ -50,7 +50,8 @@ def sharding_rules(prefix: Any, tree: Any, name: str, around: Any) -> dict[int, 
             matched = used.setdefault(id(one.entry), (one.entry, set()))[1]
             matches = _matches(one.entry, one.paths, one.value, parameters)
             matched.update(match.index for match in matches)
-            rule = Rule(matches[0].task, matches[0].sharding, matches[0].own) if matches else None
+            match = matches[0] if matches else None
+            rule = Rule(match.task, match.sharding, match.own, one.paths[0]) if match is not None else None
         else:
             rule = _rule(one)
         if rule is None:

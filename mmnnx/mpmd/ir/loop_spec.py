@@ -32,7 +32,12 @@ class LoopSpec:
     @property
     def names_tasks(self) -> bool:
         """Whether the custom schedule is one of names."""
-        return any(not isinstance(entry, Action) for row in self.rows for entry in row)
+        return bool(self.named)
+
+    @property
+    def named(self) -> set[str]:
+        """The names of tasks and fragments in a custom schedule."""
+        return {entry[1] for row in self.rows for entry in row if not isinstance(entry, Action)}
 
 
 _specs: list[LoopSpec] = []

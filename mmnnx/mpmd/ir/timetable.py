@@ -103,8 +103,9 @@ class Stages:
         if self.meshes != (*down, *reversed(down)):
             raise ValueError(
                 f"schedule {name!r} needs two stages on each mesh, in a V, such as 0, 1, 1, 0 on two meshes; "
-                f"here they are on meshes {', '.join(map(str, self.meshes))}. (Two stages in a row on one "
-                "mesh are told apart by their tasks: give each a mm.task.)"
+                f"here they are on meshes {', '.join(map(str, self.meshes))}. Two stages in a row on one "
+                "mesh are told apart by their tasks: give each a Task of its own name in the TaskSharding, "
+                "or a mm.task in the model"
             )
         if interleave not in (None, 2):
             raise ValueError(f"interleave={interleave}, but schedule {name!r} has two stages on each mesh")

@@ -8,7 +8,7 @@ only to know that its arguments have equal keys: modules are pytrees, so that is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flax import nnx
 
 from mmnnx import _compat
 from mmnnx.mpmd.jit.cache_key import surroundings
+from mmnnx.mpmd.jit.homes import is_homeless
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,7 @@ class FastPath:
       updates: (number of a result, number of the value whose Variable gets it).
       out_tree: structure of what the call returns.
       out: which results those are.
+      homeless: the Variables, by number of their values, whose arrays are unplaced.
     """
 
     run: Callable[[Sequence[Any]], list[Any]]
@@ -53,6 +55,7 @@ class FastPath:
     updates: tuple[tuple[int, int], ...]
     out_tree: Any
     out: slice
+    homeless: tuple[int, ...]
 
     def __call__(self, arguments: Arguments) -> Any:
         results = self.run([arguments.values[n] for n in self.inputs])
@@ -70,19 +73,19 @@ def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
     """
     modules: list[int] = []  # by id, as often as they are met
     times: dict[int, int] = {}
+    endless: list[Any] = []
 
     def is_variable(x: Any) -> bool:
         kind = _KINDS[type(x)]
         if kind is _MODULE:
             modules.append(id(x))
             times[id(x)] = times.get(id(x), 0) + 1
-            if times[id(x)] > _MANY:
-                raise _Endless
-        return kind is _VARIABLE
+            if times[id(x)] > _MANY:  # to raise an error here would cost JAX some of Python's stack for good
+                endless.append(x)
+        return kind is _VARIABLE or bool(endless)
 
-    try:
-        leaves, tree = jax.tree.flatten(dynamic, is_leaf=is_variable)
-    except _Endless:
+    leaves, tree = jax.tree.flatten(dynamic, is_leaf=is_variable)
+    if endless:
         return None
     numbers = {m: n for n, m in enumerate(times)}
     same = [numbers[m] for m in modules] if len(numbers) < len(modules) else None
@@ -113,14 +116,19 @@ def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
     return Arguments((static, surroundings(), shared, same, types, tree), variables, values)
 
 
+def variables_in(*trees: Any) -> Collection[nnx.Variable]:
+    """Every Variable in arguments or results."""
+    arguments = flatten_arguments(trees, None)
+    if arguments is not None:
+        return arguments.variables.values()
+    return [value for _, value in nnx.iter_graph(trees) if isinstance(value, nnx.Variable)]
+
+
 _VARIABLE, _MODULE, _OTHER = "Variable", "module", "other"
 _ARRAY, _REFERENCE, _NUMBER = "array", "reference", "number"
 
-_MANY = 64  # a module that is met more often refers to itself, as a child does that knows its parent
-
-
-class _Endless(Exception):
-    """Raised out of the flattening of such a module: in C++ it would go on until Python's stack is full."""
+_MANY = 64  # a module that is met more often refers to itself, as a child does that knows its parent.
+# Its flattening would go on until Python's stack is full.
 
 
 class _Kinds(dict[type, str]):
@@ -206,4 +214,5 @@ def fast_path(
     written = [(result, inputs[n]) for result in state if (n := updates[result]) is not None]
     if len(written) < len(state) or any(n not in arguments.variables for _, n in written):
         return None
-    return FastPath(run, inputs, tuple(written), out_tree, out)
+    homeless = tuple(n for n in arguments.variables if is_homeless(arguments.values[n]))
+    return FastPath(run, inputs, tuple(written), out_tree, out, homeless)

@@ -17,7 +17,15 @@ from mmnnx.mpmd.frontend.references import hijax_refused
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Profile
 from mmnnx.mpmd.jit.check_shardings import check_shardings
-from mmnnx.mpmd.jit.fast_path import FastPaths, fast_path, flatten_arguments
+from mmnnx.mpmd.jit.fast_path import (
+    Arguments,
+    FastPath,
+    FastPaths,
+    fast_path,
+    flatten_arguments,
+    variables_in,
+)
+from mmnnx.mpmd.jit.homes import bring_home, note_homes
 from mmnnx.mpmd.jit.inner_jit import FlatJit
 from mmnnx.mpmd.jit.stage_objects import Lowered, Traced
 from mmnnx.mpmd.jit.stages import FlatTraced
@@ -187,19 +195,34 @@ class Jit(Generic[P, R]):
             finally:
                 self._inner.take_call()  # or it would keep the arguments alive
         with self._inner.context():
-            arguments = flatten_arguments(*self._inner.static.separate(args, kwargs))
-            if arguments is not None and (known := self._fast_paths.find(arguments)) is not None:
+            arguments, known = self._find(args, kwargs)
+            if known is None or known.homeless:
+                variables = variables_in(args, kwargs) if arguments is None else arguments.variables.values()
+                if bring_home(variables):
+                    arguments, known = self._find(args, kwargs)
+            if arguments is not None and known is not None:
                 return known(arguments)
         with hijax_refused((args, kwargs)):
             out = self._nnx_jit(*args, **kwargs)
         call = self._inner.take_call()
-        if arguments is not None and call is not None and call.record.out_tree is not None:
+        if call is None:
+            return out
+        note_homes(variables_in(args, kwargs, out))
+        if arguments is not None and call.record.out_tree is not None:
             updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
             out_tree, out_first = call.record.out_tree, not self._updates_graphs
             new = fast_path(arguments, call.leaves, updates, call.run, out_tree, out_first)
             if new is not None:
                 self._fast_paths.add(arguments, new)
         return out
+
+    def _find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Arguments | None, FastPath | None]:
+        """The arguments of a call, flattened, and how to repeat one that had arguments like these."""
+        dynamic, static = self._inner.static.separate(args, kwargs)
+        arguments = flatten_arguments(dynamic, static)
+        return arguments, self._fast_paths.find(arguments) if arguments is not None else None
 
     def __repr__(self) -> str:
         return f"mm.jit({getattr(self, '__qualname__', 'function')})"
@@ -221,17 +244,18 @@ class Jit(Generic[P, R]):
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The function traced for these arguments, to be lowered and compiled. See `jax.stages.Traced`."""
-        with hijax_refused((args, kwargs)):
-            return Traced(self._nnx_jit.trace(*args, **kwargs))
+        return Traced(self._trace(args, kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The function lowered for these arguments, to be compiled. See `jax.stages.Lowered`."""
+        bring_home(variables_in(args, kwargs))
         return Lowered(self._nnx_jit.lower(*args, **kwargs))
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with these arguments runs: to print, verify, simulate and draw.
 
-        Nothing is compiled or run, and the arguments are not changed.
+        Nothing is compiled or run, and the arguments keep their values. State that was updated from the host
+        goes back to where it lived, as in a call.
         """
         traced = self._flat_traced(*args, **kwargs)
         return dataclasses.replace(
@@ -268,7 +292,13 @@ class Jit(Generic[P, R]):
         return self._flat_traced(*args, **kwargs).input_shardings()
 
     def _flat_traced(self, *args: Any, **kwargs: Any) -> FlatTraced:
-        return _compat.inner_stage(self._nnx_jit.trace(*args, **kwargs))
+        return _compat.inner_stage(self._trace(args, kwargs))
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `nnx.jit` returns: Flax's stage object around ours."""
+        with hijax_refused((args, kwargs)):
+            bring_home(variables_in(args, kwargs))
+            return self._nnx_jit.trace(*args, **kwargs)
 
     def _profile(self, expected: list[tuple[str, str]], *args: Any, **kwargs: Any) -> Profile:
         found = self._flat_traced(*args, **kwargs).signature()

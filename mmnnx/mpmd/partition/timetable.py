@@ -42,10 +42,8 @@ def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:
     table = make_table(name, spec, stages, backward)
     parts = {a.stage for row in table for a in row if a.phase in PARTS}
     split = {positions[s] for s in parts}
-    if spec.names_tasks:
-        named = [entry[1] for row in spec.rows for entry in row]
-        if any(name.endswith((" backward-input", " backward-weight")) for name in named):
-            split.update(positions)
+    if any(name.endswith((" backward-input", " backward-weight")) for name in spec.named):
+        split.update(positions)
     return Timetable(
         name,
         stages,

@@ -37,7 +37,7 @@ def place_forward(region: Region, e: Equation) -> None:
             position = before
             reason = Reason.STATE_IS_SENT
         else:
-            position = region.position(mesh, None, before)
+            position = region.position_of_state(e, mesh, before)
     else:
         position = max(before, 0)
     if scoped is not None or homes:

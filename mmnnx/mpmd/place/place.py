@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.ir.equations import Flat, Loop, Var, While, is_var
@@ -65,7 +65,8 @@ def place(function: Function, flat: Flat, fits: Fits) -> Placed:
         v: flat.invars[n] for v, n in zip(flat.outvars, shardings.follows) if n is not None and is_var(v)
     }
     nodes, sums = separate_sums(flat.nodes)
-    placement = _cheapest(Problem(nodes, inputs, function.task_of, result_state, fits))
+    tasks = {v: task for v, task in zip(flat.invars, function.state_tasks) if task is not None}
+    placement = _cheapest(Problem(nodes, inputs, function.task_of, result_state, fits, tasks))
     grouped = group_sums(flat.nodes, sums, placement)
     placed = Placed(flat, grouped, with_task_options(placement, function.multimesh))
     function.dump.write("place", functools.partial(placed_text, placed, function.meshes.names()))
@@ -78,19 +79,38 @@ def _cheapest(problem: Problem, loop: Loop | None = None) -> Placement:
 
     The others have the flow go back to the state, or begin later what can begin later. In a loop, a single
     array that is used again, such as an embedding, is sent once for all microbatches, and adds no stage.
+
+    Neighbours whose state is on one mesh are one stage, unless the schedule needs or names them apart.
     """
-    tried = [Region(problem, returning=False)]
-    found = [_solved(tried[0])]
+    tried, found = _ways(problem, loop, apart=False)
+    sharing = {task.name for region in tried for task in region.sharing()}
+    if loop is not None and sharing:
+        named = {task for name in loop.spec.named for task in (name, name.rpartition(" ")[0])}
+        if named & sharing or not any(problem.fits(loop, p) for p in found):
+            found = _ways(problem, loop, apart=True)[1]
+    return _best(problem, loop, found)
+
+
+def _ways(problem: Problem, loop: Loop | None, *, apart: bool) -> tuple[list[Region], list[Placement]]:
+    """The regions that differ in where the flow comes to state again, solved; the simplest first."""
+    regions = [Region(problem, returning=False, apart=apart)]
+    found = [_solved(regions[0])]
     meshes = [p.mesh for p in found[0].positions]
-    if not tried[0].sent and len(set(meshes)) == len(meshes):
-        return found[0]
-    if (late := latest_order(tried[0])) is not None:
-        tried.append(Region(problem, returning=False, order=late))
-        found.append(_solved(tried[-1]))
+    if not regions[0].sent and len(set(meshes)) == len(meshes):
+        return regions, found
+    if (late := latest_order(regions[0])) is not None:
+        regions.append(Region(problem, returning=False, apart=apart, order=late))
+        found.append(_solved(regions[-1]))
     few = 1 if loop is None else 2
-    found += [_solved(Region(problem, returning=True, order=r.order)) for r in tried if len(r.sent) >= few]
+    again = [r for r in regions if len(r.sent) >= few]
+    regions += [Region(problem, returning=True, apart=apart, order=r.order) for r in again]
+    return regions, found + [_solved(r) for r in regions[len(found) :]]
+
+
+def _best(problem: Problem, loop: Loop | None, found: Sequence[Placement]) -> Placement:
+    """Of these, the one that sends the fewest bytes: the first, or another that can have the schedule."""
     allowed = [found[0], *(p for p in found[1:] if loop is None or problem.fits(loop, p))]
-    cost = lambda p: (bytes_sent(problem.nodes, p, tried[0].microbatches), len(p.positions))
+    cost = lambda p: (bytes_sent(problem.nodes, p, problem.microbatches or 1), len(p.positions))
     return min(allowed, key=cost) if len(allowed) > 1 else found[0]
 
 
@@ -120,6 +140,7 @@ def _solved(region: Region) -> Placement:
     if not recomputing.get():
         place_free(region)
     place_effects(region)
+    region.name_positions()
     return region.out
 
 
@@ -167,8 +188,8 @@ def _place_while(region: Region, loop: While) -> None:
     def place_body(inputs: dict[Var, Origin]) -> Placement:
         follows = {o: v for v, o in zip(loop.carry_in, loop.carry_out) if inputs[v].home is not None}
         roots = {v: region.roots[v] for v in loop.captured if v in region.roots}
-        body = Problem(loop.body, inputs, region.task_of, follows, region.problem.fits, roots)
-        return _cheapest(body)
+        fits, tasks = region.problem.fits, region.problem.tasks
+        return _cheapest(Problem(loop.body, inputs, region.task_of, follows, fits, tasks, roots))
 
     region.out.bodies[loop] = _settled(loop, inputs, place_body)
     region.where.update((c, activation(inputs[v].home)) for v, c in zip(loop.carry_in, loop.carries))

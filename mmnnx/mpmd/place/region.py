@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from jax.sharding import Mesh
@@ -33,6 +34,7 @@ class Problem:
       task_of: from a name stack to the task scope that it lies in and that task's mesh.
       follows: results whose home is that of a state variable.
       fits: whether a loop can have the schedule that it asks for, if its body is placed so.
+      tasks: whose state is what, where one mesh has that of several tasks.
       roots: for outer variables that are made of state, the state.
       microbatches: how many; None outside loops.
       slices: variables that stand for slices of the batch.
@@ -43,6 +45,7 @@ class Problem:
     task_of: TaskOf
     follows: dict[Var, Var]
     fits: Fits
+    tasks: Mapping[Var, Task]
     roots: dict[Var, frozenset[Var]] = dataclasses.field(default_factory=dict)
     microbatches: int | None = None
     slices: Sequence[Var] = ()
@@ -54,6 +57,7 @@ class Region:
     Attributes:
       returning: whether the flow goes back to state that was used before and lives elsewhere; else the state
         is sent to the flow.
+      apart: whether the state of each task has positions of its own; else neighbours on a mesh share one.
       order: in which the forward is placed.
       out: the placement, as far as it is known.
       maker, users: of each variable.
@@ -65,12 +69,20 @@ class Region:
       used_state: state that the forward has read.
       state_uses: where the forward reads state.
       sent: state that goes to the flow.
+      readers: for each position, the tasks whose state is read there, in no scope.
       loose: forward equations that only the backward reads.
     """
 
-    def __init__(self, problem: Problem, *, returning: bool, order: Sequence[Equation] | None = None):
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        returning: bool,
+        apart: bool = False,
+        order: Sequence[Equation] | None = None,
+    ):
         self.problem, self.nodes, self.task_of = problem, problem.nodes, problem.task_of
-        self.returning = returning
+        self.returning, self.apart = returning, apart
         self.in_loop, self.microbatches = problem.microbatches is not None, problem.microbatches or 1
         self.fuses = fusing.get() == "all" or (fusing.get() == "loops" and self.in_loop)
         self.out = Placement()
@@ -94,6 +106,7 @@ class Region:
         self.used_state: set[Var] = set()
         self.state_uses: dict[Var, set[Location]] = {}
         self.sent: set[Var] = set()
+        self.readers: dict[int, set[Task]] = {}
         self.loose: set[Node] = set()
         self.out.follows.update(problem.follows)
         is_state = lambda a: a if is_var(a) and a in state else None
@@ -124,6 +137,35 @@ class Region:
                 return p
         self.positions.append(Position(mesh, task))
         return len(self.positions) - 1
+
+    def position_of_state(self, e: Equation, mesh: Mesh, at_least: int) -> int:
+        """The same for an equation that reads state of that mesh in no scope."""
+        task = self._state_task(e, mesh)
+        behind = {t for p, tasks in self.readers.items() if p < at_least for t in tasks}
+        own = task if self.apart and task not in behind else None  # else it is used again in what follows
+        position = self.position(mesh, own, at_least)
+        if task is not None:
+            self.readers.setdefault(position, set()).add(task)
+        return position
+
+    def sharing(self) -> set[Task]:
+        """The tasks that share a position, though each has state of its own that is read there."""
+        return {t for tasks in self.readers.values() if len(tasks) > 1 for t in tasks}
+
+    def name_positions(self) -> None:
+        """Gives each position that is in no scope the task whose state is read there, if it is one."""
+        for p, tasks in self.readers.items():
+            if len(tasks) == 1 and self.positions[p].task is None:
+                self.positions[p] = Position(self.positions[p].mesh, *tasks)
+
+    def _state_task(self, e: Equation, mesh: Mesh) -> Task | None:
+        """The task that has most bytes of the state that an equation reads on a mesh, if that is known."""
+        held: Counter[Task] = Counter()
+        for a in filter(is_var, e.invars):
+            if self.where[a].home == mesh:
+                owners = {self.problem.tasks[r] for r in self.roots.get(a, ()) if r in self.problem.tasks}
+                held.update(dict.fromkeys(owners, nbytes(a)))
+        return max(held, key=held.__getitem__, default=None)
 
     def _joined(self, here: Task | None, task: Task | None) -> Task | Literal[False] | None:
         """The task of a position that another joins, False if it must have one of its own."""

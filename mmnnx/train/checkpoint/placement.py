@@ -19,6 +19,7 @@ from mmnnx.inspect.model_state import list_state
 from mmnnx.sharding.aligned_spec import aligned_spec
 from mmnnx.sharding.mesh import current_multimesh, program_devices
 from mmnnx.sharding.placement import PlacementError, TaskSharding
+from mmnnx.sharding.registered_tasks import place_task
 from mmnnx.train.checkpoint.errors import Path
 from mmnnx.train.checkpoint.keys import stored_as
 from mmnnx.train.checkpoint.match import type_of
@@ -137,11 +138,13 @@ def _is_abstract(node: Any) -> bool:
 
 def _of_parameter(sharding: TaskSharding, path: Path, variable: Any, shape: tuple[int, ...]) -> NamedSharding:
     try:
-        return sharding.lookup(path, variable).sharding
+        match = sharding.lookup(path, variable)
     except PlacementError:
         if shape:
             raise
         return _everywhere(sharding)
+    place_task(match.task, match.task.to_mesh(), [path])
+    return match.sharding
 
 
 def _of_optimizer_state(
