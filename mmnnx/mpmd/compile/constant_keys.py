@@ -21,7 +21,7 @@ from mmnnx.mpmd.ir.equations import Var, is_var
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.instructions import Call, Instruction
 from mmnnx.mpmd.ir.program import Program
-from mmnnx.mpmd.ir.rewrite import inline
+from mmnnx.mpmd.ir.rewrite import trace_equations
 
 _KEY_WORDS = 256  # larger arrays of integers are not taken for keys; 128 raw keys have as many words
 
@@ -123,7 +123,7 @@ def _with_inputs(f: Fragment, wanted: Sequence[Var]) -> Fragment:
         e.eqn.replace(outvars=[v])
         for v, given in taken.items()
         if given is not v
-        for e in inline(jnp.copy, given, scope="")[0]
+        for e in trace_equations(jnp.copy, given, scope="")[0]
     ]
     invars = (*f.invars, *taken.values())
     jaxpr = _compat.close_jaxpr(invars, f.outvars, [*copies, *_needed(eqns, f.outvars)])

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Atom, Var, is_var
-from mmnnx.mpmd.ir.rewrite import inline, read
+from mmnnx.mpmd.ir.rewrite import read, trace_equations
 from mmnnx.mpmd.ir.shardings import explicit_mesh
 from mmnnx.sharding.mesh import auto_mesh
 
@@ -98,7 +98,7 @@ class _Writer:
         for sharding in asked:
             if sharding is not None and len(eqn.outvars) == 1:
                 constrain = lambda x, sharding=sharding: jax.lax.with_sharding_constraint(x, sharding)
-                constraint, (made,) = inline(constrain, env[eqn.outvars[0]], scope="")
+                constraint, (made,) = trace_equations(constrain, env[eqn.outvars[0]], scope="")
                 written += [e.eqn.replace(source_info=eqn.source_info) for e in constraint]
                 env[eqn.outvars[0]] = made
         return written

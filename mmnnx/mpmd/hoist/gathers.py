@@ -19,7 +19,7 @@ from mmnnx.mpmd.hoist.sharding_propagation import Axes, Dims, Known, dims_of, fo
 from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import Kind, at_home
 from mmnnx.mpmd.ir.placement import Location, Placed, Placement, Reason
-from mmnnx.mpmd.ir.rewrite import inline
+from mmnnx.mpmd.ir.rewrite import trace_equations
 
 
 def hoist_gathers(placed: Placed, given: Mapping[Var, NamedSharding | None]) -> Placed:
@@ -66,7 +66,7 @@ def _hoisted(loop: Loop, placement: Placement, known: Known) -> list[Node]:
             constrain = functools.partial(
                 jax.lax.with_sharding_constraint, shardings=NamedSharding(home, PartitionSpec(*kept))
             )
-            equations, (whole,) = inline(constrain, v, scope="")
+            equations, (whole,) = trace_equations(constrain, v, scope="")
             for e in equations:
                 placement.put(e, Location(home), "none", Reason.GATHERS_STATE)
                 placement.where.update(dict.fromkeys(e.outvars, at_home(home)))

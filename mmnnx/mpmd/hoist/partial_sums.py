@@ -22,7 +22,7 @@ from mmnnx.mpmd.hoist.contractions import (
 )
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Known, entering, follow
 from mmnnx.mpmd.ir.equations import Atom, Equation, Var, is_var
-from mmnnx.mpmd.ir.rewrite import inline
+from mmnnx.mpmd.ir.rewrite import trace_equations
 
 # For each leading dimension of a divided value: the axes that its parts are over, and how many there are.
 Groups = tuple[tuple[Axes, int], ...]
@@ -136,7 +136,7 @@ class PartialSums:
             invars, outvars, eqns, _ = _compat.open_jaxpr(jaxpr)
             args = [jex.Var(v.aval) for v in invars]
             closed = _compat.close_jaxpr(invars, outvars, eqns)
-            flat, results = inline(jex.jaxpr_as_fun(closed), *args, scope="")
+            flat, results = trace_equations(jex.jaxpr_as_fun(closed), *args, scope="")
             known = {v: dims for v, dims in zip(args, entering(e.eqn, self.known)) if any(dims)}
             follow((f.eqn for f in flat), known)
             self.inner[e] = PartialSums(flat, results, known, args)
@@ -159,7 +159,7 @@ class PartialSums:
             axes = [0 if a in self.parts else None for a in e.invars if is_var(a)]
             for _ in self.chosen[result]:
                 fun = jax.vmap(fun, axes)
-        flat, (self.parts[result],) = inline(fun, *operands, scope=e.scope)
+        flat, (self.parts[result],) = trace_equations(fun, *operands, scope=e.scope)
         return flat
 
     def _rewritten_inside(self, e: Equation) -> list[Equation]:
@@ -194,7 +194,7 @@ class PartialSums:
             # The parts come first, before the dimension of the scan.
             return [jnp.moveaxis(x, 0, lead.get(n, 0)) for n, x in enumerate((*carry, *ys))]
 
-        flat, made = inline(
+        flat, made = trace_equations(
             lambda *xs: scan(*_filled(e.invars, xs)), *filter(is_var, e.invars), scope=e.scope
         )
         self.parts.update((e.outvars[n], made[n]) for n in lead)

@@ -30,7 +30,7 @@ from mmnnx.mpmd.hoist.sharding_propagation import Axes, Known, follow, of_spec
 from mmnnx.mpmd.ir.equations import Atom, Equation, Loop, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import CONST, Kind, Origin
 from mmnnx.mpmd.ir.placement import Location, Placed, Placement, Reason
-from mmnnx.mpmd.ir.rewrite import inline
+from mmnnx.mpmd.ir.rewrite import trace_equations
 from mmnnx.mpmd.ir.shardings import same_shape
 
 
@@ -172,9 +172,13 @@ def _accumulator(found: _Sum, enters: Var, term: Var) -> _Made:
     """An accumulator for the parts of a term, in place of the carry that enters."""
     counts = tuple(count for _, count in found.groups)
     aval = enters.aval.update(shape=(*counts, *enters.aval.shape))
-    zeros, (start,) = inline(lambda: jnp.copy(jnp.zeros(aval.shape, aval.dtype)), scope=found.last.scope)
+    zeros, (start,) = trace_equations(
+        lambda: jnp.copy(jnp.zeros(aval.shape, aval.dtype)), scope=found.last.scope
+    )
     running = jex.Var(aval)
-    adds, (leaves,) = inline(lambda acc, x: acc + x.astype(acc.dtype), running, term, scope=found.last.scope)
+    adds, (leaves,) = trace_equations(
+        lambda acc, x: acc + x.astype(acc.dtype), running, term, scope=found.last.scope
+    )
     return _Made(_Accumulator(start, running, leaves, jex.Var(aval)), zeros, adds)
 
 
@@ -182,7 +186,9 @@ def _total(found: _Sum, parts: Var, start: Atom | None, total: Var) -> list[Equa
     """The equations that add up the parts after the loop, and what the sum started from."""
     lead = tuple(range(len(found.groups)))
     starts = [] if start is None else [start]
-    summed, _ = inline(lambda x, *s: sum(s, jnp.sum(x, lead, dtype=x.dtype)), parts, *starts, scope="")
+    summed, _ = trace_equations(
+        lambda x, *s: sum(s, jnp.sum(x, lead, dtype=x.dtype)), parts, *starts, scope=""
+    )
     return [*summed[:-1], Equation(summed[-1].eqn.replace(outvars=[total]), "")]
 
 

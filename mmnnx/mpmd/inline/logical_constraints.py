@@ -27,7 +27,7 @@ from mmnnx.mpmd.ir.equations import (
     scopes_in,
     with_bodies,
 )
-from mmnnx.mpmd.ir.rewrite import inline
+from mmnnx.mpmd.ir.rewrite import trace_equations
 from mmnnx.sharding.logical import logical_sharding
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import scope_name
@@ -174,7 +174,7 @@ def _sharding(eqn: Any, task: Task | None) -> NamedSharding | None:
 
 
 def _constraint(x: Atom, sharding: Any, scope: str) -> tuple[list[Equation], list[Var]]:
-    return inline(lambda x: jax.lax.with_sharding_constraint(x, sharding), x, scope=scope)
+    return trace_equations(lambda x: jax.lax.with_sharding_constraint(x, sharding), x, scope=scope)
 
 
 def _over_mesh_of(task: Task, eqn: Any) -> Any:

@@ -17,7 +17,7 @@ from mmnnx.mpmd.inline.writer import HoldsLoop, InLoop, Writer
 from mmnnx.mpmd.ir.equations import Atom, Node, scopes_in
 from mmnnx.mpmd.ir.loop_spec import LoopSpec, is_transformed, loop_spec
 from mmnnx.mpmd.ir.origin import FREE, Kind
-from mmnnx.mpmd.ir.rewrite import inline
+from mmnnx.mpmd.ir.rewrite import trace_equations
 from mmnnx.sharding.name_stack import is_backward
 
 
@@ -78,7 +78,7 @@ def _counted(writer: Writer, carry: Atom, scope: str, out: list[Node]) -> Atom:
     """A carry; a copy that is kept if it is a counter, so that no reader counts from the beginning again."""
     if writer.origin_of(carry).kind is not Kind.FREE:
         return carry
-    (copy,), (kept,) = inline(jnp.copy, carry, scope=scope)
+    (copy,), (kept,) = trace_equations(jnp.copy, carry, scope=scope)
     writer.record(copy, FREE)
     out.append(dataclasses.replace(copy, kept=True))
     return kept

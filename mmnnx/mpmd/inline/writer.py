@@ -16,7 +16,7 @@ from mmnnx.mpmd.inline.distribution import Part
 from mmnnx.mpmd.ir.dataflow import follow_back
 from mmnnx.mpmd.ir.equations import CALLS, LAYOUT, Atom, Equation, Node, Var, is_var, join, nbytes
 from mmnnx.mpmd.ir.origin import ACTIVATION, CONST, FREE, Kind, Origin, combine
-from mmnnx.mpmd.ir.rewrite import inline, read
+from mmnnx.mpmd.ir.rewrite import read, trace_equations
 
 
 class InLoop(enum.Enum):
@@ -125,7 +125,7 @@ class Writer(abc.ABC):
 
     def write(self, fun: Callable, atoms: Sequence[Atom], scope: str, out: list[Node]) -> list[Var]:
         """Writes the equations of `fun` over `atoms`; its results."""
-        flat, results = inline(fun, *atoms, scope=scope)
+        flat, results = trace_equations(fun, *atoms, scope=scope)
         for node in flat:
             self.record(node, combine(self.origin_of(a) for a in node.invars))
         out += flat

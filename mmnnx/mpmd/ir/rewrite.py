@@ -12,7 +12,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var, with_bodies
 
 
-def inline(fun: Callable, *atoms: Atom, scope: str) -> tuple[list[Equation], list[Var]]:
+def trace_equations(fun: Callable, *atoms: Atom, scope: str) -> tuple[list[Equation], list[Var]]:
     """Traces `fun` over the types of `atoms` and returns its equations on them, and the results."""
     args = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in atoms]
     invars, outvars, eqns, consts = _compat.open_jaxpr(jax.make_jaxpr(fun)(*args))

@@ -40,7 +40,7 @@ class Flow:
     users: Mapping[Var, Sequence[Node]]
 
 
-def settled(flow: Flow) -> dict[Node, int]:
+def min_cut_positions(flow: Flow) -> dict[Node, int]:
     """The position of each equation, where it was or further downstream.
 
     For each boundary: of all ways to divide the movable equations between its two sides, with no value
@@ -138,7 +138,7 @@ def move_across_boundaries(region: Region, equations: Sequence[Equation]) -> boo
     # A gradient is summed where it is made and sent home once, not in every microbatch.
     times = region.microbatches if backward else 1
     meshes = [region.positions[coordinate(n)].mesh for n in range(len(region.positions))]
-    new = settled(Flow(at, region.tied, wanted, times, meshes, region.maker, region.users))
+    new = min_cut_positions(Flow(at, region.tied, wanted, times, meshes, region.maker, region.users))
     for e in flow:
         if e not in region.tied:
             position = coordinate(new[e])

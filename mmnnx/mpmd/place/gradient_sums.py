@@ -20,7 +20,7 @@ from mmnnx.mpmd.ir.dataflow import sum_terms
 from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import CONST
 from mmnnx.mpmd.ir.placement import Location, Placement, Reason
-from mmnnx.mpmd.ir.rewrite import inline
+from mmnnx.mpmd.ir.rewrite import trace_equations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,17 +162,17 @@ def _with_accumulators(loop: Loop, group_of: Callable[[Var], Hashable]) -> Sums:
         for n, members in enumerate(groups.values()):
             begin, entering = start, enters
             if n:  # the first group takes over the accumulator there was
-                zeros, (begin,) = inline(functools.partial(_zeros, start.aval), scope=last.scope)
+                zeros, (begin,) = trace_equations(functools.partial(_zeros, start.aval), scope=last.scope)
                 before += zeros
                 entering = jex.Var(enters.aval)
             running, equations = entering, []
             for term in members:
-                added, (running,) = inline(_add, running, term, scope=last.scope)
+                added, (running,) = trace_equations(_add, running, term, scope=last.scope)
                 equations += added
             parts.append(jex.Var(total.aval))
             found.append(Accumulator(members, equations, entering, running, parts[-1], total))
             carried.append((begin, entering, running, parts[-1]))
-        sums, _ = inline(lambda *xs: functools.reduce(jnp.add, xs), *parts, scope="")
+        sums, _ = trace_equations(lambda *xs: functools.reduce(jnp.add, xs), *parts, scope="")
         after += [*sums[:-1], Equation(sums[-1].eqn.replace(outvars=[total]), "")]
     if not dropped:
         return Sums([], loop, [], found)
