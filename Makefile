@@ -1,17 +1,20 @@
 # Everything runs inside .venv, which is made on first use and brought up to date when pyproject.toml changes.
 #   make train ARGS="--steps 200 --stages 2"      make test ARGS="tests/mpmd -k dropout"
 #   make test-all runs what is slow as well, and four times as many of the random examples that are
+#   make fuzz N=1000 SEED=7 compares random train steps under mm.jit with nnx.jit
 #   make bench BENCH=schedules ARGS="--stages 2"
 
 # The first Python of a supported version that works (a version manager's shim may be there and not work).
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell \
 	$(p) -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $(p))))
 ARGS ?=
+N ?= 100
+SEED ?= 0
 BENCH ?= side_by_side
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: train test test-all lint bench clean
+.PHONY: train test test-all fuzz lint bench clean
 
 train: $(INSTALLED)
 	$(BIN)/mmnnx train $(ARGS)
@@ -21,6 +24,9 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "" --hypothesis-profile=all $(ARGS)
+
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz --examples $(N) --seed $(SEED) $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

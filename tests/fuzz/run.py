@@ -1,0 +1,114 @@
+"""Runs random cases, makes those that are wrong small, and counts."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections import Counter
+
+import hypothesis
+import jax
+
+from tests.fuzz.case import Case, cases
+from tests.fuzz.compare import Steps
+from tests.fuzz.smaller import smallest
+
+REFUSED = re.compile(r"schedule '[\w-]+' (is for|needs)")
+SHRUNK = 3  # of a kind of mistake are made small: each takes some minutes
+EVERY = 25  # examples, after which what was compiled is forgotten
+
+
+class Refused(Exception):
+    """The schedule of a case is not for its stages."""
+
+
+def mistakes(case: Case) -> list[str]:
+    """What is wrong with a case; what is raised, too.
+
+    Raises:
+      Refused: nothing is: its schedule is not for such stages.
+    """
+    try:
+        return Steps(case).mistakes()
+    except Exception as error:
+        if isinstance(error, ValueError) and REFUSED.search(str(error)):
+            raise Refused(str(error)) from None
+        return [f"{type(error).__name__}: {error}"]
+
+
+def kind(wrong: list[str]) -> str:
+    """What goes wrong, without where: numbers and names are left out."""
+    return re.sub(r"[\d.]+|'[^']*'", "", re.split(r"[:\[]", wrong[0], maxsplit=1)[0])
+
+
+def run(examples: int, seed: int, verbose: bool = False) -> Counter[str]:
+    """Tries so many cases; returns how many were equal, wrong, and refused by their schedules."""
+    counts: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
+    began = time.monotonic()
+
+    def is_wrong_so(case: Case, what: str) -> bool:
+        try:
+            wrong = mistakes(case)
+        except Refused:
+            return False
+        return bool(wrong) and kind(wrong) == what
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=examples,
+        phases=[hypothesis.Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(cases())
+    def each(case: Case) -> None:
+        if verbose:
+            print(case, flush=True)
+        try:
+            wrong = mistakes(case)
+        except Refused:
+            counts["refused"] += 1
+        else:
+            counts["wrong" if wrong else "equal"] += 1
+            if wrong:
+                report(case, wrong)
+        if counts.total() % EVERY == 0:
+            jax.clear_caches()
+            gc.collect()
+            print(summary(counts, time.monotonic() - began), flush=True)
+
+    def report(case: Case, wrong: list[str]) -> None:
+        what = kind(wrong)
+        seen[what] += 1
+        if seen[what] <= SHRUNK:
+            case = smallest(case, lambda case: is_wrong_so(case, what))
+            wrong = mistakes(case)
+        print("\n".join(["", *wrong[:10], as_code(case), ""]), flush=True)
+
+    each()
+    print(summary(counts, time.monotonic() - began))
+    return counts
+
+
+def as_code(case: Case) -> str:
+    """A test to paste."""
+    return "\n".join(
+        [
+            "from tests.fuzz.case import Case",
+            "from tests.fuzz.compare import Steps",
+            "",
+            f"case = {case!r}",
+            "assert not Steps(case).mistakes()",
+        ]
+    )
+
+
+def summary(counts: Counter[str], seconds: float) -> str:
+    each = seconds / max(counts.total(), 1)
+    return (
+        f"{counts.total()} train steps: {counts['equal']} equal, {counts['wrong']} wrong, "
+        f"{counts['refused']} refused by their schedule; {seconds:.0f} s, {each:.1f} s each"
+    )

@@ -1,0 +1,98 @@
+"""A few random train steps; and that the fuzz finds what is wrong, makes it small, and prints it as code."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+from hypothesis import given
+
+import mmnnx as mm
+from mmnnx.mpmd.emit import loop
+from tests.fuzz import compare
+from tests.fuzz import run as runs
+from tests.fuzz.case import Case, cases
+from tests.fuzz.compare import Steps, too_far
+from tests.fuzz.run import as_code, mistakes
+from tests.fuzz.smaller import smallest
+from tests.slow import examples
+
+PLAIN = Case(
+    nodes=(("layer", 0, 0), ("layer", 1, 1)),
+    layers=("tanh", "tanh"),
+    meshes=(((0,), (1, 1)), ((1, 2), (1, 2))),
+    homes=(0, 1),
+    styles=("replicated", "columns"),
+    microbatches=2,
+    optimizer="momentum",
+)
+BUSY = Case(
+    nodes=(("layer", 0, 0), ("remat", 2, 1), ("scan", (1, 0), 1), ("add", 2, 3), ("layer", 2, 4)),
+    layers=("tanh", "mlp", "experts"),
+    meshes=(((0, 1), (1, 2)), ((2, 3), (2, 1))),
+    homes=(0, 0, 1),
+    scopes=(None, 0, None, 1, None),
+    styles=("replicated", "fsdp", "logical"),
+    dtype="bfloat16",
+    microbatches=4,
+    schedule="1f1b",
+    optimizer="clipped",
+    route="moved",
+    donate=True,
+)
+
+
+@examples(8)
+@given(cases())
+def test_random_steps(case):
+    with contextlib.suppress(runs.Refused):
+        assert not mistakes(case)
+
+
+def test_wrong_values_are_found(monkeypatch):
+    class FirstSlice(loop._BodyValues):
+        """Every microbatch reads the first slice of the batch."""
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.slices = {v: [row[0]] * len(row) for v, row in self.slices.items()}
+
+    monkeypatch.setattr(loop, "_BodyValues", FirstSlice)
+    wrong = Steps(PLAIN).mistakes()
+    assert any("loss" in text for text in wrong) and any("gradients" in text for text in wrong)
+
+
+def test_wrong_shardings_are_found(monkeypatch):
+    monkeypatch.setattr(mm.TaskSharding, "lookup_optimizer_state", lambda *_: None)
+    wrong = Steps(dataclasses.replace(PLAIN, route="moved with optimizer")).mistakes()
+    assert wrong and all("opt_state.0.trace.layers.1.linear" in text for text in wrong)
+
+
+def test_what_the_mistake_does_without_goes():
+    case = smallest(BUSY, lambda case: "experts" in case.layers and case.route == "moved")
+    small = Case((("layer", 0, 0),), ("experts",), homes=(0,), styles=("replicated",), route="moved")
+    assert case == small
+    assert eval(repr(case)) == small
+
+
+def test_a_step_that_is_wrong_is_printed_as_small_as_it_can_be(monkeypatch, capsys):
+    def wrong(case):
+        if case.schedule is not None:
+            raise runs.Refused
+        return ["loss: 2 for 3"] if "mlp" in case.layers else []
+
+    monkeypatch.setattr(runs, "mistakes", wrong)
+    counts = runs.run(examples=200, seed=0)
+    text = capsys.readouterr().out
+    assert counts.total() == 200 and min(counts["equal"], counts["wrong"], counts["refused"]) > 0
+    assert as_code(Case((("layer", 0, 0),), ("mlp",), homes=(0,), styles=("replicated",))) in text
+    assert text.splitlines()[-1].startswith(
+        f"200 train steps: {counts['equal']} equal, {counts['wrong']} wrong"
+    )
+
+
+def test_what_is_rounding_of_bfloat16():
+    error = compare.BFLOAT16
+    assert not too_far({"rounded": (3 * error, error, 1.0), "both are far": (0.5, 0.3, 1.0)})
+    (text,) = too_far({"a": (0.05, 0.01, 1.0)})
+    assert text == "a: 0.05 from the truth, allowed 0.0356; nnx.jit is 0.01"
