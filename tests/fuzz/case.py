@@ -196,7 +196,7 @@ def training(draw, layers: int, microbatches: int) -> dict[str, Any]:
 @st.composite
 def scattered(draw):
     """Any graph, its layers anywhere; some nodes in tasks."""
-    nodes, layers = draw(graphs(list(KINDS), MORE_OPERATIONS))
+    nodes, layers = draw(graphs(list(KINDS), MORE_OPERATIONS, most=4))
     places = draw(meshes(draw(st.integers(2, 4))))
     tasks = range(len(places))
     task = st.sampled_from(tasks)
@@ -236,7 +236,7 @@ def chains(draw):
     nodes, layers, homes, scopes = [], [], [], []
     for stage in range(len(tasks)):
         first = len(nodes)
-        for _ in range(draw(st.integers(1, 2))):
+        for _ in range(draw(st.sampled_from([1, 1, 2]))):
             kind = st.sampled_from(["layer", "layer", "remat"])
             nodes.append((draw(kind), len(layers), len(nodes)))
             layers.append(draw(st.sampled_from(list(KINDS))))

@@ -87,11 +87,14 @@ MORE_OPERATIONS = (*OPERATIONS, "remat", "scan", "cond", "where")
 
 
 @st.composite
-def graphs(draw, kinds=("tanh",), operations=OPERATIONS):
-    """(nodes, kind of each layer): every layer is used at least once, some more often."""
-    layers = tuple(draw(st.lists(st.sampled_from(kinds), min_size=2, max_size=5)))
+def graphs(draw, kinds=("tanh",), operations=OPERATIONS, most=5):
+    """(nodes, kind of each layer): every layer is used at least once, some more often.
+
+    There are at most so many layers, and so many other nodes.
+    """
+    layers = tuple(draw(st.lists(st.sampled_from(kinds), min_size=2, max_size=most)))
     pure = [k for k, kind in enumerate(layers) if kind in PURE]
-    extra = draw(st.lists(st.sampled_from(operations), max_size=5))
+    extra = draw(st.lists(st.sampled_from(operations), max_size=most))
     order = draw(st.permutations([*range(len(layers)), *extra]))
     nodes = []
     for i, what in enumerate(order):
