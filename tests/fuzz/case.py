@@ -51,7 +51,7 @@ STYLES = {
     "fsdp columns": ("data", "model"),
 }
 LOGICAL = "logical"
-ROUTES = ("made", "moved", "moved with optimizer")
+ROUTES = ("made", "moved", "moved with optimizer", "moved by in_shardings")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Case:
       reduce: how the results of microbatches are reduced.
       data: whether the rows of a microbatch are sharded.
       optimizer: one of OPTIMIZERS.
-      route: how the model comes to its meshes: made there, moved, or moved with its optimizer.
+      route: how the model comes to its meshes: made there, moved, or moved with its optimizer
+        (by out_shardings or in_shardings).
       donate: whether the step overwrites the old state.
     """
 

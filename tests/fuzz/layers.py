@@ -75,8 +75,14 @@ class Dropout(nnx.Module):
 
 
 class Conv(nnx.Module):
+    """Its window is of one place.
+
+    With a wider one, where the places are sharded over one axis of a mesh that has another, XLA (jaxlib 0.10
+    and 0.12) multiplies the gradient of the kernel by the size of the other, under jax.jit as well.
+    """
+
     def __init__(self, *, rngs: nnx.Rngs, **dtypes: Any):
-        self.conv = nnx.Conv(2, 2, (3,), rngs=rngs, **dtypes)
+        self.conv = nnx.Conv(2, 2, (1,), rngs=rngs, **dtypes)
 
     def __call__(self, x):
         return jnp.sin(self.conv(x.reshape(-1, WIDTH // 2, 2))).reshape(x.shape)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import os
+import random
 
-from hypothesis import given
+from hypothesis import settings
 
 import mmnnx as mm
 from mmnnx.mpmd.emit import loop
 from tests.fuzz import compare
 from tests.fuzz import run as runs
-from tests.fuzz.case import Case, cases
+from tests.fuzz.case import Case
 from tests.fuzz.compare import Steps, too_far
-from tests.fuzz.run import as_code, mistakes
+from tests.fuzz.run import as_code
 from tests.fuzz.smaller import smallest
-from tests.slow import examples
 
 PLAIN = Case(
     nodes=(("layer", 0, 0), ("layer", 1, 1)),
@@ -42,11 +42,11 @@ BUSY = Case(
 )
 
 
-@examples(8)
-@given(cases())
-def test_random_steps(case):
-    with contextlib.suppress(runs.Refused):
-        assert not mistakes(case)
+def test_random_steps():
+    """Others at home than where it is decided whether a change is taken, which tries the same every time."""
+    everything = settings.get_current_profile_name() == "all"
+    seed = 0 if os.environ.get("CI") else random.randrange(1000)
+    assert runs.run(examples=8 if everything else 3, seed=seed)["wrong"] == 0
 
 
 def test_wrong_values_are_found(monkeypatch):
@@ -82,12 +82,12 @@ def test_a_step_that_is_wrong_is_printed_as_small_as_it_can_be(monkeypatch, caps
         return ["loss: 2 for 3"] if "mlp" in case.layers else []
 
     monkeypatch.setattr(runs, "mistakes", wrong)
-    counts = runs.run(examples=200, seed=0)
+    counts = runs.run(examples=60, seed=0)
     text = capsys.readouterr().out
-    assert counts.total() == 200 and min(counts["equal"], counts["wrong"], counts["refused"]) > 0
+    assert counts.total() == 60 and min(counts["equal"], counts["wrong"], counts["refused"]) > 0
     assert as_code(Case((("layer", 0, 0),), ("mlp",), homes=(0,), styles=("replicated",))) in text
     assert text.splitlines()[-1].startswith(
-        f"200 train steps: {counts['equal']} equal, {counts['wrong']} wrong"
+        f"60 train steps: {counts['equal']} equal, {counts['wrong']} wrong"
     )
 
 

@@ -143,12 +143,12 @@ def arrays(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def differences(got: Any, expected: Any, rtol: float) -> list[str]:
+def differences(got: Any, expected: Any, rtol: float, units: float = 1) -> list[str]:
     """What is not equal, worst first: each leaf by path, how far it is off, and how far it was allowed to be.
 
-    A float leaf may be off by `rtol` of its own largest entry, and never by less than one unit of float32
-    rounding of the largest entry of all: a gradient that is nought by symmetry is what rounding leaves of
-    larger terms. All other leaves (counters, keys, tokens) must be the same.
+    A float leaf may be off by `rtol` of its own largest entry, and never by less than so many units of
+    float32 rounding of the largest entry of all: a gradient that is nought by symmetry is what rounding
+    leaves of larger terms. All other leaves (counters, keys, tokens) must be the same.
     """
     got, expected = values(got), values(expected)
     if got.keys() != expected.keys():
@@ -157,7 +157,7 @@ def differences(got: Any, expected: Any, rtol: float) -> list[str]:
             f"unexpected {sorted(got.keys() - expected.keys())}"
         ]
     floats = [v for v in expected.values() if np.issubdtype(v.dtype, np.floating) and v.size]
-    floor = EPSILON * max((float(np.abs(v).max()) for v in floats), default=0.0)
+    floor = units * EPSILON * max((float(np.abs(v).max()) for v in floats), default=0.0)
     wrong: list[tuple[float, str]] = []
     for path, want in expected.items():
         have = got[path]

@@ -218,8 +218,10 @@ def test_arguments_and_defaults():
     assert list(arguments)[:4] == ["fun", "dim", "size", "argnum"]
     assert arguments["dim"].default is arguments["size"].default is inspect.Parameter.empty
     assert arguments["argnum"].default == 0
-    for name in ("schedule", "num_stages", "interleave", "unrolling", "arg_shardings", "custom_schedule"):
-        assert arguments[name].kind is inspect.Parameter.KEYWORD_ONLY
+    names = ["schedule", "num_stages", "interleave", "unrolling", "arg_shardings", "custom_schedule"]
+    assert list(arguments)[4:10] == names
+    for name in names:
+        assert arguments[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         assert arguments[name].default is None
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mmnnx import _compat
+from mmnnx.mpmd.distributed import processes as distributed_processes
 from mmnnx.mpmd.distributed import progress, transport
 from mmnnx.mpmd.distributed.processes import holders
 from mmnnx.mpmd.runtime import across_processes, transfers
@@ -29,6 +30,7 @@ def way(source, target):
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
     monkeypatch.setattr(transport, "holders", holders.__wrapped__)
+    monkeypatch.setattr(distributed_processes, "is_described", lambda device: False)
 
 
 def test_device_put_where_the_client_can_and_shards_are_equal(monkeypatch):

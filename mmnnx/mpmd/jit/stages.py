@@ -171,7 +171,13 @@ class FlatTraced:
         """What is to be compiled: the function itself, or the program that it was split into."""
         found = self.split()
         if found.prepare is None:
-            return self.traced.lower(lowering_platforms=lowering_platforms)
+            mesh = typed_mesh(self.leaves)
+            if mesh is None:
+                return self.traced.lower(lowering_platforms=lowering_platforms)
+            # It was traced with types over an abstract mesh; these arguments say on which devices.
+            args, kwargs = restore(jax.tree.unflatten(self.tree, self.leaves), self.static)
+            with mesh_in_types(mesh):
+                return self.jitted.trace(*args, **kwargs).lower(lowering_platforms=lowering_platforms)
         if lowering_platforms is not None:
             raise ValueError(
                 f"lowering_platforms={lowering_platforms!r}: {self.fun_name} is lowered as a program over "

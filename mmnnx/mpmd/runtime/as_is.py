@@ -36,10 +36,13 @@ def runs_as_it_is(function: Function, flat: Flat, mesh: Mesh) -> bool:
             return False
         if constrains(function.jaxpr, mesh):  # over a mesh that is larger, perhaps
             return False
-    # Left to itself, XLA may shard new values of state otherwise than the old ones.
+    # Left to itself, XLA may shard new values of state otherwise than the old ones, and replicates zeros.
     made = {v for node in flat.nodes for v in node.outvars}
     return not any(
-        leaf is not None and leaf.updates is not None and s is not None and s.num_devices > 1
+        leaf is not None
+        and (leaf.updates is not None or leaf.is_optimizer_state)
+        and s is not None
+        and s.num_devices > 1
         for leaf, s, by_type, v in zip(
             record.results, function.shardings.out_shardings, function.traced.result_shardings, flat.outvars
         )

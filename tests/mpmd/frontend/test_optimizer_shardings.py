@@ -285,3 +285,12 @@ def test_aligned_where_sizes_do_not_tell():
     assert aligned_spec(P("data", "model"), (4, 4), (4,)) == P()
     assert aligned_spec(P("data"), (4, 4, 8), (4, 8)) == P()
     assert aligned_spec(P(None, None, "data"), (4, 4, 8), (4, 8)) == P(None, "data")
+
+
+def test_made_of_a_model_that_is_on_one_mesh():
+    """Nothing is to be divided there, and XLA alone would replicate what starts as zeros."""
+    model = mm.jit(Layer, out_shardings=mm.TaskSharding({...: TASKS[0]}))(nnx.Rngs(0))
+    optimizer = mm.jit(lambda m: optimizer_of(m, "adam"))(model)
+    moments = optimizer.opt_state[0].mu
+    assert moments["up"]["kernel"].sharding.spec == P(None, "model")
+    assert moments["down"]["kernel"].sharding.spec == P("model", None)

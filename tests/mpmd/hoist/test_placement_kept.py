@@ -58,7 +58,7 @@ def placed_anew(function, flat, nodes):
     follows = {
         v: flat.invars[n] for v, n in zip(flat.outvars, shardings.follows) if n is not None and is_var(v)
     }
-    return _cheapest(Problem(nodes, inputs, function.task_of, follows, fits))
+    return _cheapest(Problem(nodes, inputs, function.task_of, follows, fits, {}))
 
 
 def assert_alike(nodes, one, other):
