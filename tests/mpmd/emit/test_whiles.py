@@ -62,9 +62,10 @@ def controls(program):
 def test_what_does_not_change_is_sent_once():
     """What the body reads of before the loop is there when it begins, also if it never runs."""
 
-    def run(a, b, cache, x, n):
-        y = jnp.tanh(x @ b)  # on the second mesh, and read by the first
-        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, ((c[1] * y) @ a) @ b), (0, x)), y @ a
+    first = mm.task(lambda a, b, x: jnp.tanh(x @ a) @ b, mesh_slice={"stage": 0})
+
+    def run(a, b, cache, x, n):  # `b` lives on the second mesh, and is read by the first
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, first(a, b, c[1])), (0, x))
 
     program = program_of(run)
     begin, back, _ = controls(program)
