@@ -17,6 +17,7 @@ from mmnnx.inspect.locations import Homes
 from mmnnx.sharding.aligned_spec import aligned_spec
 from mmnnx.train.checkpoint.placement import shardings_of
 from tests.mpmd.parity import assert_same, pipeline, values
+from tests.slow import grid
 
 MESH, _ = pipeline(2, 2)
 TASKS = [
@@ -153,8 +154,7 @@ def expected(block, name, shape):
     return NamedSharding(mesh, SPECS.get((name, tuple(shape)), P()))
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "route"), grid(list(OPTIMIZERS), ROUTES))
 def test_like_the_parameter(kind, route):
     model, optimizer = route(kind)
     assert model.blocks[1].up.kernel.sharding.spec == P(None, "model")
