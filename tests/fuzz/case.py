@@ -21,7 +21,7 @@ import mmnnx as mm
 from mmnnx.mpmd.schedule import Stages
 from tests import models
 from tests.fuzz.graph import MORE_OPERATIONS, Graph, Node, graphs
-from tests.fuzz.layers import KINDS, WIDTH
+from tests.fuzz.layers import KINDS, STATEFUL, WIDTH
 from tests.mpmd.parity import ADAMW, SGD
 from tests.mpmd.test_every_schedule import ANYWHERE, LOOPING, VEES
 from tests.mpmd.test_random_schedules import random_table
@@ -270,4 +270,5 @@ def loop_options(case: Case) -> dict[str, Any]:
     number = {mesh: n for n, mesh in enumerate(dict.fromkeys(case.tasks))}
     stages = Stages.chain([number[mesh] for mesh in case.tasks])
     cut = [rng.random() < 0.5 for _ in case.tasks]
-    return {"custom_schedule": random_table(rng, stages, case.microbatches, cut)}
+    in_order = {home for kind, home in zip(case.layers, case.homes) if kind in STATEFUL}
+    return {"custom_schedule": random_table(rng, stages, case.microbatches, cut, in_order)}

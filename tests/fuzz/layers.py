@@ -168,3 +168,4 @@ PURE = {
     "cond": Cond,
 }
 KINDS = PURE | {"batch norm": BatchNorm, "dropout": Dropout, "stack": Stack}
+STATEFUL = ("batch norm", "dropout")  # what a microbatch leaves, statistics or counters, the next one reads

@@ -39,7 +39,9 @@ def mistakes(case: Case) -> list[str]:
 
 def kind(wrong: list[str]) -> str:
     """What goes wrong, without where: numbers and names are left out."""
-    return re.sub(r"[\d.]+|'[^']*'", "", re.split(r"[:\[]", wrong[0], maxsplit=1)[0])
+    raised = re.match(r"\w+: .{,60}", wrong[0]) if wrong[0].split(":")[0].endswith("Error") else None
+    what = raised[0] if raised else re.split(r"[:\[]", wrong[0], maxsplit=1)[0]
+    return re.sub(r"[\d.]+|'[^']*'", "", what)
 
 
 def run(examples: int, seed: int, verbose: bool = False) -> Counter[str]:

@@ -10,7 +10,7 @@ import functools
 import random
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import jax.numpy as jnp
 import pytest
@@ -77,12 +77,18 @@ def networks(draw):
     return Stages(tuple(number[m] for m in meshes), tuple(tuple(sorted(r)) for r in reads))
 
 
-def needed(action: Action, stages: Stages, cut: Sequence[bool]) -> list[Action]:
-    """What must have run before an action. All is of its microbatch: the order of those is free."""
+def needed(
+    action: Action, stages: Stages, cut: Sequence[bool], in_order: Collection[int] = ()
+) -> list[Action]:
+    """What must have run before an action. All is of its microbatch, whose order is free.
+
+    Stages in `in_order` hand state from one microbatch to the next, as a BatchNorm does.
+    """
     s, phase, m = action
     back = lambda r: Action(r, "backward-input" if cut[r] else "backward", m)
     if phase == "forward":
-        return [Action(r, "forward", m) for r in stages.reads[s]]
+        before = [Action(s, "forward", m - 1)] if s in in_order and m else []
+        return [*before, *(Action(r, "forward", m) for r in stages.reads[s])]
     if phase == "backward-weight":
         return [Action(s, "backward-input", m)]
     readers = [r for r in range(stages.num_stages) if s in stages.reads[r]]
@@ -99,11 +105,17 @@ def actions(stages: Stages, num_microbatches: int, cut: Sequence[bool]) -> list[
     ]
 
 
-def random_table(rng: random.Random, stages: Stages, num_microbatches: int, cut: Sequence[bool]):
+def random_table(
+    rng: random.Random,
+    stages: Stages,
+    num_microbatches: int,
+    cut: Sequence[bool],
+    in_order: Collection[int] = (),
+):
     """An order in which all actions could run one at a time, divided among the meshes or the stages."""
     left, order = set(actions(stages, num_microbatches, cut)), []
     while left:
-        ready = sorted(a for a in left if not left.intersection(needed(a, stages, cut)))
+        ready = sorted(a for a in left if not left.intersection(needed(a, stages, cut, in_order)))
         order.append(rng.choice(ready))
         left.remove(order[-1])
     rows = rng.choice([stages.meshes, range(stages.num_stages)])
