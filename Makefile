@@ -14,6 +14,13 @@ BENCH ?= side_by_side
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
+# On a machine without TPUs their compiler, which plans are made with, would ask the network for some.
+ifeq ($(wildcard /dev/accel* /dev/vfio/*),)
+export TPU_SKIP_MDS_QUERY ?= 1
+export TPU_WORKER_HOSTNAMES ?= localhost
+export TPU_ACCELERATOR_TYPE ?= v5litepod-8
+endif
+
 .PHONY: train test test-all fuzz lint bench clean
 
 train: $(INSTALLED)

@@ -11,6 +11,7 @@ from mmnnx.mpmd.ir.verify import VerificationError
 from mmnnx.mpmd.jit.contexts import enable_recomputation, enable_task_fusion, ignore_transforms
 from mmnnx.mpmd.jit.jit import jit
 from mmnnx.mpmd.schedule import Action, Stages, read_schedule, register_schedule, write_schedule
+from mmnnx.plan import Plan, plan, target
 from mmnnx.sharding import (
     LogicalRules,
     MultiMesh,
@@ -36,6 +37,7 @@ __all__ = [
     "MultiMesh",
     "PlacementError",
     "PlacementView",
+    "Plan",
     "Profile",
     "Program",
     "Stages",
@@ -57,12 +59,14 @@ __all__ = [
     "microbatch",
     "path",
     "pipeline_sharding",
+    "plan",
     "read_schedule",
     "register_schedule",
     "register_task",
     "shard_map",
     "show_placement",
     "tabulate",
+    "target",
     "task",
     "timeline",
     "with_sharding_constraint",

@@ -11,12 +11,14 @@ USAGE = """usage: mmnnx train [OPTIONS]
        mmnnx launch --hosts HOST ... -- COMMAND
        mmnnx inspect PATH
        mmnnx schedule [OPTIONS]
+       mmnnx plan --target CHIP:TOPOLOGY [OPTIONS]
 
 Commands:
   train     train a language model as a pipeline over devices, in one process or several
   launch    print what to run on each host, to train or to run a script in a process on each
   inspect   show what a checkpoint holds, without loading it
   schedule  compare pipeline schedules: step time, bubble, saved activations; needs no devices
+  plan      compile a train step for TPUs or GPUs that are not here: does it fit, how long does it take
 
 `mmnnx COMMAND --help` lists the options of a command."""
 
@@ -50,6 +52,10 @@ def main(args: Sequence[str] | None = None) -> int:
         from mmnnx.inspect.schedule_cli import run as run_schedule
 
         return run_schedule(options, print_error)
+    if command == "plan":
+        from mmnnx.plan.cli import run as run_plan
+
+        return run_plan(options, print_error)
     if command in ("-h", "--help"):
         print(USAGE)
         return 0

@@ -3,31 +3,15 @@
 import gc
 import os
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 import hypothesis
 import pytest
 
-# What is set here holds for the processes that tests start, too.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# That XLA need not be told which line of Python an operation comes from saves a tenth of the time.
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-# NumPy and SciPy start threads of their own, which spin: half a second of CPU in each process.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-FLAGS = [
-    "--xla_force_host_platform_device_count=8",
-    # Tests compile much and compute little: LLVM need not optimise what XLA hands it.
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_parallel_codegen_split_count=1",
-]
-MLIR_ALONE = not version("jaxlib").startswith("0.10.")
-if not MLIR_ALONE:
-    # Kernels made without MLIR compile in half the time. Later releases know no such flag, and would abort.
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+from tests.environment import MLIR_ALONE, compile_fast
+
+compile_fast()  # what is set here holds for the processes that tests start, too
 
 # A run that decides whether a change is taken tries the same examples every time; at home, new ones.
 HOW = dict(deadline=None, print_blob=True)

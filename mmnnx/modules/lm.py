@@ -7,7 +7,7 @@ axes (`vocab`, `embed`, `heads`, `kv_heads`, `mlp`), which a `mmnnx.Task` maps t
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,8 @@ class LMConfig:
     scan: bool | int = False
     remat: Any = False
 
+    presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
+
     def __post_init__(self):
         for name in ("vocab", "layers", "width", "heads", "kv_heads", "mlp"):
             if getattr(self, name) < 1:
@@ -96,8 +98,8 @@ class LMConfig:
         """The config of a published model, with changes.
 
         Args:
-          name: one of `mmnnx.modules.presets.PRESETS`: "llama3-8b", "llama3-70b", "llama3.2-1b",
-            "qwen2.5-7b", "qwen3-8b", or "tiny", which a laptop trains.
+          name: one of `presets`: "llama3-8b", "llama3-70b", "llama3-405b", "llama3.2-1b", "qwen2.5-7b",
+            "qwen3-8b", or "tiny", which a laptop trains.
           **changes: fields to set otherwise.
 
         Raises:
@@ -107,9 +109,9 @@ class LMConfig:
           >>> LMConfig.preset("llama3-8b", layers=2).width
           4096
         """
-        if name not in PRESETS:
-            raise ValueError(f"there is no preset {name!r}: there are {', '.join(map(repr, PRESETS))}")
-        return cls(**{**PRESETS[name], **changes})
+        if name not in cls.presets:
+            raise ValueError(f"there is no preset {name!r}: there are {', '.join(map(repr, cls.presets))}")
+        return cls(**{**cls.presets[name], **changes})
 
 
 class Block(nnx.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from flax import nnx
 from mmnnx.modules.lm import LM, Block, LMConfig, types
 from mmnnx.modules.logical import constrain
 from mmnnx.modules.moe import MoE, MoEAux
+from mmnnx.modules.presets import MOE_PRESETS
 from mmnnx.modules.stack import apply_layers
 
 
@@ -26,6 +27,8 @@ class MoELMConfig(LMConfig):
       load_balancing: weight in the loss of the sum over blocks of their load-balancing losses.
       router_z: that of their router z-losses.
 
+    `preset` knows "mixtral-8x7b", "deepseek-v3-like", "moe-62b" and "tiny-moe".
+
     Raises:
       ValueError: as `LMConfig`; `every` outside 1 to layers, or above 1 where blocks are scanned.
     """
@@ -36,6 +39,8 @@ class MoELMConfig(LMConfig):
     every: int = 1
     load_balancing: float = 0.01
     router_z: float = 0.001
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = MOE_PRESETS
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,7 +28,7 @@ from mmnnx.mpmd.place.place import place
 from mmnnx.mpmd.runtime.as_is import runs_as_it_is
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.mpmd.runtime.counters import next_shardings, out_shardings
-from mmnnx.mpmd.runtime.prepare import Prepared, preparer
+from mmnnx.mpmd.runtime.prepare import Prepared, is_described_program, preparer
 from mmnnx.mpmd.runtime.references import AroundReferences, around_references
 from mmnnx.sharding.mesh import MultiMesh
 
@@ -44,12 +44,14 @@ class Split:
       input_shardings: derives where each flat argument would best live.
       next_shardings: for some unplaced arguments, by their number, the sharding in which a call leaves their
         new value. The next call may be given that value.
+      is_described: whether its devices are only described, so that it can be compiled but not called.
     """
 
     program: Program
     prepare: Callable[[CompilerOptions], Prepared | AroundReferences] | None
     input_shardings: Callable[[], list[NamedSharding]]
     next_shardings: dict[int, NamedSharding] = dataclasses.field(default_factory=dict)
+    is_described: bool = False
 
 
 def split(
@@ -115,7 +117,8 @@ def _runnable(
         explicit=function.meshes.explicit,
         dump=function.dump,
     )
-    return Split(program, functools.cache(_preparer(bound, function)), derive, later)
+    prepare = functools.cache(_preparer(bound, function))
+    return Split(program, prepare, derive, later, is_described_program(program))
 
 
 def _preparer(

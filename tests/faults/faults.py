@@ -617,7 +617,7 @@ FAULTS: tuple[Fault, ...] = (
         old="not 0 <= number < count",
         new="not 0 <= number <= count",
         what="mm.initialize accepts a process_id that is the number of processes.",
-        tests=(),
+        tests=("tests/processes/test_start.py::test_a_process_is_one_of_those_that_there_are",),
     ),
     Fault(
         name="values-got-at-once",

@@ -72,6 +72,7 @@ def test_a_process_that_is_stopped_is_missed():
         assert f"pid {run.processes[1].pid}) has not been heard of for 4 s" in message
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_stopped_is_missed():
     run = Run(2, "SIGSTOP", 0)
     assert run.took > 3.5
@@ -79,7 +80,7 @@ def test_a_coordinator_that_is_stopped_is_missed():
     assert "process 0 (" in run.survivors(0)[0][1] and "for 4 s" in run.survivors(0)[0][1]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", all_but([1], [0, 1]))
 def test_a_process_that_raises_says_what(victim):
     """It shows its traceback, the others the error in a line."""
     run = Run(2, "raise", victim)

@@ -137,6 +137,12 @@ def test_what_is_missing_or_wrong_is_said_before_anything_runs(monkeypatch, vari
         mm.initialize(**arguments)
 
 
+@pytest.mark.parametrize("number", [-1, 2, 3])
+def test_a_process_is_one_of_those_that_there_are(number):
+    with pytest.raises(ValueError, match=rf"process_id={number} with num_processes=2: ids go from 0 to num"):
+        mm.initialize("127.0.0.1:1", 2, number, initialization_timeout=1)
+
+
 def test_one_process_needs_no_coordinator(monkeypatch):
     monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
     mm.initialize()

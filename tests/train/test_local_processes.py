@@ -74,6 +74,7 @@ def test_stages_that_span_processes_then_fewer_processes(tmp_path, text, environ
     check(out, alone)
 
 
+@pytest.mark.slow
 def test_one_is_killed_and_one_process_goes_on(tmp_path, text, environment, alone):
     out = tmp_path / "run"
     options = [*OPTIONS, "--data", text, "--out", out]

@@ -87,6 +87,7 @@ def test_a_thread_gets_no_signals_and_says_so():
     assert "main thread" in errors[0]
 
 
+@pytest.mark.slow
 def test_all_processes_stop_after_the_same_step():
     """Those that were not asked too, though each is elsewhere; one that has ended holds nobody up."""
     results = finish(start("stop.py", 3, 1), timeout=60)

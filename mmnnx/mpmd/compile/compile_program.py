@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 from jax.sharding import NamedSharding
 
 from mmnnx.mpmd.compile.buffer_shardings import BufferShardings, replicated
@@ -17,7 +17,8 @@ from mmnnx.mpmd.distributed.processes import is_here
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 from mmnnx.mpmd.ir.printing import value_text
 from mmnnx.mpmd.ir.program import Program
-from mmnnx.mpmd.ir.shardings import spec_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,8 +74,8 @@ def compile_program(
                 pool.begin(f, [shardings.known[s] for s in c.inputs], fixed, donations[f])
             for f, e in pool.completed():
                 executables[f] = e
-                results = dict(zip(e.outputs, jax.tree.leaves(e.call.output_shardings)))
-                specs = [spec_of(results[n], f.mesh, v.aval.shape) for n, v in enumerate(f.outvars)]
+                logger.info("%d of %d fragments: %s", len(executables), len(number), program.labels[f])
+                specs = e.result_specs(f)
                 put_result_specs(program_number, number[f], f.mesh, specs)
                 shardings.learn_results(f, specs)
             if foreign and not pool.waiting and not shardings.ready:

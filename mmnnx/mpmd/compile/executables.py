@@ -10,16 +10,20 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
 from mmnnx.mpmd.compile.donation import Donations
 from mmnnx.mpmd.compile.lower import Lowered, lower, lowering_key
 from mmnnx.mpmd.distributed.processes import is_described
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
+from mmnnx.mpmd.ir.shardings import spec_of
 
 CompilerOptions = tuple[tuple[str, Any], ...]
 """What XLA is told beside the program: pairs (option, value), as `jax.stages.Lowered.compile` takes them."""
+
+
+WHILE_COMPILING = "while compiling fragment "  # the start of a note on errors
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,6 +40,14 @@ class Executable:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     code: Code
+
+    def result_specs(self, f: Fragment) -> list[PartitionSpec]:
+        """How the results of the fragment are sharded, in its own order."""
+        results = dict(zip(self.outputs, jax.tree.leaves(self.call.output_shardings)))
+        # What was compiled for devices that are only described may be shared, and is not loaded for others.
+        is_own = self.call is not self.code.compiled or self.code.mesh == f.mesh
+        mesh = f.mesh if is_own else self.code.mesh
+        return [spec_of(results[n], mesh, v.aval.shape) for n, v in enumerate(f.outvars)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +117,7 @@ class CompilePool:
         code_key = lowered.key, self._options
         if code_key not in self._code:
             known = _in_use.get(code_key)
-            compiling = lambda: Code(f.mesh, self._compile(lowered))
+            compiling = lambda: Code(f.mesh, self._compile_first(lowered, f.name))
             self._code[code_key] = self._threads.submit(compiling) if known is None else _finished(known)
 
     def completed(self) -> Iterator[tuple[Fragment, Executable]]:
@@ -118,6 +130,13 @@ class CompilePool:
                 code = _in_use[lowered.key, self._options] = future.result()
                 call = code.on(f.mesh, lower_it, self._compile)
                 yield f, Executable(call, lowered.inputs, lowered.outputs, code)
+
+    def _compile_first(self, lowered: Lowered, name: str) -> jax.stages.Compiled:
+        try:
+            return self._compile(lowered)
+        except Exception as error:
+            error.add_note(f"{WHILE_COMPILING}{name}")
+            raise
 
     def _compile(self, lowered: Lowered) -> jax.stages.Compiled:
         return lowered.stage.compile(dict(self._options) or None)

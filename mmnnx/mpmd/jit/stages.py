@@ -24,7 +24,7 @@ from mmnnx.mpmd.jit.static_arguments import restore
 from mmnnx.mpmd.pipeline import Split, split
 from mmnnx.mpmd.runtime.collective_order import in_collective_order
 from mmnnx.mpmd.runtime.donated_arguments import check_shared
-from mmnnx.mpmd.runtime.prepare import Run
+from mmnnx.mpmd.runtime.prepare import Run, refuse_described
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import find_task, ignoring
@@ -54,16 +54,26 @@ class Variant:
       as_it_is: runs the function as it is.
       out_tree: structure of its results.
       record: what the trace showed.
+      name: of the function.
     """
 
     split: Split
     as_it_is: Run
     out_tree: Any
     record: Record
+    name: str
 
     def prepare(self, options: CompilerOptions) -> Run:
-        """Compiles the program, once, and returns what runs it; the function as it is, where that will do."""
-        return self.as_it_is if self.split.prepare is None else self.split.prepare(options)
+        """Compiles the program, once, and returns what runs it; the function as it is, where that will do.
+
+        Raises:
+          ValueError: if its devices are only described.
+        """
+        if self.split.prepare is None:
+            return self.as_it_is
+        if self.split.is_described:
+            refuse_described(self.name, self.split.program)
+        return self.split.prepare(options)
 
 
 class FlatTraced:
@@ -135,7 +145,7 @@ class FlatTraced:
                 as_it_is = self.run_as_it_is()
                 if found.prepare is None and found.program.calls:
                     as_it_is = in_collective_order(as_it_is, found.program.calls[0].mesh)
-                variant = Variant(found, as_it_is, self.traced.out_tree, self.record)
+                variant = Variant(found, as_it_is, self.traced.out_tree, self.record, self.traced.fun_name)
                 variants[key] = variant
                 if found.next_shardings:
                     later = program_key(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx import _compat
-from mmnnx.mpmd.compile.compile_program import compile_program, compiled_text
+from mmnnx.mpmd.compile.compile_program import Compiled, compile_program, compiled_text
 from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.compile.rewrites import rewrite
@@ -29,6 +30,7 @@ from mmnnx.mpmd.runtime.put import own_copy
 from mmnnx.mpmd.runtime.results import Delivery, deliver_results
 
 Run = Callable[[Sequence[Any]], list[Any]]
+Execute = Callable[[list[jax.Array]], list[list[jax.Array]]]  # from inputs to what holds each result
 
 OUTERMOST = (
     "A function of mm.jit is part of what is around it, here a transformation or another jit that is not "
@@ -50,34 +52,6 @@ def preparer(bound: BoundProgram, leaves: Sequence[Any]) -> Callable[..., Prepar
 
     @gc_paused()
     def prepare(options: CompilerOptions = ()) -> Prepared:
-        described = [d for mesh in bound.program.names for d in mesh.devices.flat if is_described(d)]
-        if described:
-            raise ValueError(
-                f"{bound.name} is placed on devices that are only described ({described[0].device_kind}). "
-                "Its program can be looked at; to call it, place it on devices that are here"
-            )
-        return Prepared(bound, constants, bindings, deliveries, donated, options)
-
-    return prepare
-
-
-class Prepared:
-    """A compiled program, as a function from flat arguments to flat results.
-
-    Attributes:
-      compiled: what was compiled.
-      bound: what it was compiled of.
-    """
-
-    def __init__(
-        self,
-        bound: BoundProgram,
-        constants: Sequence[Any],
-        bindings: InputBindings,
-        deliveries: list[Delivery],
-        donated: DonatedArguments,
-        options: CompilerOptions,
-    ):
         program = bound.program
         number = check_same_program(lambda: _in_full(program), bound.name)
         rewritten = rewrite(program)
@@ -86,22 +60,73 @@ class Prepared:
         fixed = bound.fixed | dict(zip(added, key_shardings))
         compiled = compile_program(rewritten.program, fixed, bindings.overwritable, number, options)
         bound.dump.write("compile", lambda _: compiled_text(compiled))
-        self.compiled, self.bound = compiled, bound
-        self._execute = runner(compiled, bound.name, rewritten.numbers, number)
+        if is_described_program(program):
+            return Prepared(bound, compiled, lambda leaves: refuse_described(bound.name, program))
+        keys = [place_constant(key, binder(key, s)) for key, s in zip(rewritten.keys, key_shardings)]
+        execute = runner(compiled, bound.name, rewritten.numbers, number)
+        as_printed = functools.cache(lambda: _measured(bound, bindings, compiled, options))
+        return Prepared(
+            bound, compiled, _Run(bound, constants, bindings, deliveries, donated, keys, execute, as_printed)
+        )
+
+    return prepare
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prepared:
+    """A compiled program, as a function from flat arguments to flat results.
+
+    Attributes:
+      bound: what it was compiled of.
+      compiled: what was compiled.
+      run: the function.
+    """
+
+    bound: BoundProgram
+    compiled: Compiled
+    run: Run
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        return self.run(leaves)
+
+
+def is_described_program(program: Program) -> bool:
+    """Whether a program is placed on devices that are only described, and cannot run there."""
+    return any(is_described(d) for mesh in program.names for d in mesh.devices.flat)
+
+
+def refuse_described(name: str, program: Program) -> NoReturn:
+    """Says why a function cannot be called that is placed on devices that are only described.
+
+    Raises:
+      ValueError: always.
+    """
+    kind = next(iter(program.names)).devices.flat[0].device_kind
+    raise ValueError(
+        f"{name} is placed on devices that are only described ({kind}). Its program can be looked at, "
+        "compiled and planned (mm.plan); to call it, place it on devices that are here"
+    )
+
+
+class _Run:
+    """Runs a compiled program: brings arguments in, executes, hands results out."""
+
+    def __init__(
+        self,
+        bound: BoundProgram,
+        constants: Sequence[Any],
+        bindings: InputBindings,
+        deliveries: list[Delivery],
+        donated: DonatedArguments,
+        keys: list[jax.Array],
+        execute: Execute,
+        as_printed: Callable[[], Execute],
+    ):
         self._bindings, self._deliveries, self._donated = bindings.sources, deliveries, donated
+        self._execute, self._as_printed, self._keys = execute, as_printed, keys
         returned = {v for v in bound.flat.outvars if is_var(v)}
         given = (own_copy(c) if v in returned else c for (v, _), c in zip(bound.flat.constants, constants))
         self._constants = [*given, *(place() for place in bindings.placed_constants)]
-        self._keys = [place_constant(key, binder(key, s)) for key, s in zip(rewritten.keys, key_shardings)]
-
-        @functools.cache
-        def as_printed() -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
-            """What runs the program as it prints, and measures it."""
-            if rewritten.program.instructions == program.instructions:
-                return measurer(compiled)
-            return measurer(compile_program(program, bound.fixed, bindings.overwritable, 0, options))
-
-        self._as_printed = as_printed
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         self._donated.check(leaves)
@@ -121,6 +146,15 @@ class Prepared:
         results = [deliver(values, placed) for deliver, placed in zip(self._deliveries, made)]
         self._donated.delete(leaves)
         return results
+
+
+def _measured(
+    bound: BoundProgram, bindings: InputBindings, compiled: Compiled, options: CompilerOptions
+) -> Execute:
+    """What runs the program as it prints, and measures it."""
+    if compiled.program.instructions == bound.program.instructions:
+        return measurer(compiled)
+    return measurer(compile_program(bound.program, bound.fixed, bindings.overwritable, 0, options))
 
 
 def _in_full(program: Program) -> str:

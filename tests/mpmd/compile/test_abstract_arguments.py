@@ -93,7 +93,7 @@ def described(monkeypatch):
 
 
 def test_devices_that_are_only_described(described):
-    """A program can be looked at and analysed; a call is refused before anything runs."""
+    """A program can be looked at, analysed and compiled; a call is refused before it is."""
     model, optimizer = nnx.eval_shape(make)
     batch = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     f = mm.jit(step, in_shardings=(RULES, RULES, None))
@@ -101,8 +101,16 @@ def test_devices_that_are_only_described(described):
         program = f.program(model, optimizer, batch)
         program.verify()
         assert len(program.fragments) == 16
-        with pytest.raises(ValueError, match=r"step is placed on devices that are only described \(cpu\)"):
-            f(*make(), np.ones((4, 8), np.float32))
+        batch, refused = (
+            np.ones((4, 8), np.float32),
+            r"step is placed on devices that are only described \(cpu",
+        )
+        with pytest.raises(ValueError, match=refused):
+            f(*make(), batch)
+        compiled = f.lower(model, optimizer, batch).compile()
+        assert len(compiled.fragments) >= 8
+        with pytest.raises(ValueError, match=refused):
+            compiled(*make(), batch)
 
 
 def test_real_devices_are_not_described():

@@ -1,0 +1,96 @@
+"""What a jaxpr tells before it is compiled: its floating-point operations, and its largest arrays."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import jax.extend.core as jex
+
+Flops = Counter[str]  # by the dtype of the operands
+
+
+def count_flops(jaxpr: Any) -> Flops:
+    """Operations in matrix products and convolutions over all devices, two for a product and its sum.
+
+    Bodies of scans count once for each iteration, of a `while` once, of a `cond` those of the largest branch.
+    Elementwise operations are left out: they are bound by memory.
+
+    Args:
+      jaxpr: a ClosedJaxpr or Jaxpr.
+
+    Returns:
+      The operations, by the name of the dtype of the operands.
+
+    Example:
+      >>> count_flops(jax.make_jaxpr(jnp.dot)(jnp.ones((8, 4)), jnp.ones((4, 2))))
+      Counter({'float32': 128})
+    """
+    total: Flops = Counter()
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name = eqn.primitive.name
+        if name == "dot_general":
+            total += _dot(eqn)
+        elif name == "conv_general_dilated":
+            total += _convolution(eqn)
+        elif name == "cond":
+            branches: list[Flops] = [count_flops(branch) for branch in eqn.params["branches"]]
+            total += max((sum(b.values()), n, b) for n, b in enumerate(branches))[2]
+        else:
+            times = eqn.params["length"] if name == "scan" else 1
+            if name == "shard_map":  # its body is what one device does
+                times = eqn.params["mesh"].size
+            for inner in _inner(eqn.params):
+                total += Counter({dtype: times * n for dtype, n in count_flops(inner).items()})
+    return total
+
+
+def largest_results(jaxpr: Any, count: int = 8) -> list[tuple[int, str]]:
+    """(bytes, what it is) of the largest arrays that equations make, over all devices; each kind once.
+
+    Example:
+      >>> largest_results(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((64, 2))))[0]
+      (16384, 'float32[64,64] dot_general')
+    """
+    found: dict[tuple[int, str], None] = {}
+
+    def visit(jaxpr: Any) -> None:
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            inner = _inner(eqn.params)
+            for one in inner:
+                visit(one)
+            for aval in () if inner else [v.aval for v in eqn.outvars]:
+                sizes = ",".join(map(str, aval.shape))
+                name = "/".join(x for x in (str(eqn.source_info.name_stack), eqn.primitive.name) if x)
+                nbytes = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
+                found[nbytes, f"{aval.dtype}[{sizes}] {name}"] = None
+
+    visit(jaxpr)
+    return sorted(found, reverse=True)[:count]
+
+
+def _inner(params: dict[str, Any]) -> list[Any]:
+    found = []
+    for value in params.values():
+        found += [v for v in (value if isinstance(value, tuple | list) else [value]) if _is_jaxpr(v)]
+    return found
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, jex.ClosedJaxpr | jex.Jaxpr)
+
+
+def _dot(eqn: Any) -> Flops:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left = eqn.invars[0].aval
+    each = math.prod(left.shape[d] for d in contracted)
+    return Counter({left.dtype.name: 2 * each * math.prod(eqn.outvars[0].aval.shape)})
+
+
+def _convolution(eqn: Any) -> Flops:
+    kernel, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
+    out_features = kernel.shape[numbers.rhs_spec[0]]
+    each = math.prod(kernel.shape) // out_features
+    dilation = math.prod(eqn.params["lhs_dilation"])  # zeros between inputs cost nothing
+    return Counter({kernel.dtype.name: 2 * each * math.prod(eqn.outvars[0].aval.shape) // dilation})

@@ -1,0 +1,186 @@
+"""The train step of a published language model over stages, data and tensor parallelism: what is planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from mmnnx.modules import LM, LMConfig
+from mmnnx.modules.moe_lm import MoELM, MoELMConfig
+from mmnnx.mpmd.frontend.microbatch import microbatch
+from mmnnx.mpmd.jit.jit import Jit, jit
+from mmnnx.plan.planning import Plan, plan
+from mmnnx.plan.targets import target
+from mmnnx.sharding.mesh import MultiMesh
+from mmnnx.sharding.pipeline import pipeline_sharding
+from mmnnx.sharding.rules import LogicalRules, logical_rules
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingJob:
+    """A language model, trained over a machine.
+
+    Args:
+      model: a preset of `LMConfig` or `MoELMConfig`.
+      target: the machine, as `mm.target` names it.
+      stages, data, tensor: pipeline stages, and devices along the two axes of each.
+      batch: sequences in a step.
+      sequence: tokens in a sequence.
+      rows: sequences in a microbatch for each device along "data".
+      schedule: of `mm.microbatch`.
+      remat: the backward computes each block again.
+      fsdp: weights and optimizer state are divided over "data", too (ZeRO, arXiv:1910.02054).
+      moments: the dtype of Adam's first moment.
+      layers: blocks, in place of the preset's.
+      scan: blocks of a stage are scanned, which compiles one for all.
+
+    Raises:
+      ValueError: for sizes that do not fit each other; names both.
+    """
+
+    model: str
+    target: str
+    stages: int = 4
+    data: int = 1
+    tensor: int = 1
+    batch: int = 32
+    sequence: int = 4096
+    rows: int = 1
+    schedule: str | None = "1f1b"
+    remat: bool = False
+    fsdp: bool = False
+    moments: Literal["float32", "bfloat16"] = "float32"
+    layers: int | None = None
+    scan: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "data", "tensor", "batch", "sequence", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        size = self.rows * self.data
+        if self.batch % size:
+            raise ValueError(
+                f"a batch of {self.batch} sequences is not divisible into microbatches of {size} "
+                f"({self.rows} rows x {self.data} along data)"
+            )
+        if self.config.layers < self.stages:
+            raise ValueError(
+                f"{self.model} has {self.config.layers} blocks, too few for {self.stages} stages"
+            )
+
+    @property
+    def config(self) -> LMConfig:
+        """The sizes of the model."""
+        kind = MoELMConfig if self.model in MoELMConfig.presets else LMConfig
+        if self.model not in kind.presets:
+            known = ", ".join(map(repr, (*LMConfig.presets, *MoELMConfig.presets)))
+            raise ValueError(f"there is no model {self.model!r}: there are {known}")
+        changes: dict[str, Any] = {} if self.layers is None else {"layers": self.layers}
+        return kind.preset(self.model, remat=self.remat, scan=self.stages if self.scan else False, **changes)
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // (self.rows * self.data)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a step."""
+        return self.batch * self.sequence
+
+    def rules(self) -> LogicalRules:
+        """Where the axes of weights and activations go inside a stage; experts go along "model"."""
+        presets = ["tensor"] if self.tensor > 1 else []
+        if isinstance(self.config, MoELMConfig) and self.tensor > 1:
+            presets.append("expert")
+        if self.data > 1:
+            presets.append("fsdp" if self.fsdp else "data")
+        renamed = {"expert": "model"} if "expert" in presets else None
+        return logical_rules(*presets, mesh_axes=renamed)
+
+    def mesh(self, devices: list[jax.Device] | None = None) -> MultiMesh:
+        """The machine's devices as (stage, data, model).
+
+        Raises:
+          ValueError: if there are more or fewer.
+        """
+        found = target(self.target) if devices is None else devices
+        sizes = (self.stages, self.data, self.tensor)
+        if math.prod(sizes) != len(found):
+            raise ValueError(
+                f"{self.target} has {len(found)} devices, and stages x data x tensor = "
+                f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}"
+            )
+        return MultiMesh(
+            devices=np.array(found, dtype=object).reshape(sizes),
+            axis_sizes=sizes,
+            axis_names=("stage", "data", "model"),
+        )
+
+    def make(self) -> tuple[LM, nnx.Optimizer]:
+        """The model and AdamW, on one device or abstract."""
+        config = self.config
+        kind = MoELM if isinstance(config, MoELMConfig) else LM
+        model = kind(config, rngs=nnx.Rngs(0))
+        rule = optax.adamw(3e-4, mu_dtype=jnp.dtype(self.moments))
+        return model, nnx.Optimizer(model, rule, wrt=nnx.Param)
+
+    def train_step(self, model: LM) -> Jit[..., jax.Array]:
+        """`train_step(model, optimizer, tokens) -> loss`, for model and optimizer on this mesh."""
+        sharding = pipeline_sharding(model, self.stages, rules=self.rules())
+        grad_fn = microbatch(
+            nnx.value_and_grad(lambda model, tokens: model.loss(tokens)),
+            dim=0,
+            size=self.rows * self.data,
+            argnum=1,
+            schedule=self.schedule,
+            arg_shardings=PartitionSpec("data") if self.data > 1 else None,
+            reduce="mean",
+        )
+
+        def train_step(model: LM, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+            loss, grads = grad_fn(model, tokens)
+            optimizer.update(model, grads)
+            return loss
+
+        return jit(train_step, in_shardings=(sharding, sharding, None), donate_argnums=(0, 1))
+
+    def plan(self) -> Plan:
+        """Compiles the step for its machine. See `mm.plan`."""
+        with self.mesh():
+            model, optimizer = nnx.eval_shape(self.make)
+            tokens = jax.ShapeDtypeStruct((self.batch, self.sequence + 1), jnp.int32)
+            return plan(self.train_step(model), model, optimizer, tokens)
+
+    def active_parameters(self) -> int:
+        """The weights that a token meets in matrix products: no embedding, of experts the chosen ones."""
+        model, _ = nnx.eval_shape(self.make)
+        config = self.config
+        total = 0
+        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+            size = math.prod(variable.get_raw_value().shape)
+            if path[0] == "embed" and not config.tied:
+                continue
+            if isinstance(config, MoELMConfig) and _is_of_experts(variable, config):
+                size = size * config.top_k // config.experts
+            total += size
+        return total
+
+    def model_flops(self) -> float:
+        """Operations of a step that the model needs, without recomputation: 6 for each weight and token, and
+        12 x layers x width x sequence for each token of attention, halved by its mask (arXiv:2204.02311)."""
+        config = self.config
+        attention = 6 * config.layers * config.heads * (config.head_dim or config.width // config.heads)
+        return float(self.tokens) * (6 * self.active_parameters() + attention * self.sequence)
+
+
+def _is_of_experts(variable: nnx.Variable, config: MoELMConfig) -> bool:
+    shape = variable.get_raw_value().shape
+    return len(shape) == 3 and shape[0] == config.experts

@@ -1,0 +1,205 @@
+"""`mm.plan`: whether a step fits a machine that need not be here, and how long it should take there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.sharding import Mesh
+from rich.console import Console
+
+from mmnnx import _compat
+from mmnnx.inspect.figure_bytes import PICTURES, picture_bytes
+from mmnnx.mpmd.compile.compile_program import Compiled
+from mmnnx.mpmd.compile.executables import WHILE_COMPILING
+from mmnnx.mpmd.ir.fragments import Fragment
+from mmnnx.mpmd.ir.program import Program
+from mmnnx.mpmd.ir.timeline import Costs, Timeline
+from mmnnx.mpmd.jit.jit import Jit
+from mmnnx.mpmd.jit.lowered import FlatCompiled, FlatLowered
+from mmnnx.plan.chips import Chip, chip_of
+from mmnnx.plan.flops import largest_results
+from mmnnx.plan.fragments import FragmentCost, fragment_costs
+from mmnnx.plan.memory import device_memory, shard_bytes
+from mmnnx.plan.picture import draw_plan
+from mmnnx.plan.report import as_html, as_text, report
+from mmnnx.plan.step_plan import Overflow, StepPlan
+
+DISPATCH = 20e-6  # seconds of the host to start an instruction, as benchmarks/host.py measures it
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Plan(StepPlan):
+    """A plan that shows itself: text in `str()`, colours in `rich.print`, a picture in a notebook."""
+
+    def show(self) -> None:
+        """Prints it, as wide as the terminal."""
+        Console().print(report(self))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan to a file: `.json` the data, `.svg`, `.png` or `.pdf` the picture, `.html` both.
+
+        Raises:
+          ValueError: for a path that ends otherwise.
+        """
+        path = Path(path)
+        suffix = path.suffix.lower()
+        if suffix == ".json":
+            path.write_text(json.dumps(self.to_json(), indent=2))
+        elif suffix == ".html":
+            path.write_text(as_html(self))
+        elif suffix in PICTURES:
+            path.write_bytes(picture_bytes(draw_plan(self), suffix))
+        else:
+            raise ValueError(
+                f"{path}: the file name of a plan must end in .json, .html, {', '.join(PICTURES)}"
+            )
+
+    def __rich__(self) -> Any:
+        return report(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        return {"text/plain": str(self), "image/png": picture_bytes(draw_plan(self), ".png")}
+
+
+def plan(f: Jit[..., Any], *args: Any, **kwargs: Any) -> Plan:
+    """Compiles a step for its devices, which may be only described, and says what it needs of them.
+
+    Nothing runs. Of a machine that is not here `mm.target` gives the devices; the compiler is that of the
+    machine, so memory is what it will be. Times are estimates: see docs/targets.md.
+
+    Args:
+      f: made by `mm.jit`. What is on one TaskMesh and needs no program is not planned.
+      *args, **kwargs: what it will be called with, or abstract: modules of `nnx.eval_shape`,
+        `jax.ShapeDtypeStruct`. State that `in_shardings` places counts as being there.
+
+    Returns:
+      The plan. That a fragment does not fit is an answer, too: `Plan.overflow`.
+
+    Raises:
+      TypeError: for a function that `mm.jit` did not make.
+      ValueError: as `mm.jit` does, and for a function that is on one TaskMesh.
+
+    Example:
+      >>> mesh = mm.MultiMesh(devices=mm.target("v5e:2x4"), axis_sizes=(4, 2), axis_names=("stage", "model"))
+      >>> with mesh:
+      ...     model, optimizer = nnx.eval_shape(make)
+      ...     print(mm.plan(train_step, model, optimizer, jax.ShapeDtypeStruct((32, 129), jnp.int32)))
+    """
+    if not isinstance(f, Jit):
+        raise TypeError(f"mm.plan takes a function that mm.jit made, not {f!r}")
+    lowered = _compat.inner_stage(f.lower(*args, **kwargs)._stage)
+    if not isinstance(lowered, FlatLowered):
+        raise ValueError(
+            f"all of {getattr(f, '__name__', 'this function')} is on one TaskMesh, and runs as one XLA "
+            "program: there is nothing to plan. f.lower(...).compile().memory_analysis() has its bytes"
+        )
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        overflow = _overflow(error, lowered.program)
+        if overflow is None:
+            raise
+        return _plan(lowered.fun_name, lowered.program, overflow=overflow)
+    return _planned(compiled)
+
+
+def _planned(compiled: FlatCompiled) -> Plan:
+    found: Compiled = compiled.prepared.compiled
+    bound = compiled.prepared.bound
+    costs = fragment_costs(found)
+    chip = _chip(found.program)
+    memory = device_memory(found, costs, bound)
+    timeline = fastest = None
+    if chip is not None:
+        between = _transfer_costs(found, chip)
+        timeline = _simulated(found.program, {f: c.seconds(chip) for f, c in costs.items()}, between)
+        best = dataclasses.replace(between, latency=0.0, dispatch=0.0)
+        fastest = _simulated(found.program, {f: c.fastest(chip) for f, c in costs.items()}, best).period
+    return _plan(
+        bound.name,
+        found.program,
+        fragments=list(costs.values()),
+        memory=tuple(memory),
+        timeline=timeline,
+        fastest=fastest,
+    )
+
+
+def _plan(name: str, program: Program, fragments: Sequence[FragmentCost] = (), **found: Any) -> Plan:
+    unread = [f.name for f in fragments if f.collectives is None and f.alike == f.name]
+    notes = list(program.notes)
+    if unread:
+        notes.append(
+            f"jaxlib {jaxlib.__version__} cannot read what the compiler wrote of {', '.join(unread)}: what "
+            "they send between devices is not counted. pip install 'mmnnx[tpu]' has the one of its version"
+        )
+    devices = {d for mesh in program.names for d in mesh.devices.flat}
+    kinds = sorted({d.device_kind for d in devices})
+    defaults = dict(memory=(), timeline=None, fastest=None)
+    return Plan(
+        name=name,
+        device_kind=", ".join(kinds),
+        devices=len(devices),
+        chip=_chip(program),
+        fragments=tuple(fragments),
+        notes=tuple(notes),
+        program=program,
+        **(defaults | found),
+    )
+
+
+def _chip(program: Program) -> Chip | None:
+    kinds = {d.device_kind for mesh in program.names for d in mesh.devices.flat}
+    return chip_of(kinds.pop()) if len(kinds) == 1 else None
+
+
+def _simulated(program: Program, seconds: Mapping[Fragment, float], between: Costs) -> Timeline:
+    calls = {program.labels[f]: t for f, t in seconds.items()}
+    return dataclasses.replace(program.simulate(dataclasses.replace(between, calls=calls)), unit="s")
+
+
+def _transfer_costs(compiled: Compiled, chip: Chip) -> Costs:
+    """The costs of transfers: each device sends its shard to one of the next mesh."""
+    program = compiled.program
+    whole = sum(t.nbytes for t in program.transfers)
+    each = sum(shard_bytes(program, compiled, t.outputs[0]) for t in program.transfers)
+    across = any(_is_across(t.source_mesh, t.target_mesh) for t in program.transfers)
+    speed = chip.network if across else chip.link / 2  # one direction
+    return Costs({}, chip.latency, speed * whole / each if each else speed, DISPATCH)
+
+
+def _is_across(source: Mesh, target: Mesh) -> bool:
+    """Whether two meshes are joined by a network alone: in two slices, or on two hosts of GPUs."""
+    ends = [mesh.devices.flat[0] for mesh in (source, target)]
+    if ends[0].platform == "tpu":
+        places = {getattr(d, "slice_index", 0) for d in ends}
+    else:
+        places = {d.process_index for d in ends}
+    return len(places) > 1
+
+
+def _overflow(error: Exception, program: Program) -> Overflow | None:
+    """What the compiler says of a fragment that is too large; None if it says something else."""
+    said = str(error)
+    sizes = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)", said)
+    sizes = sizes or re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", said)
+    if "RESOURCE_EXHAUSTED" not in said or sizes is None:
+        return None
+    needed, limit = (int(float(sizes[n]) * _UNITS[sizes[n + 1]]) for n in (1, 3))
+    notes = (note.partition(WHILE_COMPILING)[2] for note in getattr(error, "__notes__", ()))
+    name = next(filter(None, notes), "a fragment")
+    found = next((f for f in program.fragments if f.name == name), None)
+    largest = () if found is None else tuple(largest_results(found.jaxpr))
+    return Overflow(name, needed, limit, largest, said)

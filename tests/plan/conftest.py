@@ -1,0 +1,40 @@
+"""A small language model to plan."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mmnnx as mm
+from mmnnx.plan.language_models import TrainingJob
+
+
+def small(**options) -> TrainingJob:
+    """A job for CPU devices, of two blocks unless options say otherwise."""
+    return TrainingJob(
+        **{"model": "tiny", "target": "cpu", "stages": 2, "layers": 2, "batch": 4, "sequence": 16} | options
+    )
+
+
+def plan_here(job: TrainingJob) -> mm.Plan:
+    """Its plan for the CPU devices of this process."""
+    count = job.stages * job.data * job.tensor
+    with job.mesh(jax.devices()[:count]):
+        model, optimizer = nnx.eval_shape(job.make)
+        return mm.plan(job.train_step(model), model, optimizer, abstract_tokens(job))
+
+
+def abstract_tokens(job: TrainingJob) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((job.batch, job.sequence + 1), jnp.int32)
+
+
+def tokens(job: TrainingJob) -> np.ndarray:
+    return np.ones((job.batch, job.sequence + 1), np.int32)
+
+
+@pytest.fixture(scope="module")
+def plan() -> mm.Plan:
+    return plan_here(small())

@@ -1,0 +1,61 @@
+"""Operations are counted from equations, with the iterations of loops."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mmnnx.plan.flops import count_flops
+
+A, B = jnp.ones((8, 4)), jnp.ones((4, 2))
+ONE = 2 * 8 * 4 * 2
+
+
+def count(f, *args):
+    return dict(count_flops(jax.make_jaxpr(f)(*args)))
+
+
+def test_products():
+    assert count(jnp.dot, A, B) == {"float32": ONE}
+    assert count(lambda a, b: a.astype(jnp.bfloat16) @ b.astype(jnp.bfloat16), A, B) == {"bfloat16": ONE}
+    assert count(lambda a, b: jnp.einsum("nij,njk->nik", a, b), jnp.ones((3, 8, 4)), jnp.ones((3, 4, 2))) == {
+        "float32": 3 * ONE
+    }
+    assert count(lambda a: jnp.tanh(a) + 1, A) == {}
+
+
+def test_a_gradient_is_twice_its_forward():
+    loss = lambda b, a: (a @ b).sum()
+    assert count(jax.value_and_grad(loss, argnums=(0, 1)), B, A) == {"float32": 3 * ONE}
+
+
+def test_loops_and_branches():
+    square = jnp.ones((4, 4))
+    one = 2 * 4**3
+    body = lambda x, _: (x @ x, None)
+    assert count(lambda x: lax.scan(body, x, None, length=5)[0], square) == {"float32": 5 * one}
+    nested = lambda x: lax.fori_loop(0, 3, lambda i, x: lax.scan(body, x, None, length=5)[0], x)
+    assert count(nested, square) == {"float32": 15 * one}
+    branch = lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+    assert count(branch, square) == {"float32": 2 * one}
+    assert count(jax.jit(jax.checkpoint(lambda x: x @ x)), square) == {"float32": one}
+
+
+def test_a_shard_map_counts_on_every_device():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    f = jax.shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    assert count(f, A, B) == {"float32": ONE}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolutions(groups):
+    x, kernel = jnp.ones((1, 16, 16, 8)), jnp.ones((3, 3, 8 // groups, 4))
+    f = lambda x, k: lax.conv_general_dilated(
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+    )
+    assert count(f, x, kernel) == {"float32": 2 * 16 * 16 * 4 * 9 * (8 // groups)}

@@ -1,0 +1,82 @@
+"""Collectives and large values, read from what XLA wrote."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mmnnx.plan.hlo import Collective, collectives, largest_values
+
+MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+
+
+def text(f, *args):
+    placed = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(MESH, spec)) for s, spec in args]
+    return jax.jit(f).lower(*placed).compile().as_text()
+
+
+def mapped(f, spec=P("data", "model"), out=None):
+    return jax.shard_map(f, mesh=MESH, in_specs=spec, out_specs=spec if out is None else out, check_vma=False)
+
+
+@pytest.mark.parametrize("axes, devices", [(("model",), 4), (("data",), 2), (("data", "model"), 8)])
+def test_a_sum_over_axes(axes, devices):
+    (found,) = collectives(text(mapped(lambda x: lax.psum(x, axes)), ((64, 64), P("data", "model"))), MESH)
+    assert found == Collective("all-reduce", axes, devices, 32 * 16 * 4, 1)
+    assert found.sent == 2 * found.nbytes * (devices - 1) / devices
+
+
+def test_other_kinds():
+    gather = text(
+        mapped(lambda x: lax.all_gather(x, "model", axis=1, tiled=True), out=P("data")),
+        ((64, 64), P("data", "model")),
+    )
+    assert collectives(gather, MESH) == [Collective("all-gather", ("model",), 4, 32 * 64 * 4, 1)]
+    move = text(mapped(lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)])), ((64, 64), P("data", "model")))
+    (found,) = collectives(move, MESH)
+    assert (found.kind, found.axes, found.sent) == ("collective-permute", ("data",), 32 * 16 * 4)
+    assert collectives(text(lambda x: x + 1, ((64, 64), P("data"))), MESH) == []
+
+
+def test_in_a_loop_it_counts_for_each_iteration():
+    def body(x, _):
+        return lax.psum(x, "model") / 2, None
+
+    (found,) = collectives(
+        text(mapped(lambda x: lax.scan(body, x, None, length=7)[0]), ((64, 64), P("data", "model"))), MESH
+    )
+    assert found.count == 7 and found.nbytes == 7 * 32 * 16 * 4
+
+
+TPU = """
+HloModule jit_f
+
+ENTRY %main (p: bf16[8,4]) -> bf16[8,4] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  %a = bf16[8,4]{1,0:T(8,128)(2,1)} all-reduce(%p), replica_groups=mesh['x'=2,'y'=4] {'y'}, to_apply=%add
+  ROOT %b = bf16[8,4]{1,0} all-reduce(%a), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
+}
+"""
+
+
+def test_groups_as_other_compilers_write_them():
+    found = {c.axes: c for c in collectives(TPU, MESH)}
+    assert set(found) == {("model",), ("data",)}
+    assert found["model",].devices == 4 and found["data",].devices == 2
+    assert found["model",].nbytes == 8 * 4 * 2
+
+
+def test_large_values_are_named():
+    def f(x):
+        with jax.named_scope("attention"):
+            return jax.nn.softmax(x @ x.T) @ x
+
+    found = largest_values(text(f, ((512, 8), P())), 2**20)
+    assert found and found[0].nbytes == 512 * 512 * 4 and found[0].shape == "f32[512,512]"
+    assert all("attention" in value.name for value in found)
+    assert largest_values(text(f, ((512, 8), P())), 2**30) == []

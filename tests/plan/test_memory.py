@@ -1,0 +1,97 @@
+"""The bytes of a plan are those of the arrays that are there when its program runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+from flax import nnx
+
+import mmnnx as mm
+from mmnnx.mpmd.runtime import prepare
+from mmnnx.mpmd.runtime.profile import measurer
+from tests.plan.conftest import plan_here, small, tokens
+from tests.slow import all_but
+
+JOBS = {
+    "lm": small(),
+    "four stages": small(stages=4, layers=4, batch=8),
+    "remat": small(remat=True),
+    "scanned": small(scan=True),
+    "experts": small(model="tiny-moe"),
+    "tensor": small(tensor=2),
+    "fsdp": small(data=2, fsdp=True),
+    "gpipe": small(schedule="gpipe"),
+}
+QUICK = ("lm", "remat", "experts", "scanned", "tensor")
+
+
+@pytest.mark.parametrize("name", all_but(QUICK, JOBS))
+def test_planned_bytes_are_measured_bytes(name, monkeypatch):
+    """The plan's largest bytes of arrays on each mesh, all devices together, are those of the run.
+
+    Of the run as it is: a profile by itself keeps fragments apart that run as one.
+    """
+    monkeypatch.setattr(prepare, "_measured", lambda bound, bindings, compiled, options: measurer(compiled))
+    job = JOBS[name]
+    plan = plan_here(job)
+    with job.mesh(jax.devices()[: job.stages * job.data * job.tensor]):
+        model, optimizer = job.make()
+        step = job.train_step(model)
+        step(model, optimizer, tokens(job))  # then state is where it lives
+        profile = step.program(model, optimizer, tokens(job)).profile(model, optimizer, tokens(job))
+    assert len(plan.memory) == job.stages
+    for memory in plan.memory:
+        (mesh,) = memory.meshes
+        assert memory.arrays * memory.devices == pytest.approx(profile.peak_bytes[mesh], rel=0.005)
+
+
+def test_what_the_bytes_are():
+    """Adam keeps two of each weight; a gradient is one more; remat saves less; tensor parallelism halves."""
+    plans = {name: plan_here(JOBS[name]) for name in ("lm", "remat", "tensor")}
+    for plan in plans.values():
+        for memory in plan.memory:
+            weights = memory.peak_of["weights"]
+            assert memory.peak_of["optimizer state"] == pytest.approx(2 * weights, rel=0.01)
+            assert memory.peak_of["gradients"] == pytest.approx(weights, rel=0.01)
+            assert memory.total >= memory.arrays
+            assert memory.total == sum(memory.at_peak.values())
+    first = {name: plan.memory[0].peak_of for name, plan in plans.items()}
+    assert first["remat"]["saved activations"] < first["lm"]["saved activations"] / 4
+    assert first["tensor"]["weights"] == pytest.approx(first["lm"]["weights"] / 2, rel=0.02)
+
+
+def test_in_flight_microbatches_are_saved_activations():
+    """1F1B keeps as many on a stage as there are stages from it on; GPipe keeps all."""
+    one, all_of_them = (plan_here(small(batch=8, schedule=name)) for name in ("1f1b", "gpipe"))
+    saved = lambda plan: plan.memory[0].peak_of["saved activations"]
+    assert saved(all_of_them) == 8 / 2 * saved(one)
+
+
+def test_what_is_not_donated_is_there_twice():
+    job = small()
+    with job.mesh(jax.devices()[:2]):
+        model, optimizer = nnx.eval_shape(job.make)
+        step = job.train_step(model)
+        kept = mm.jit(step.__wrapped__, in_shardings=step_shardings(job, model))
+        donated = mm.plan(step, model, optimizer, tokens(job))
+        plan = mm.plan(kept, model, optimizer, tokens(job))
+    for memory, less in zip(plan.memory, donated.memory):
+        state = memory.peak_of["weights"] + memory.peak_of["optimizer state"]
+        once = less.peak_of["weights"] + less.peak_of["optimizer state"]
+        assert state == pytest.approx(2 * once, rel=0.01)
+
+
+def step_shardings(job, model):
+    sharding = mm.pipeline_sharding(model, job.stages, rules=job.rules())
+    return sharding, sharding, None
+
+
+def test_results_in_place_are_counted_by_the_executables():
+    plan = plan_here(small())
+    updates = [f for f in plan.fragments if f.phase == "none" and f.alias_bytes]
+    assert len(updates) == 2
+    for f in updates:
+        assert f.alias_bytes > 0.9 * f.output_bytes
+    assert dataclasses.asdict(updates[0])["alike"] in {f.name for f in plan.fragments}

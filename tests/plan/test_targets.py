@@ -1,0 +1,75 @@
+"""Machines by name; what is wrong with a name, or missing, is said."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import jax
+import pytest
+
+import mmnnx as mm
+from mmnnx.plan import targets
+from mmnnx.plan.chips import CHIPS, chip_of
+from mmnnx.plan.language_models import TrainingJob
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("v9:4x4", "there is no target 'v9:4x4': the chips are 'v4', 'v5e', 'v5p'"),
+        ("v5p", "v5p has 3 sizes of a torus, as in 'v5p:4x4x4'"),
+        ("v5p:4x4", "v5p has 3 sizes of a torus, as in 'v5p:4x4x4'"),
+        ("v5e:4x4x4", "v5e has 2 sizes of a torus, as in 'v5e:4x4'"),
+        ("v5e:0x4", "v5e has 2 sizes"),
+        ("h100:8", "a GPU has hosts x GPUs of each, as in 'h100:4x8'"),
+    ],
+)
+def test_names_that_are_none(name, message):
+    with pytest.raises(ValueError, match=message):
+        mm.target(name)
+
+
+@pytest.mark.parametrize("name, extra", [("v5e:2x4", "tpu"), ("h100:4x8", "cuda12")])
+def test_a_compiler_that_is_missing(name, extra, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=rf"pip install 'mmnnx\[{extra}\]'"):
+        mm.target(name)
+
+
+def test_figures_are_complete():
+    for name, chip in CHIPS.items():
+        assert chip.name == name and chip.source
+        assert {"bfloat16", "float32"} <= chip.flops.keys()
+        assert chip.seconds({"bfloat16": chip.flops["bfloat16"], "float8_e4m3fn": 0}) == pytest.approx(1)
+        assert chip.seconds({"float16": 1e12}) == chip.seconds({"bfloat16": 1e12})
+    assert chip_of("TPU v5 lite") is CHIPS["v5e"] and chip_of("cpu") is None
+
+
+def test_a_gpu_in_the_words_of_xla():
+    for name in targets.GPUS:
+        text = targets.gpu_description(CHIPS[name])
+        assert f"memory_bandwidth: {int(CHIPS[name].bandwidth)}" in text
+        assert text.count("{") == text.count("}")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(model="lama"), "there is no model 'lama': there are 'llama3-8b'"),
+        (
+            dict(batch=3, data=2),
+            r"a batch of 3 sequences is not divisible into microbatches of 2 \(1 rows x 2",
+        ),
+        (dict(stages=5), "tiny has 4 blocks, too few for 5 stages"),
+        (dict(rows=0), "rows must be at least 1, not 0"),
+    ],
+)
+def test_jobs_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingJob(**{"model": "tiny", "target": "cpu"} | options)
+
+
+def test_another_number_of_devices():
+    job = TrainingJob("tiny", "cpu", stages=2, tensor=2)
+    with pytest.raises(ValueError, match="cpu has 8 devices, and stages x data x tensor = 2 x 1 x 2 = 4"):
+        job.mesh(jax.devices())

@@ -1,0 +1,87 @@
+"""Plans for TPUs that are not here, by their own compiler."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mmnnx as mm
+from mmnnx.cli import main
+from mmnnx.plan.chips import CHIPS
+from mmnnx.plan.language_models import TrainingJob
+
+JOB = TrainingJob("tiny", "v5e:2x4", stages=4, tensor=2, batch=8, sequence=128)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return JOB.plan()
+
+
+def test_it_fits_and_takes_its_time(plan):
+    assert plan.device_kind == "TPU v5 lite" and plan.devices == 8 and plan.chip is CHIPS["v5e"]
+    assert plan.fits and 0 < plan.fastest < plan.seconds < 1
+    assert [m.meshes for m in plan.memory] == [(f"stage{n}",) for n in range(4)]
+    for memory in plan.memory:
+        weights = memory.peak_of["weights"]
+        assert memory.peak_of["optimizer state"] == pytest.approx(2 * weights, rel=0.01)
+
+
+def test_the_optimizer_overwrites_its_state(plan):
+    for f in plan.fragments:
+        if f.phase == "none" and f.alias_bytes:
+            assert f.alias_bytes == pytest.approx(f.output_bytes, rel=0.05)
+    assert sum(f.alias_bytes > 0 for f in plan.fragments if f.phase == "none") == 4
+
+
+def test_alike_stages_are_compiled_once(plan):
+    alike = {f.name: f.alike for f in plan.fragments}
+    assert alike["stage1 forward"] == alike["stage2 forward"]
+    assert alike["stage1 backward"] == alike["stage2 backward"]
+
+
+def test_tensor_parallelism_sums_over_its_axis(plan):
+    (forward,) = (f for f in plan.fragments if f.name == "stage1 forward")
+    assert {(c.kind, c.axes, c.devices) for c in forward.collectives} == {("all-reduce", ("model",), 2)}
+
+
+def test_it_cannot_be_called():
+    with JOB.mesh():
+        model, optimizer = JOB.make()
+        step = JOB.train_step(model)
+        with pytest.raises(
+            ValueError, match=r"train_step is placed on devices that are only described \(TPU v5"
+        ):
+            step(model, optimizer, jnp.ones((8, 129), jnp.int32))
+
+
+def test_what_does_not_fit_is_an_answer():
+    long = TrainingJob("tiny", "v5e:2x4", stages=2, tensor=4, batch=4, sequence=32_768, rows=2)
+    plan = long.plan()
+    assert plan.fits is False and plan.overflow is not None
+    assert plan.overflow.fragment == "stage0 forward"
+    assert plan.overflow.needed > 5 * plan.overflow.limit
+    assert "dot_general" in plan.overflow.largest[0][1]
+    assert "it does not fit" in str(plan) and "stage0 forward needs" in str(plan)
+
+
+@pytest.mark.parametrize("name", ["v5p:3x3x3", "v5e:2x3"])
+def test_a_topology_that_there_is_not(name):
+    with pytest.raises(ValueError, match=f"target '{name}': the compiler knows no such topology"):
+        mm.target(name)
+
+
+def test_neighbours_in_the_order_of_the_torus():
+    devices = mm.target("v5p:2x2x4")
+    assert len(devices) == 16 and isinstance(devices[0], jax.Device)
+    assert [tuple(d.coords) for d in devices[:4]] == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)]
+
+
+def test_the_command(tmp_path, capsys):
+    job = "--target v5e:2x4 --model tiny --stages 4 --tensor 2 --batch 8 --sequence 128"
+    assert main(["plan", *job.split(), "--json", str(tmp_path / "plan.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "train_step on 8 x TPU v5 lite: it fits" in printed and "tokens/s" in printed
+    assert main(["plan", "--target", "v5e:2x4", "--model", "tiny", "--stages", "3"]) == 2
+    assert "v5e:2x4 has 8 devices, and stages x data x tensor = 3 x 1 x 1 = 3" in capsys.readouterr().err
