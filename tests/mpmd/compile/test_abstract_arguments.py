@@ -107,10 +107,11 @@ def test_devices_that_are_only_described(described):
         )
         with pytest.raises(ValueError, match=refused):
             f(*make(), batch)
-        compiled = f.lower(model, optimizer, batch).compile()
+        arguments = (*make(), batch)
+        compiled = f.lower(*arguments).compile()
         assert len(compiled.fragments) >= 8
         with pytest.raises(ValueError, match=refused):
-            compiled(*make(), batch)
+            compiled(*arguments)
 
 
 def test_real_devices_are_not_described():
