@@ -90,7 +90,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         if config.save is not None:
             plan.save(config.save)
             console.print(f"wrote {config.save}", markup=False, soft_wrap=True)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, RuntimeError) as error:
         print_error(str(error))
         return 2
     except OSError as error:

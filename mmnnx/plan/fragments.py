@@ -92,7 +92,8 @@ def fragment_costs(compiled: Compiled) -> dict[Fragment, FragmentCost]:
 
     known: dict[int, FragmentCost] = {}
     found = {}
-    for f, executable in compiled.executables.items():
+    for f in program.fragments:
+        executable = compiled.executables[f]
         label, key = program.labels[f], id(executable.code)
         alike = first.setdefault(key, label)
         if key not in known:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name
+from mmnnx.inspect.timeline_rows import mesh_rows, time_unit
+from mmnnx.inspect.units import bytes_text
 from mmnnx.plan.memory import KINDS
 from mmnnx.plan.step_plan import StepPlan
 
@@ -13,7 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = dict(zip(KINDS, ("#005998", "#3d8bc4", "#86b7dc", "#2f8f83", "#8cc9bd", "#c4cad1", "#e19e39")))
-GIGA = 1e9
+LIMIT = "#8f1414"
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
 MOST_NAMES = 32
 
 
@@ -38,31 +41,36 @@ def draw_plan(plan: StepPlan) -> Figure:
 
 def _draw_memory(axes: Axes, plan: StepPlan) -> None:
     names = [", ".join(m.meshes) for m in plan.memory]
+    most = max(m.total for m in plan.memory)
+    size, unit = next((u for u in UNITS if most >= u[0]), UNITS[-1])
     places, bottom = range(len(names)), [0.0] * len(names)
     for kind in KINDS:
-        heights = [m.at_peak.get(kind, 0) / GIGA for m in plan.memory]
+        heights = [m.at_peak.get(kind, 0) / size for m in plan.memory]
         if any(heights):
             axes.bar(places, heights, bottom=bottom, color=COLOURS[kind], label=kind, width=0.8)
             bottom = [b + h for b, h in zip(bottom, heights)]
     if plan.chip is not None:
-        axes.axhline(plan.chip.memory / GIGA, color="#8f1414", linewidth=1, linestyle="--")
-        axes.annotate(
-            f"{plan.chip.memory / GIGA:.3g} GB",
-            (1, plan.chip.memory / GIGA),
-            xycoords=("axes fraction", "data"),
-            fontsize=7,
-            color="#8f1414",
-            ha="right",
-            va="bottom",
-        )
+        _draw_limit(axes, plan.chip.memory, most, size)
     every = -(-len(names) // MOST_NAMES)
     axes.set_xticks(places[::every], names[::every], fontsize=7)
-    if max(map(len, names), default=0) > 8 or len(names) > 12:
+    if max(map(len, names)) > 8 or len(names) > 12:
         axes.tick_params(axis="x", labelrotation=45)
-    axes.set_ylabel("GB on each device", fontsize=8)
+    axes.set_ylabel(f"{unit} on each device", fontsize=8)
     axes.tick_params(axis="y", labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _draw_limit(axes: Axes, limit: int, most: int, size: float) -> None:
+    """A line at what the device has; words alone where that is far above the bars."""
+    text, near = f"limit: {bytes_text(limit)}", limit < 3 * most
+    if near:
+        axes.axhline(limit / size, color=LIMIT, linewidth=1, linestyle="--")
+    axes.set_ylim(0, 1.12 * (max(limit, most) if near else most) / size)
+    place = (1, limit / size) if near else (1, 1.06 * most / size)
+    where = ("axes fraction", "data")
+    words = text if near else f"{text}, far above"
+    axes.annotate(words, place, xycoords=where, fontsize=7, color=LIMIT, ha="right", va="bottom")
 
 
 def _draw_timeline(axes: Axes, plan: StepPlan) -> None:
@@ -70,8 +78,9 @@ def _draw_timeline(axes: Axes, plan: StepPlan) -> None:
     from matplotlib.patches import Patch
 
     assert plan.timeline is not None
-    rows = plan.timeline.by_mesh()
-    scale, unit = (1.0, "s") if plan.timeline.makespan >= 1 else (1e3, "ms")
+    rows = mesh_rows(plan.timeline)
+    size, unit = time_unit(plan.timeline)
+    scale = 1 / size
     drawn = []
     for phase in STYLES:
         boxes = [

@@ -27,6 +27,15 @@ _GPU_FACTS: dict[str, tuple[int, int, int, int, float, int, int, str]] = {
     "b200": (10, 148, 233_472, 232_448, 1.965, 132_644_864, 128, "NVIDIA B200"),
 }
 
+# What libtpu asks of its surroundings on a host with TPUs; elsewhere any answer does. Several processes may
+# compile at once there.
+_WITHOUT_TPUS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
 
 def target(name: str) -> list[jax.Device]:
     """The devices of a machine that need not be here: to compile for, and to plan with `mm.plan`.
@@ -45,6 +54,7 @@ def target(name: str) -> list[jax.Device]:
     Raises:
       ValueError: for a name that is none, or a topology that the compiler does not know.
       ImportError: where the compiler is not installed; says how to install it.
+      RuntimeError: where it does not start.
 
     Example:
       >>> devices = mm.target("v5p:4x4x8")
@@ -68,10 +78,9 @@ def target(name: str) -> list[jax.Device]:
 def _tpus(name: str) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(f"target {name!r} needs the TPU compiler: pip install 'mmnnx[tpu]'")
-    if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/*"):  # else libtpu asks for the host's TPUs
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")  # any: it would print that there is none
+    if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/*"):
+        for variable, value in _WITHOUT_TPUS.items():
+            os.environ.setdefault(variable, value)
     return _described(name, name, "tpu")
 
 
@@ -90,8 +99,10 @@ def _described(name: str, what: str, platform: str, **options: Any) -> list[jax.
     try:
         found: Sequence[jax.Device] = topologies.get_topology_desc(what, platform, **options).devices
     except Exception as error:  # the compilers raise what they like
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"target {name!r}: the compiler knows no such topology ({said[0]})") from error
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if "INVALID_ARGUMENT" in said:
+            raise ValueError(f"target {name!r}: the compiler knows no such topology ({said})") from error
+        raise RuntimeError(f"target {name!r}: the compiler does not start ({said})") from error
     return list(found)
 
 

@@ -10,6 +10,7 @@ import mmnnx as mm
 from mmnnx.cli import main
 from mmnnx.plan.chips import CHIPS
 from mmnnx.plan.language_models import TrainingJob
+from tests.test_readme import run_document
 
 JOB = TrainingJob("tiny", "v5e:2x4", stages=4, tensor=2, batch=8, sequence=128)
 
@@ -85,3 +86,10 @@ def test_the_command(tmp_path, capsys):
     assert "train_step on 8 x TPU v5 lite: it fits" in printed and "tokens/s" in printed
     assert main(["plan", "--target", "v5e:2x4", "--model", "tiny", "--stages", "3"]) == 2
     assert "v5e:2x4 has 8 devices, and stages x data x tensor = 3 x 1 x 1 = 3" in capsys.readouterr().err
+
+
+def test_the_program_of_the_document(tmp_path):
+    printed = run_document("docs/targets.md", tmp_path).splitlines()
+    assert printed[0] == "train_step on 8 x TPU v5 lite: it fits"
+    fits, total, seconds = printed[-1].split()
+    assert fits == "True" and 10**6 < int(total) < 10**8 and 0 < float(seconds) < 1
