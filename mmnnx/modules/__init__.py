@@ -10,6 +10,7 @@ from flax.nnx import Dropout
 
 from mmnnx.modules.attention import Attention
 from mmnnx.modules.conv import ConvBlock, ResidualBlock
+from mmnnx.modules.cross_entropy import mean_cross_entropy
 from mmnnx.modules.embed import Embed
 from mmnnx.modules.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from mmnnx.modules.generate import generate
@@ -65,6 +66,7 @@ __all__ = [
     "contrastive_loss",
     "filter_logits",
     "generate",
+    "mean_cross_entropy",
     "named",
     "rotary",
     "rotary_frequencies",

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from mmnnx.modules.attention import Attention
+from mmnnx.modules.cross_entropy import mean_cross_entropy
 from mmnnx.modules.embed import Embed
 from mmnnx.modules.linear import Linear
 from mmnnx.modules.logical import constrain
@@ -52,6 +52,7 @@ class LMConfig:
       scan: blocks are stacked and scanned, which compiles one for all (see `Stack`): True, or the number of
         segments, one or more for each stage of a pipeline.
       remat: the backward computes each block again: True, or a policy of `jax.checkpoint`.
+      loss_chunks: `loss` makes the logits of so many parts of the sequence one after the other.
 
     Raises:
       ValueError: sizes that do not fit each other.
@@ -75,11 +76,12 @@ class LMConfig:
     window: int | None = None
     scan: bool | int = False
     remat: Any = False
+    loss_chunks: int = 1
 
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
 
     def __post_init__(self):
-        for name in ("vocab", "layers", "width", "heads", "kv_heads", "mlp"):
+        for name in ("vocab", "layers", "width", "heads", "kv_heads", "mlp", "loss_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a model has at least one")
         if self.head_dim is None and self.width % self.heads:
@@ -249,8 +251,8 @@ class LM(nnx.Module):
 
     def loss(self, tokens: jax.Array) -> jax.Array:
         """Mean cross-entropy, in nats a token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`."""
-        logits = self(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        x = self.hidden(tokens[:, :-1])
+        return mean_cross_entropy(self.logits, x, tokens[:, 1:], self.config.loss_chunks)
 
 
 def rms_norm(config: LMConfig, rngs: nnx.Rngs) -> RMSNorm:

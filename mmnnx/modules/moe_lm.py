@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
+from mmnnx.modules.cross_entropy import mean_cross_entropy
 from mmnnx.modules.lm import LM, Block, LMConfig, types
 from mmnnx.modules.logical import constrain
 from mmnnx.modules.moe import MoE, MoEAux
@@ -131,5 +131,5 @@ class MoELM(LM):
     def loss(self, tokens: jax.Array) -> jax.Array:
         """Mean cross-entropy of `tokens[:, 1:]`, in nats a token, and the weighted losses of the routers."""
         x, aux = self.routed(tokens[:, :-1])
-        loss = optax.softmax_cross_entropy_with_integer_labels(self.logits(x), tokens[:, 1:]).mean()
+        loss = mean_cross_entropy(self.logits, x, tokens[:, 1:], self.config.loss_chunks)
         return loss + self.config.load_balancing * aux.load_balancing + self.config.router_z * aux.router_z

@@ -54,6 +54,8 @@ class PlanConfig:
     """Type of Adam's first moment."""
     layers: Annotated[int | None, optional("INT", "the preset's")] = None
     """Blocks of the model."""
+    loss_chunks: int = 1
+    """Parts of the sequence whose logits are made one after the other, for a large vocabulary."""
     scan: bool = False
     """Scan the blocks of a stage: one of them is compiled for all."""
     json: Annotated[Path | None, optional("FILE", "none")] = None

@@ -40,6 +40,7 @@ class TrainingJob:
       fsdp: weights and optimizer state are divided over "data", too (ZeRO, arXiv:1910.02054).
       moments: the dtype of Adam's first moment.
       layers: blocks, in place of the preset's.
+      loss_chunks: parts of the sequence whose logits are made one after the other.
       scan: blocks of a stage are scanned, which compiles one for all.
 
     Raises:
@@ -59,6 +60,7 @@ class TrainingJob:
     fsdp: bool = False
     moments: Literal["float32", "bfloat16"] = "float32"
     layers: int | None = None
+    loss_chunks: int = 1
     scan: bool = False
 
     def __post_init__(self) -> None:
@@ -84,7 +86,8 @@ class TrainingJob:
             known = ", ".join(map(repr, (*LMConfig.presets, *MoELMConfig.presets)))
             raise ValueError(f"there is no model {self.model!r}: there are {known}")
         changes: dict[str, Any] = {} if self.layers is None else {"layers": self.layers}
-        return kind.preset(self.model, remat=self.remat, scan=self.stages if self.scan else False, **changes)
+        changes |= dict(remat=self.remat, loss_chunks=self.loss_chunks)
+        return kind.preset(self.model, scan=self.stages if self.scan else False, **changes)
 
     @property
     def microbatches(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 
@@ -20,17 +20,15 @@ from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.plan.fragments import FragmentCost
 
 Kind = Literal[
-    "weights", "optimizer state", "gradients", "saved activations", "batch", "other values", "temporaries"
-]
-KINDS: tuple[Kind, ...] = (
-    "weights",
+    "weights",  # and other state of modules
     "optimizer state",
     "gradients",
     "saved activations",
-    "batch",
+    "other arguments",  # such as the batch
     "other values",
     "temporaries",
-)
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +113,7 @@ def buffer_kinds(program: Program, bound: BoundProgram) -> dict[int, Kind]:
 def _argument_kind(record: Record, n: int) -> Kind:
     leaf = record.inputs[n] if n < len(record.inputs) else None
     if leaf is None or not leaf.within:
-        return "batch"
+        return "other arguments"
     return "optimizer state" if leaf.is_optimizer_state else "weights"
 
 

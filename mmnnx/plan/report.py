@@ -39,10 +39,11 @@ def report(plan: StepPlan) -> RenderableType:
 
 def as_text(plan: StepPlan) -> str:
     """The report without colours."""
-    console = Console(width=WIDTH, file=io.StringIO(), highlight=False)
-    with console.capture() as captured:
-        console.print(report(plan))
-    return captured.get().rstrip("\n")
+    file = io.StringIO()
+    Console(file=file, width=WIDTH, color_system=None, force_jupyter=False, highlight=False).print(
+        report(plan)
+    )
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def as_html(plan: StepPlan) -> str:
@@ -94,7 +95,8 @@ def _memory(plan: StepPlan) -> Table:
         if plan.chip is not None:
             over = m.total > plan.chip.memory
             share = [Text(f"{m.total / plan.chip.memory:.0%}", style="red" if over else "green")]
-        table.add_row(names, *cells, bytes_text(m.total), *share, m.moment)
+        moment = m.moment.replace(f"{m.meshes[0]} ", "")  # of one of the stages in the row
+        table.add_row(names, *cells, bytes_text(m.total), *share, moment)
     return table
 
 
@@ -175,7 +177,7 @@ def _overflow(overflow: Overflow) -> list[RenderableType]:
 
 HELP = (
     "What helps: fewer rows in a microbatch, remat (LMConfig(remat=True), nnx.remat), more stages, more "
-    "devices in a stage; for logits, a loss over parts of the sequence"
+    "devices in a stage; for logits, LMConfig(loss_chunks=8) or mmnnx.modules.mean_cross_entropy"
 )
 
 

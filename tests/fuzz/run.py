@@ -15,7 +15,8 @@ from tests.fuzz.compare import Steps
 from tests.fuzz.smaller import smallest
 
 REFUSED = re.compile(r"schedule '[\w-]+' (is for|needs)")
-SHRUNK = 3  # of a kind of mistake are made small: each takes some minutes
+SHRUNK = 3  # of a kind of mistake are made small
+PATIENCE = 300  # seconds for each
 EVERY = 25  # examples, after which what was compiled is forgotten
 
 
@@ -88,10 +89,11 @@ def run(examples: int, seed: int, verbose: bool = False) -> Counter[str]:
     def report(case: Case, wrong: list[str]) -> None:
         what = kind(wrong)
         kinds[what] += 1
-        if kinds[what] <= SHRUNK:
-            case = smallest(case, lambda case: is_wrong_so(case, what))
-            wrong = mistakes(case)
         print("\n".join(["", *wrong[:10], as_code(case), ""]), flush=True)
+        if kinds[what] <= SHRUNK:
+            until = time.monotonic() + PATIENCE
+            case = smallest(case, lambda case: time.monotonic() < until and is_wrong_so(case, what))
+            print("\n".join(["made smaller:", *mistakes(case)[:10], as_code(case), ""]), flush=True)
 
     each()
     print(summary(counts, time.monotonic() - began))

@@ -94,8 +94,7 @@ def before(length: int, window: int | None = None) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------- references
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("width", [None, 10])
+@pytest.mark.parametrize("masked, width", grid([False, True], [10, None]))
 def test_multi_head_and_cross_attention_are_those_of_linen(width, masked):
     attention = build(bias=True, out_bias=True, memory_width=width)
     mask = (
@@ -118,8 +117,7 @@ def test_multi_head_and_cross_attention_are_those_of_linen(width, masked):
     same(call, linen, weights, *inputs)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("kv_heads, window", grid([1, 2, 4], [3, None, 1]))
 def test_causal_grouped_query_attention_in_a_window(kv_heads, window):
     call, weights = with_weights(build(16, 4, kv_heads, causal=True, window=window))
     reference = functools.partial(formula, heads=4, mask=before(7, window))

@@ -117,9 +117,9 @@ def test_padding_is_not_read():
 @pytest.mark.parametrize(
     ("options", "how"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=pytest.mark.slow),
         (dict(scan=4), dict(lengths=(2, 6, 3), temperature=1.5, top_k=20, top_p=0.95, rng=3)),
-        (dict(tied=True), dict(lengths=(2, 6, 3))),
+        pytest.param(dict(tied=True), dict(lengths=(2, 6, 3)), marks=pytest.mark.slow),
     ],
 )
 def test_over_four_stages_as_on_one_device(options, how):

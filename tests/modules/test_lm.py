@@ -97,6 +97,27 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_token():
 
 
 @pytest.mark.parametrize("tied", [False, True])
+def test_a_loss_in_chunks_is_the_same(tied):
+    """Its gradients too; and no array has the logits of the whole sequence."""
+    whole, chunked = build(tied=tied), build(tied=tied, loss_chunks=3)
+    batch = tokens()
+    (a, grads), (b, others) = (nnx.value_and_grad(lambda m: m.loss(batch))(m) for m in (whole, chunked))
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7), grads, others)
+    shapes = [v.aval.shape for v in all_results(jax.make_jaxpr(lambda b: chunked.loss(b))(batch).jaxpr)]
+    assert (2, 3, 32) in shapes and (2, 9, 32) not in shapes
+    with pytest.raises(ValueError, match="a sequence of 9 is not divisible into 2 chunks"):
+        build(loss_chunks=2).loss(batch)
+
+
+def all_results(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from eqn.outvars
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from all_results(inner)
+
+
+@pytest.mark.parametrize("tied", [False, True])
 def test_first_loss_is_that_of_a_uniform_guess(tied):
     np.testing.assert_allclose(new(tied=tied).loss(tokens((8, 40))), np.log(32), atol=0.15)
 
@@ -157,6 +178,7 @@ def test_a_preset_has_the_published_number_of_parameters():
     published = {
         "llama3-8b": 8_030_261_248,
         "llama3-70b": 70_553_706_496,
+        "llama3-405b": 405_853_388_800,
         "llama3.2-1b": 1_235_814_400,
         "qwen2.5-7b": 7_615_616_512,
         "qwen3-8b": 8_190_735_360,

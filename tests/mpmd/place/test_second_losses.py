@@ -91,8 +91,11 @@ def test_activations_alone_are_sent(step, rows):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [optax.MultiSteps(optax.adam(1e-2), 2), optax.apply_if_finite(optax.adam(1e-2), 3), optax.novograd(1e-2)],
-    ids=["MultiSteps", "apply_if_finite", "novograd"],
+    [
+        pytest.param(optax.MultiSteps(optax.adam(1e-2), 2), id="MultiSteps"),
+        pytest.param(optax.apply_if_finite(optax.adam(1e-2), 3), id="finite", marks=pytest.mark.slow),
+        pytest.param(optax.novograd(1e-2), id="novograd", marks=pytest.mark.slow),
+    ],
 )
 def test_two_steps_of_an_optimizer_that_holds_a_cond(optimizer):
     x = np.random.default_rng(0).normal(size=(4, WIDTH)).astype(np.float32)

@@ -17,6 +17,7 @@ from mmnnx.train.checkpoint.nnx_state import arrays_of
 from tests.train.states import GRIDS, Net, adam, assert_equal, born, losses, placed, values
 
 
+@pytest.mark.slow
 def test_every_topology_to_every_other(tmp_path):
     """The state to the last bit, where it lives there; the next losses, to the last bit on the same.
 
