@@ -44,6 +44,9 @@ from tests.mpmd.parity import arrays, differences, rolled, snapshot, train_step,
 STEPS = 2
 RTOL, FLOOR = 1e-4, 16
 TIMES, ROUNDINGS = 2.0, 2.0
+SQUARES = (
+    "['nu']"  # of gradients: what is off by a part is off by twice the part, and a large part is squared
+)
 DRAWS, MANY = 3, 33
 BFLOAT16 = float(jnp.finfo(jnp.bfloat16).eps)
 
@@ -190,7 +193,8 @@ def too_far(errors: dict[str, tuple[float, float, float]]) -> list[str]:
     """Arrays of bfloat16 that are further from the truth than they may be, worst first."""
     found = []
     for path, (split, whole, true) in errors.items():
-        allowed = TIMES * whole + ROUNDINGS * BFLOAT16 * true
+        power = 2 if SQUARES in path else 1
+        allowed = TIMES**power * whole + power * ROUNDINGS * BFLOAT16 * true
         if not split <= allowed:
             text = f"{path}: {split:.3g} from the truth, allowed {allowed:.3g}; nnx.jit is {whole:.3g}"
             found.append((split / allowed if allowed else np.inf, text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import re
 import time
 from collections import Counter
@@ -50,6 +51,7 @@ def run(examples: int, seed: int, verbose: bool = False) -> Counter[str]:
     counts: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     networks = set()
+    parent = multiprocessing.parent_process()
     began = time.monotonic()
 
     def is_wrong_so(case: Case, what: str) -> bool:
@@ -71,6 +73,8 @@ def run(examples: int, seed: int, verbose: bool = False) -> Counter[str]:
     def each(case: Case) -> None:
         hypothesis.assume(case.nodes not in networks)  # it makes many that are nearly alike
         networks.add(case.nodes)
+        if parent is not None and not parent.is_alive():
+            raise SystemExit("who started this is gone")
         if verbose:
             print(case, flush=True)
         try:

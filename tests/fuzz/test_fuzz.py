@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 
+import pytest
 from hypothesis import settings
 
 import mmnnx as mm
@@ -96,3 +97,24 @@ def test_what_is_rounding_of_bfloat16():
     assert not too_far({"rounded": (3 * error, error, 1.0), "both are far": (0.5, 0.3, 1.0)})
     (text,) = too_far({"a": (0.05, 0.01, 1.0)})
     assert text == "a: 0.05 from the truth, allowed 0.0356; nnx.jit is 0.01"
+
+
+def test_a_schedule_that_turns_the_order_of_a_sum_is_refused():
+    """Two stages of one mesh add to one gradient; "wavefront" runs the backwards last first."""
+    case = Case(
+        nodes=(("layer", 0, 0), ("scan", (1, 0), 1), ("layer", 1, 1), ("remat", 1, 3)),
+        layers=("tanh", "conv"),
+        meshes=(((0, 1, 2, 3), (2, 2)), ((4, 5, 6, 7), (2, 2)), ((7,), (1, 1))),
+        tasks=(0, 1, 2),
+        homes=(0, 2),
+        scopes=(0, None, 0, 0),
+        styles=("replicated", "replicated"),
+        dtype="bfloat16",
+        microbatches=2,
+        schedule="wavefront",
+    )
+    with pytest.raises(
+        runs.Refused, match="task0 backward of microbatch 1 waits for task0 backward of microb"
+    ):
+        runs.mistakes(case)
+    assert runs.mistakes(dataclasses.replace(case, schedule="gpipe")) == []

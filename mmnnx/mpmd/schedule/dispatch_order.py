@@ -65,6 +65,14 @@ def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
         heads, waiting = list(map(name, stuck.heads)), []
         for job in stuck.heads:
             missing = [j for j in jobs.waits[job] if j in stuck.left]
+            for other in missing:
+                if job // count > other // count and not plan.loop.spec.rows:
+                    raise ValueError(
+                        f"schedule {plan.timetable.schedule!r} needs microbatches in an order in which they "
+                        f"cannot run: {name(job)} waits for {name(other)}. State that the loop updates takes "
+                        "them in order, and so does a sum of gradients that two stages of one mesh add to: "
+                        "'1f1b' and 'gpipe' do, or give the stages weights of their own"
+                    ) from None
             waiting += [f"{name(job)} waits for {', '.join(map(name, missing))}"] if missing else []
         raise ValueError(
             f"schedule {plan.timetable.schedule!r} cannot run: each TaskMesh waits for another. "
