@@ -19,6 +19,7 @@ ifeq ($(wildcard /dev/accel* /dev/vfio/*),)
 export TPU_SKIP_MDS_QUERY ?= 1
 export TPU_WORKER_HOSTNAMES ?= localhost
 export TPU_ACCELERATOR_TYPE ?= v5litepod-8
+export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 endif
 
 .PHONY: train test test-all fuzz lint bench clean
