@@ -31,9 +31,9 @@ def grid(*axes: Sequence[Any]) -> list[Any]:
 
 
 def examples(count: int) -> settings:
-    """Has hypothesis try so many examples in `make test-all`, and in `make test` a quarter of them."""
+    """Has hypothesis try so many examples in `make test-all`, and in `make test` a fifth of them."""
     everything = settings.get_current_profile_name() == "all"
-    return settings(max_examples=count if everything else math.ceil(count / 4))
+    return settings(max_examples=count if everything else math.ceil(count / 5))
 
 
 def _slow(values: tuple[Any, ...]) -> Any:

@@ -249,6 +249,7 @@ class LM(nnx.Module):
             return self.blocks.init_cache(batch, capacity)
         return [block.init_cache(batch, capacity) for block in self.blocks]
 
+    @advising
     def loss(self, tokens: jax.Array) -> jax.Array:
         """Mean cross-entropy, in nats a token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`."""
         x = self.hidden(tokens[:, :-1])

@@ -15,6 +15,7 @@ from mmnnx.modules.logical import constrain
 from mmnnx.modules.moe import MoE, MoEAux
 from mmnnx.modules.presets import MOE_PRESETS
 from mmnnx.modules.stack import apply_layers
+from mmnnx.sharding.incompatible_devices import advising
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +129,7 @@ class MoELM(LM):
         (x, _), cache = self.routed(tokens, cache=cache, **options)
         return x, cache
 
+    @advising
     def loss(self, tokens: jax.Array) -> jax.Array:
         """Mean cross-entropy of `tokens[:, 1:]`, in nats a token, and the weighted losses of the routers."""
         x, aux = self.routed(tokens[:, :-1])

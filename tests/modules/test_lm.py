@@ -310,9 +310,8 @@ def test_options_reach_the_layers(options):
         assert jnp.abs(model(tokens()) - build()(tokens())).max() > 1e-4
 
 
-@pytest.mark.parametrize(
-    "options", [dict(scan=3), pytest.param(dict(tied=True, remat=True), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("options", [dict(scan=3), dict(tied=True, remat=True)])
+@pytest.mark.slow
 def test_it_trains_over_three_stages_as_on_one_device(options):
     make = lambda: LM(LMConfig(**(SMALL | dict(layers=3) | options)), rngs=nnx.Rngs(0))
     mesh, tasks = pipeline(3, 2)

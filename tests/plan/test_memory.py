@@ -24,7 +24,7 @@ JOBS = {
     "fsdp": small(data=2, fsdp=True),
     "gpipe": small(schedule="gpipe"),
 }
-QUICK = ("lm", "remat", "experts", "scanned", "tensor")
+QUICK = ("remat", "experts", "tensor")
 
 
 @pytest.mark.parametrize("name", all_but(QUICK, JOBS))

@@ -88,6 +88,7 @@ def test_the_command(tmp_path, capsys):
     assert "v5e:2x4 has 8 devices, and stages x data x tensor = 3 x 1 x 1 = 3" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_program_of_the_document(tmp_path):
     printed = run_document("docs/targets.md", tmp_path).splitlines()
     assert printed[0] == "train_step on 8 x TPU v5 lite: it fits"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.processes.harness import run
 
@@ -22,6 +23,7 @@ def test_functions_in_turn(tmp_path):
             np.testing.assert_allclose(values[name], expected, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_meshes_that_share_devices(tmp_path):
     """Programs that both processes run together never wait for each other in a circle, nor for a thread."""
     for count in (1, 2):

@@ -72,6 +72,7 @@ def test_a_run_that_diverges(tmp_path, text, capsys):
     assert errors.startswith("mmnnx: the ") and " at step " in errors and errors.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text, environment):
     """Ctrl-C, then SIGTERM to the run that goes on."""
     options, out = [*TINY, "--data", text, "--steps", "300"], tmp_path / "the run"
@@ -95,6 +96,7 @@ def test_kills_then_resume(times, tmp_path, text, environment):
     assert len(compare(environment, tmp_path, text, times, seed=0)) == times
 
 
+@pytest.mark.slow
 def test_the_pipeline_learns_as_one_device_does(tmp_path, text, capsys):
     """Two stages of two devices, and one device: the same job, step by step."""
     options = ["train", *MODEL, "--data", str(text), "--layers", "2", "--batch", "8", "--microbatches", "4"]
