@@ -46,7 +46,7 @@ class Plan(StepPlan):
         """Writes the plan to a file: `.json` the data, `.svg`, `.png` or `.pdf` the picture, `.html` both.
 
         Raises:
-          ValueError: for a path that ends otherwise.
+          ValueError: for a path that ends otherwise, and for the picture of a plan with an `overflow`.
         """
         path = Path(path)
         suffix = path.suffix.lower()
@@ -54,6 +54,10 @@ class Plan(StepPlan):
             path.write_text(json.dumps(self.to_json(), indent=2))
         elif suffix == ".html":
             path.write_text(as_html(self))
+        elif suffix in PICTURES and self.overflow is not None:
+            raise ValueError(
+                f"{path}: {self.name} does not fit, so there is no picture: .html has the report"
+            )
         elif suffix in PICTURES:
             path.write_bytes(picture_bytes(draw_plan(self), suffix))
         else:
@@ -70,7 +74,10 @@ class Plan(StepPlan):
     def _repr_mimebundle_(
         self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
     ) -> dict[str, Any]:
-        return {"text/plain": str(self), "image/png": picture_bytes(draw_plan(self), ".png")}
+        bundle: dict[str, Any] = {"text/plain": str(self)}
+        if self.overflow is None:
+            bundle["image/png"] = picture_bytes(draw_plan(self), ".png")
+        return bundle
 
 
 def plan(f: Jit[..., Any], *args: Any, **kwargs: Any) -> Plan:
@@ -89,7 +96,7 @@ def plan(f: Jit[..., Any], *args: Any, **kwargs: Any) -> Plan:
 
     Raises:
       TypeError: for a function that `mm.jit` did not make.
-      ValueError: as `mm.jit` does, and for a function that is on one TaskMesh.
+      ValueError: as `mm.jit` does, for a function that is on one TaskMesh, and in several processes.
 
     Example:
       >>> mesh = mm.MultiMesh(devices=mm.target("v5e:2x4"), axis_sizes=(4, 2), axis_names=("stage", "model"))
@@ -99,6 +106,8 @@ def plan(f: Jit[..., Any], *args: Any, **kwargs: Any) -> Plan:
     """
     if not isinstance(f, Jit):
         raise TypeError(f"mm.plan takes a function that mm.jit made, not {f!r}")
+    if jax.process_count() > 1:
+        raise ValueError("a step is planned in one process: run the script without mm.initialize")
     lowered = _compat.inner_stage(f.lower(*args, **kwargs)._stage)
     if not isinstance(lowered, FlatLowered):
         raise ValueError(
@@ -143,7 +152,7 @@ def _plan(name: str, program: Program, fragments: Sequence[FragmentCost] = (), *
     if unread:
         notes.append(
             f"jaxlib {jaxlib.__version__} cannot read what the compiler wrote of {', '.join(unread)}: what "
-            "they send between devices is not counted. pip install 'mmnnx[tpu]' has the one of its version"
+            "they send between devices is not counted. pip install 'mmnnx[tpu]' has one that it can read"
         )
     devices = {d for mesh in program.names for d in mesh.devices.flat}
     kinds = sorted({d.device_kind for d in devices})

@@ -83,6 +83,14 @@ def loss(model: Any, batch: tuple[np.ndarray, ...]) -> jax.Array:
     return model.loss(*batch)
 
 
+def test_presets_with_experts_have_as_many_weights_as_they_say():
+    """Mixtral's as published; that of 62 billion."""
+    for name, count in {"mixtral-8x7b": 46_702_792_704, "moe-62b": 62_411_706_880}.items():
+        config = MoELMConfig.preset(name, scan=True)
+        model = nnx.eval_shape(lambda config=config: MoELM(config, rngs=nnx.Rngs(0)))
+        assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) == count
+
+
 @pytest.mark.parametrize("model", all_but([EncoderDecoder], CONFIGS))
 def test_a_new_models_loss_falls(model):
     new = model(CONFIGS[model](), rngs=nnx.Rngs(0))

@@ -94,7 +94,7 @@ def test_too_little_memory_is_an_answer(plan, monkeypatch):
     assert "What helps: fewer rows" in text
 
 
-def test_what_cannot_be_planned():
+def test_what_cannot_be_planned(monkeypatch):
     with pytest.raises(TypeError, match="mm.plan takes a function that mm.jit made, not <function"):
         mm.plan(lambda x: x, 1.0)
     with pytest.raises(ValueError, match="all of double is on one TaskMesh, and runs as one XLA program"):
@@ -103,6 +103,9 @@ def test_what_cannot_be_planned():
         def double(x):
             return 2 * x
 
+        mm.plan(double, jnp.ones(3))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="a step is planned in one process"):
         mm.plan(double, jnp.ones(3))
 
 

@@ -57,7 +57,7 @@ def test_it_cannot_be_called():
             step(model, optimizer, jnp.ones((8, 129), jnp.int32))
 
 
-def test_what_does_not_fit_is_an_answer():
+def test_what_does_not_fit_is_an_answer(tmp_path):
     long = TrainingJob("tiny", "v5e:2x4", stages=2, tensor=4, batch=4, sequence=32_768, rows=2)
     plan = long.plan()
     assert plan.fits is False and plan.overflow is not None
@@ -65,6 +65,11 @@ def test_what_does_not_fit_is_an_answer():
     assert plan.overflow.needed > 5 * plan.overflow.limit
     assert "dot_general" in plan.overflow.largest[0][1]
     assert "it does not fit" in str(plan) and "stage0 forward needs" in str(plan)
+    assert plan._repr_mimebundle_().keys() == {"text/plain"}
+    plan.save(tmp_path / "plan.html")
+    assert "stage0 forward needs" in (tmp_path / "plan.html").read_text()
+    with pytest.raises(ValueError, match="train_step does not fit, so there is no picture"):
+        plan.save(tmp_path / "plan.png")
 
 
 @pytest.mark.parametrize("name", ["v5p:3x3x3", "v5e:2x3"])
