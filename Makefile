@@ -1,6 +1,7 @@
 # Everything runs inside .venv, which is made on first use and brought up to date when pyproject.toml changes.
 #   make train ARGS="--steps 200 --stages 2"      make test ARGS="tests/mpmd -k dropout"
 #   make test-all runs what is slow as well, and five times as many of the random examples that are
+#   make test-cuda compiles for GPUs, which need not be here, in a .venv-cuda with their compiler (3 GB)
 #   make fuzz N=1000 SEED=7 compares random train steps under mm.jit with nnx.jit
 #   make bench BENCH=schedules ARGS="--stages 2"
 
@@ -22,7 +23,7 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-8
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 endif
 
-.PHONY: train test test-all fuzz lint bench clean
+.PHONY: train test test-all test-cuda fuzz lint bench clean
 
 train: $(INSTALLED)
 	$(BIN)/mmnnx train $(ARGS)
@@ -31,10 +32,13 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "" --hypothesis-profile=all $(ARGS)
+	$(BIN)/python -m pytest -m "not cuda" --hypothesis-profile=all $(ARGS)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --examples $(N) --seed $(SEED) $(ARGS)
+
+test-cuda: .venv-cuda/installed
+	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -m cuda tests/plan $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -46,11 +50,16 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
 
 clean:
-	rm -rf .venv dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-cuda dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "mmnnx needs Python 3.11, 3.12 or 3.13: set PYTHON=/path/to/one"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+.venv-cuda/installed: pyproject.toml
+	test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cuda12,dev]'
 	@touch $@

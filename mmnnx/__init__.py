@@ -2,6 +2,7 @@
 
 from mmnnx.inspect import ModelTable, PlacementView, TimelineView, show_placement, tabulate, timeline
 from mmnnx.modules import generate
+from mmnnx.mpmd.compile.saved_executables import load_executables
 from mmnnx.mpmd.distributed.fetch import fetch
 from mmnnx.mpmd.distributed.initialize import initialize
 from mmnnx.mpmd.frontend.microbatch import microbatch
@@ -55,6 +56,7 @@ __all__ = [
     "ignore_transforms",
     "initialize",
     "jit",
+    "load_executables",
     "logical_rules",
     "microbatch",
     "path",

@@ -19,7 +19,7 @@ import optax
 import pytest
 from flax import errors, nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import io_callback
+from jax.experimental import io_callback, serialize_executable
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -578,6 +578,27 @@ def test_load_for():
     out = _compat.load_for(compiled, second)(there)
     np.testing.assert_array_equal(out, compiled(here))
     assert out.sharding.device_set == set(second.devices.flat)
+
+
+def test_load_serialized():
+    """What was serialized for two devices runs on them and on two others, and takes over what is donated."""
+    first, second = (Mesh(np.array(jax.devices()[n : n + 2]), ("x",)) for n in (0, 4))
+    x = np.arange(8.0, dtype=np.float32)
+
+    def lowered(mesh):
+        here = jax.device_put(x, NamedSharding(mesh, P("x")))
+        return here, jax.jit(lambda x: jnp.cumsum(x) * 2, donate_argnums=0).lower(here)
+
+    here, program = lowered(first)
+    compiled = program.compile()
+    payload, _, _ = serialize_executable.serialize(compiled)
+    expected = np.array(compiled(here))
+    for mesh in (first, second):
+        there, program = lowered(mesh)
+        out = _compat.load_serialized(payload, [0, 1], program, mesh)(there)
+        np.testing.assert_array_equal(out, expected)
+        assert out.sharding.device_set == set(mesh.devices.flat)
+        assert there.is_deleted() == here.is_deleted()
 
 
 def test_children():

@@ -33,6 +33,18 @@ def bytes_text(size: int) -> str:
     return f"{size:,} B"
 
 
+def time_text(seconds: float) -> str:
+    """Seconds with three digits.
+
+    >>> time_text(3.5), time_text(0.0163), time_text(2e-5)
+    ('3.5 s', '16.3 ms', '20 us')
+    """
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e6:.3g} us"
+
+
 def ranges_text(numbers: Iterable[int]) -> str:
     """Numbers in ascending order, consecutive ones as ranges.
 

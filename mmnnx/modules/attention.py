@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mmnnx.modules.chunked_attention import chunked_attention
 from mmnnx.modules.kv_cache import KVCache
 from mmnnx.modules.linear import KERNEL_INIT, Linear, Names
 from mmnnx.modules.logical import constrain
@@ -38,6 +39,8 @@ class Attention(nnx.Module):
       bias: whether the projections to query, key and value have biases.
       out_bias: whether the projection of the result has one.
       implementation: of `jax.nn.dot_product_attention`: None, "xla", or "cudnn" (flash attention).
+      chunks: parts of the queries whose scores are made one after the other (see `chunked_attention`); where
+        they do not divide the queries, as in decoding, all scores are made at once.
       query_axes: logical names of the axes of the query kernel [width, heads * head_dim]; the last also names
         the heads of activations.
       kv_axes: the same for key and value [width, kv_heads * head_dim].
@@ -50,7 +53,8 @@ class Attention(nnx.Module):
       param_dtype: dtype of the weights.
 
     Raises:
-      ValueError: sizes that do not fit each other, a window below one, or scaling without rotary positions.
+      ValueError: sizes that do not fit each other, a window or chunks below one, or scaling without rotary
+        positions.
 
     Example:
       >>> attention = Attention(16, heads=4, kv_heads=2, causal=True, rotary_base=1e4, rngs=nnx.Rngs(0))
@@ -79,6 +83,7 @@ class Attention(nnx.Module):
         bias: bool = False,
         out_bias: bool = False,
         implementation: Literal["xla", "cudnn"] | None = None,
+        chunks: int = 1,
         query_axes: Names = ("embed", "heads"),
         kv_axes: Names = ("embed", "kv_heads"),
         out_axes: Names = ("heads", "embed"),
@@ -92,7 +97,8 @@ class Attention(nnx.Module):
         self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
         self.head_dim = width // heads if head_dim is None else head_dim
         self.memory_width = width if memory_width is None else memory_width
-        self.causal, self.window, self.implementation = causal, window, implementation
+        self.causal, self.window = causal, window
+        self.implementation, self.chunks = implementation, chunks
         self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
         self.heads_axes, self.kv_heads_axes = tuple(query_axes[-1:]), tuple(kv_axes[-1:])
         self.dtype, self.param_dtype = dtype, param_dtype
@@ -104,6 +110,8 @@ class Attention(nnx.Module):
             raise ValueError(f"rotary positions turn pairs of features, and a head has {self.head_dim}")
         if rotary_base is None and rotary_scaling is not None:
             raise ValueError("rotary_scaling= without rotary_base=: there are no rotary positions to scale")
+        if chunks < 1:
+            raise ValueError(f"chunks={chunks}: the queries are at least one part")
         if window is not None and window < 1:
             raise ValueError(
                 f"a window of {window} keys leaves nothing to attend to: it counts the token's own"
@@ -150,14 +158,14 @@ class Attention(nnx.Module):
           causal: whether queries see no later keys; with a cache the mask says so instead.
           window: the window, as `Attention` has it; with a cache None likewise.
         """
-        sides = None if window is None else (window - 1, 0 if causal else window - 1)
-        return jax.nn.dot_product_attention(
+        return chunked_attention(
             query,
             key,
             value,
-            mask=mask,
-            is_causal=causal,
-            local_window_size=sides,
+            mask,
+            causal=causal,
+            window=window,
+            chunks=1 if query.shape[1] % self.chunks else self.chunks,
             implementation=self.implementation,
         )
 

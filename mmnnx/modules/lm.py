@@ -53,6 +53,7 @@ class LMConfig:
         segments, one or more for each stage of a pipeline.
       remat: the backward computes each block again: True, or a policy of `jax.checkpoint`.
       loss_chunks: `loss` makes the logits of so many parts of the sequence one after the other.
+      attention_chunks: so are the scores of attention, for so many parts of the queries.
 
     Raises:
       ValueError: sizes that do not fit each other.
@@ -77,11 +78,13 @@ class LMConfig:
     scan: bool | int = False
     remat: Any = False
     loss_chunks: int = 1
+    attention_chunks: int = 1
 
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
 
     def __post_init__(self):
-        for name in ("vocab", "layers", "width", "heads", "kv_heads", "mlp", "loss_chunks"):
+        sizes = ("vocab", "layers", "width", "heads", "kv_heads", "mlp", "loss_chunks", "attention_chunks")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a model has at least one")
         if self.head_dim is None and self.width % self.heads:
@@ -141,6 +144,7 @@ class Block(nnx.Module):
             qk_norm=config.qk_norm,
             norm_epsilon=config.norm_eps,
             bias=config.bias,
+            chunks=config.attention_chunks,
             out_init=nnx.initializers.zeros,
             rngs=rngs,
             **types(config),

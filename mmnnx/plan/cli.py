@@ -19,6 +19,7 @@ from mmnnx.mpmd.compile import compile_program
 from mmnnx.plan.language_models import TrainingJob
 from mmnnx.plan.planning import Plan
 from mmnnx.plan.report import WIDTH
+from mmnnx.plan.search import SEARCHED, search
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,22 +33,29 @@ class PlanConfig:
     """The machine: a chip and its topology (v5p:4x4x8), or hosts x GPUs (h100:4x8)."""
     model: str = "llama3-8b"
     """A preset of LMConfig or MoELMConfig: llama3-70b, mixtral-8x7b, moe-62b, ..."""
-    stages: int = 4
-    """Pipeline stages."""
-    tensor: int = 1
+    search: bool = False
+    """Rank all stages x tensor x data x rows x schedule x remat by formulas, and compile the best few. Those
+    that are given stay."""
+    compile_best: int = 3
+    """How many to compile in a search."""
+    stages: Annotated[int | None, optional("INT", "4")] = None
+    """Meshes that the machine is divided into, with a pipeline stage on each (or several, see schedule)."""
+    tensor: Annotated[int | None, optional("INT", "1")] = None
     """Devices along the axis over which weights are split: heads, MLP, vocabulary, experts."""
-    data: int = 1
+    data: Annotated[int | None, optional("INT", "1")] = None
     """Devices along the axis over which the rows of a microbatch are split."""
     batch: int = 32
     """Sequences in a step."""
     sequence: int = 4096
     """Tokens in a sequence."""
-    rows: int = 1
+    rows: Annotated[int | None, optional("INT", "1")] = None
     """Sequences in a microbatch, for each device along the data axis."""
-    schedule: str = "1f1b"
+    schedule: Annotated[str | None, optional("NAME", "1f1b")] = None
     """Order of the microbatches' forwards and backwards; `mmnnx schedule` lists them."""
+    interleave: int = 2
+    """Stages on each mesh, for schedules that have several."""
     remat: bool = False
-    """Compute each block again in the backward."""
+    """Compute each block again in the backward. Without it, a search tries both."""
     fsdp: bool = False
     """Divide weights and optimizer state over the data axis, too."""
     moments: Literal["float32", "bfloat16"] = "float32"
@@ -56,6 +64,8 @@ class PlanConfig:
     """Blocks of the model."""
     loss_chunks: int = 1
     """Parts of the sequence whose logits are made one after the other, for a large vocabulary."""
+    attention_chunks: int = 1
+    """Parts of the sequence whose attention scores are made one after the other, for a long sequence."""
     scan: bool = False
     """Scan the blocks of a stage: one of them is compiled for all."""
     json: Annotated[Path | None, optional("FILE", "none")] = None
@@ -65,7 +75,14 @@ class PlanConfig:
 
     def job(self) -> TrainingJob:
         names = [field.name for field in dataclasses.fields(TrainingJob)]
-        return TrainingJob(**{name: getattr(self, name) for name in names})
+        given = {name: getattr(self, name) for name in names}
+        if self.search:  # the division that a search begins with fits any machine
+            given |= {name: 1 for name in ("stages", "data") if given[name] is None}
+        return TrainingJob(**{name: value for name, value in given.items() if value is not None})
+
+    def given(self) -> list[str]:
+        """What a search leaves as it is."""
+        return [name for name in SEARCHED if getattr(self, name) not in (None, False)]
 
 
 def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
@@ -81,8 +98,16 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         console.width = WIDTH
     try:
         job = config.job()
-        with progress(console, f"compiling {job.model} for {job.target}"):
-            plan = job.plan()
+        if config.search:
+            with progress(console, f"searching for {job.model} on {job.target}"):
+                found = search(job, config.given(), config.compile_best)
+            console.print(found)
+            if found.best is None:
+                return 1
+            job, plan = found.best
+        else:
+            with progress(console, f"compiling {job.model} for {job.target}"):
+                plan = job.plan()
         console.print(plan)
         for line in throughput(job, plan):
             console.print(line)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax.extend.core as jex
+
+from mmnnx.mpmd.ir.equations import nbytes
 
 Flops = Counter[str]  # by the dtype of the operands
 
@@ -27,22 +30,35 @@ def count_flops(jaxpr: Any) -> Flops:
       >>> count_flops(jax.make_jaxpr(jnp.dot)(jnp.ones((8, 4)), jnp.ones((4, 2))))
       Counter({'float32': 128})
     """
+    return _sum(jaxpr, _flops)
+
+
+def count_moved(jaxpr: Any) -> float:
+    """Bytes of operands and results of matrix products and convolutions, counted as `count_flops` does.
+
+    Example:
+      >>> count_moved(jax.make_jaxpr(jnp.dot)(jnp.ones((8, 4)), jnp.ones((4, 2))))
+      224
+    """
+    return sum(_sum(jaxpr, _moved).values())
+
+
+def _sum(jaxpr: Any, of_product: Callable[[Any], Flops]) -> Flops:
+    """The sum over all matrix products and convolutions."""
     total: Flops = Counter()
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = eqn.primitive.name
-        if name == "dot_general":
-            total += _dot(eqn)
-        elif name == "conv_general_dilated":
-            total += _convolution(eqn)
+        if name in ("dot_general", "conv_general_dilated"):
+            total += of_product(eqn)
         elif name == "cond":
-            branches: list[Flops] = [count_flops(branch) for branch in eqn.params["branches"]]
+            branches: list[Flops] = [_sum(branch, of_product) for branch in eqn.params["branches"]]
             total += max((sum(b.values()), n, b) for n, b in enumerate(branches))[2]
         else:
             times = eqn.params["length"] if name == "scan" else 1
             if name == "shard_map":  # its body is what one device does
                 times = eqn.params["mesh"].size
             for inner in _inner(eqn.params):
-                total += Counter({dtype: times * n for dtype, n in count_flops(inner).items()})
+                total += Counter({key: times * n for key, n in _sum(inner, of_product).items()})
     return total
 
 
@@ -79,6 +95,14 @@ def _inner(params: dict[str, Any]) -> list[Any]:
 
 def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, jex.ClosedJaxpr | jex.Jaxpr)
+
+
+def _flops(eqn: Any) -> Flops:
+    return _dot(eqn) if eqn.primitive.name == "dot_general" else _convolution(eqn)
+
+
+def _moved(eqn: Any) -> Flops:
+    return Counter(bytes=sum(nbytes(v) for v in (*eqn.invars, *eqn.outvars)))
 
 
 def _dot(eqn: Any) -> Flops:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
@@ -13,15 +14,29 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from mmnnx.inspect.schedules import by_name
 from mmnnx.modules import LM, LMConfig
 from mmnnx.modules.moe_lm import MoELM, MoELMConfig
 from mmnnx.mpmd.frontend.microbatch import microbatch
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.mpmd.jit.jit import Jit, jit
 from mmnnx.plan.planning import Plan, plan
 from mmnnx.plan.targets import target
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.pipeline import pipeline_sharding
 from mmnnx.sharding.rules import LogicalRules, logical_rules
+from mmnnx.sharding.task import Task
+
+
+def build(config: LMConfig) -> LM:
+    """The model of a config, on one device or abstract."""
+    kind = MoELM if isinstance(config, MoELMConfig) else LM
+    return kind(config, rngs=nnx.Rngs(0))
+
+
+@functools.lru_cache(maxsize=4096)
+def _meshes(schedule: str, stages: int, microbatches: int, interleave: int) -> tuple[int, ...]:
+    return by_name(schedule, stages, microbatches, interleave, UNIT_COSTS).stages.meshes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +51,12 @@ class TrainingJob:
       sequence: tokens in a sequence.
       rows: sequences in a microbatch for each device along "data".
       schedule: of `mm.microbatch`.
+      interleave: stages on each mesh, for schedules that have several.
       remat: the backward computes each block again.
       fsdp: weights and optimizer state are divided over "data", too (ZeRO, arXiv:1910.02054).
       moments: the dtype of Adam's first moment.
       layers: blocks, in place of the preset's.
-      loss_chunks: parts of the sequence whose logits are made one after the other.
+      loss_chunks, attention_chunks: parts of the sequence whose logits (scores) are made one after the other.
       scan: blocks of a stage are scanned, which compiles one for all.
 
     Raises:
@@ -55,12 +71,14 @@ class TrainingJob:
     batch: int = 32
     sequence: int = 4096
     rows: int = 1
-    schedule: str | None = "1f1b"
+    schedule: str = "1f1b"
+    interleave: int = 2
     remat: bool = False
     fsdp: bool = False
     moments: Literal["float32", "bfloat16"] = "float32"
     layers: int | None = None
     loss_chunks: int = 1
+    attention_chunks: int = 1
     scan: bool = False
 
     def __post_init__(self) -> None:
@@ -73,10 +91,16 @@ class TrainingJob:
                 f"a batch of {self.batch} sequences is not divisible into microbatches of {size} "
                 f"({self.rows} rows x {self.data} along data)"
             )
-        if self.config.layers < self.stages:
+        if self.config.layers < len(self.meshes):
             raise ValueError(
-                f"{self.model} has {self.config.layers} blocks, too few for {self.stages} stages"
+                f"{self.model} has {self.config.layers} blocks, too few for {len(self.meshes)} stages"
             )
+
+    @property
+    def meshes(self) -> tuple[int, ...]:
+        """For each stage, in the order of the model, the number of its mesh."""
+        few = min(self.microbatches, 2 * self.stages + 2)  # where stages live does not depend on how many
+        return _meshes(self.schedule, self.stages, few, self.interleave)
 
     @property
     def config(self) -> LMConfig:
@@ -86,8 +110,9 @@ class TrainingJob:
             known = ", ".join(map(repr, (*LMConfig.presets, *MoELMConfig.presets)))
             raise ValueError(f"there is no model {self.model!r}: there are {known}")
         changes: dict[str, Any] = {} if self.layers is None else {"layers": self.layers}
-        changes |= dict(remat=self.remat, loss_chunks=self.loss_chunks)
-        return kind.preset(self.model, scan=self.stages if self.scan else False, **changes)
+        changes |= dict(remat=self.remat)
+        changes |= dict(loss_chunks=self.loss_chunks, attention_chunks=self.attention_chunks)
+        return kind.preset(self.model, scan=len(self.meshes) if self.scan else False, **changes)
 
     @property
     def microbatches(self) -> int:
@@ -108,13 +133,17 @@ class TrainingJob:
         renamed = {"expert": "model"} if "expert" in presets else None
         return logical_rules(*presets, mesh_axes=renamed)
 
+    def devices(self) -> list[jax.Device]:
+        """The devices of its machine."""
+        return target(self.target)
+
     def mesh(self, devices: list[jax.Device] | None = None) -> MultiMesh:
         """The machine's devices as (stage, data, model).
 
         Raises:
           ValueError: if there are more or fewer.
         """
-        found = target(self.target) if devices is None else devices
+        found = self.devices() if devices is None else devices
         sizes = (self.stages, self.data, self.tensor)
         if math.prod(sizes) != len(found):
             raise ValueError(
@@ -129,15 +158,18 @@ class TrainingJob:
 
     def make(self) -> tuple[LM, nnx.Optimizer]:
         """The model and AdamW, on one device or abstract."""
-        config = self.config
-        kind = MoELM if isinstance(config, MoELMConfig) else LM
-        model = kind(config, rngs=nnx.Rngs(0))
+        model = build(self.config)
         rule = optax.adamw(3e-4, mu_dtype=jnp.dtype(self.moments))
         return model, nnx.Optimizer(model, rule, wrt=nnx.Param)
 
     def train_step(self, model: LM) -> Jit[..., jax.Array]:
         """`train_step(model, optimizer, tokens) -> loss`, for model and optimizer on this mesh."""
-        sharding = pipeline_sharding(model, self.stages, rules=self.rules())
+        rules = self.rules()
+        stages = [
+            Task(f"stage{n}", mesh_slice={"stage": mesh}, logical_axes=rules)
+            for n, mesh in enumerate(self.meshes)
+        ]
+        sharding = pipeline_sharding(model, stages)
         grad_fn = microbatch(
             nnx.value_and_grad(lambda model, tokens: model.loss(tokens)),
             dim=0,

@@ -20,7 +20,7 @@ from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.plan.fragments import FragmentCost
 
 Kind = Literal[
-    "weights",  # and other state of modules
+    "weights",  # their copies in another type, and other state of modules
     "optimizer state",
     "gradients",
     "saved activations",
@@ -91,7 +91,9 @@ def buffer_kinds(program: Program, bound: BoundProgram) -> dict[int, Kind]:
     for leaf, placed in zip(record.results, bound.results):
         if leaf is not None and leaf.updates is not None:
             of |= dict.fromkeys((v for v, _ in placed), _argument_kind(record, leaf.updates))
-    weights = {(v.aval.shape, mesh) for v, mesh in program.inputs.values() if of.get(v) == "weights"}
+    weights = {
+        (v.aval.shape, mesh): v.aval.dtype for v, mesh in program.inputs.values() if of.get(v) == "weights"
+    }
     for v, new in program.successors.items():  # of state, or the next value of a sum
         if v in of:
             of[new] = of[v]
@@ -104,8 +106,12 @@ def buffer_kinds(program: Program, bound: BoundProgram) -> dict[int, Kind]:
     for c in program.calls:
         for s in c.outputs:
             v, mesh = program.values[s]
-            is_gradient = c.phase.startswith("backward") or v in sums or c.stage is None
-            if found[s] == "other values" and is_gradient and (v.aval.shape, mesh) in weights:
+            if found[s] != "other values":
+                continue
+            dtype = weights.get((v.aval.shape, mesh))
+            if dtype is not None and c.stage is None and v.aval.dtype != dtype:
+                found[s] = "weights"
+            elif v in sums or (dtype is not None and (c.stage is None or c.phase.startswith("backward"))):
                 found[s] = "gradients"
     return found
 

@@ -18,6 +18,7 @@ from mmnnx import _compat
 from mmnnx.inspect.figure_bytes import PICTURES, picture_bytes
 from mmnnx.mpmd.compile.compile_program import Compiled
 from mmnnx.mpmd.compile.executables import WHILE_COMPILING
+from mmnnx.mpmd.compile.saved_executables import save_executables
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Costs, Timeline
@@ -45,8 +46,12 @@ class Plan(StepPlan):
     def save(self, path: str | Path) -> None:
         """Writes the plan to a file: `.json` the data, `.svg`, `.png` or `.pdf` the picture, `.html` both.
 
+        `.executables` is for `mm.load_executables` on the machine: it has what was compiled, and the machine
+        needs the same version of JAX and of its compiler.
+
         Raises:
-          ValueError: for a path that ends otherwise, and for the picture of a plan with an `overflow`.
+          ValueError: for a path that ends otherwise, and for the picture or the executables of a plan with an
+            `overflow`.
         """
         path = Path(path)
         suffix = path.suffix.lower()
@@ -54,15 +59,18 @@ class Plan(StepPlan):
             path.write_text(json.dumps(self.to_json(), indent=2))
         elif suffix == ".html":
             path.write_text(as_html(self))
-        elif suffix in PICTURES and self.overflow is not None:
-            raise ValueError(
-                f"{path}: {self.name} does not fit, so there is no picture: .html has the report"
-            )
+        elif suffix in (*PICTURES, ".executables") and self.compiled is None:
+            what = "picture" if suffix in PICTURES else "executable of all of it"
+            raise ValueError(f"{path}: {self.name} does not fit, so there is no {what}: .html has the report")
+        elif suffix == ".executables" and self.compiled is not None:
+            codes = {id(e.code): e.code for e in self.compiled.executables.values()}
+            save_executables(((c.key, c.compiled, c.mesh) for c in codes.values()), path)
         elif suffix in PICTURES:
             path.write_bytes(picture_bytes(draw_plan(self), suffix))
         else:
             raise ValueError(
-                f"{path}: the file name of a plan must end in .json, .html, {', '.join(PICTURES)}"
+                f"{path}: the file name of a plan must end in .json, .html, .executables, "
+                f"{', '.join(PICTURES)}"
             )
 
     def __rich__(self) -> Any:
@@ -143,6 +151,7 @@ def _planned(compiled: FlatCompiled) -> Plan:
         memory=tuple(memory),
         timeline=timeline,
         fastest=fastest,
+        compiled=found,
     )
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmnnx.inspect.figure_bytes import picture_bytes
-from mmnnx.inspect.units import bytes_text
+from mmnnx.inspect.units import bytes_text, time_text
 from mmnnx.plan.fragments import FragmentCost
 from mmnnx.plan.memory import KINDS, DeviceMemory
 from mmnnx.plan.picture import draw_plan
@@ -68,7 +68,7 @@ def _head(plan: StepPlan) -> list[RenderableType]:
     lines: list[RenderableType] = [line]
     if plan.seconds and plan.timeline is not None and plan.chip is not None:
         lines.append(
-            f"step {_time(plan.seconds)} (at best {_time(plan.fastest or 0.0)}), bubble "
+            f"step {time_text(plan.seconds)} (at best {time_text(plan.fastest or 0.0)}), bubble "
             f"{plan.timeline.bubble:.1%}, {plan.utilization or 0.0:.1%} of the devices' matrix FLOP/s "
             "(recomputation counted)"
         )
@@ -133,7 +133,7 @@ def _fragments(plan: StepPlan) -> Table:
         others = f" and {alike[f.name] - 1} alike" if alike[f.name] > 1 else ""
         sizes = (f.argument_bytes, f.output_bytes - f.alias_bytes, f.temporary_bytes)
         sent = "?" if f.collectives is None else bytes_text(round(f.sent)) if f.sent else "-"
-        times = [] if plan.chip is None else [_time(f.seconds(plan.chip)), f.bound(plan.chip)]
+        times = [] if plan.chip is None else [time_text(f.seconds(plan.chip)), f.bound(plan.chip)]
         flops = f"{sum(f.flops.values()) / 1e9:,.4g}"
         table.add_row(f.name + others, str(f.runs), *map(bytes_text, sizes), flops, sent, *times)
     return table
@@ -193,10 +193,3 @@ def _advice(plan: StepPlan) -> list[RenderableType]:
             names = ", ".join(m.meshes)
             lines.append(f"{names}: {bytes_text(over)} too much while {m.moment} runs, with {what}")
     return [*lines, HELP]
-
-
-def _time(seconds: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds * 1e6:.3g} us"

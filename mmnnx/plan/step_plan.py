@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from mmnnx.mpmd.compile.compile_program import Compiled
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Timeline
 from mmnnx.plan.chips import Chip
@@ -45,6 +46,7 @@ class StepPlan:
       fastest: the same if each fragment ran at the published speeds, and nothing waited to be sent: seconds.
       notes: what the program says that could not be done as it should.
       program: what was compiled.
+      compiled: its executables; None where the compiler refused one.
       overflow: what does not fit, where the compiler refused it; then there is neither memory nor timeline.
     """
 
@@ -58,6 +60,7 @@ class StepPlan:
     fastest: float | None
     notes: tuple[str, ...]
     program: Program = dataclasses.field(repr=False)
+    compiled: Compiled | None = dataclasses.field(default=None, repr=False)
     overflow: Overflow | None = None
 
     @property

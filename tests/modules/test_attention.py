@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import flax.linen as nn
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.modules.attention import Attention
+from mmnnx.modules.chunked_attention import chunked_attention
 from mmnnx.modules.kv_cache import KVCache
 from mmnnx.modules.logical import constrain
 from mmnnx.modules.masks import combine
@@ -522,3 +524,62 @@ def test_masks_are_bool():
 def test_keys_and_values_of_one_shape():
     with pytest.raises(ValueError, match="do not fit a cache"):
         KVCache.zeros(2, 8, 4, 4).append(sample(2, 3, 4, 4), sample(2, 2, 4, 4))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(causal=True), dict(causal=True, window=3), dict(window=4), dict(causal=True, kv_heads=2)],
+    ids=str,
+)
+@pytest.mark.parametrize("masked", [None, "keys", "all"])
+def test_in_chunks_it_is_the_same(options, masked):
+    """Values and gradients; no array has the scores of all queries."""
+    whole, chunked = build(rotary_base=100.0, **options), build(rotary_base=100.0, chunks=4, **options)
+    x = sample(2, 8, 16)
+    masks = {"keys": jnp.arange(8)[None, None, None] != 5, "all": sample(2, 1, 8, 8) > -1}
+    mask = masks[masked] | jnp.eye(8, dtype=bool)[None, None] if masked == "all" else masks.get(masked)
+    (call, weights), (expected, _) = (with_weights(a, mask=mask) for a in (chunked, whole))
+    same(call, expected, weights, x)
+    shapes = [v.aval.shape for v in results_of(jax.make_jaxpr(call)(weights, x).jaxpr)]
+    by_key = [shape for shape in shapes if shape[-1:] == (8,) and len(shape) > 3]
+    assert {shape[-2] for shape in by_key if math.prod(shape) == 2 * 4 * 8 * shape[-2]} == {2}
+
+
+def results_of(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from eqn.outvars
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from results_of(inner)
+
+
+def test_chunks_with_a_cache_and_for_one_token():
+    whole, chunked = build(causal=True, rotary_base=100.0), build(causal=True, rotary_base=100.0, chunks=2)
+    x = sample(2, 7, 16)
+    caches = [a.init_cache(2, 8) for a in (whole, chunked)]
+    for part in (x[:, :4], x[:, 4:6], x[:, 6:]):  # the last cannot be divided
+        (y, caches[0]), (z, caches[1]) = (a(part, cache=c) for a, c in zip((whole, chunked), caches))
+        close(z, y)
+
+
+def test_gradients_of_keys_are_summed_over_chunks_in_float32():
+    """In bfloat16 64 chunks would lose most of what comes to a key; so little is lost as at once."""
+    query, key, value = (sample(1, 64, 2, 8, seed=n) for n in range(3))
+
+    def gradient(dtype, chunks):
+        def loss(key):
+            q, k, v = (x.astype(dtype) for x in (query, key, value))
+            return chunked_attention(q, k, v, chunks=chunks).astype(jnp.float32).sum()
+
+        return jax.grad(lambda key: loss(key) + 0 * key.sum())(key)
+
+    truth = gradient(jnp.float32, 1)
+    errors = [jnp.abs(gradient(jnp.bfloat16, n) - truth).max() for n in (1, 64)]
+    assert errors[1] < 2 * errors[0]
+
+
+def test_chunks_that_do_not_divide():
+    x = sample(1, 6, 2, 8)
+    with pytest.raises(ValueError, match="6 queries are not divisible into 4 chunks of the attention"):
+        chunked_attention(x, x, x, chunks=4)
+    with pytest.raises(ValueError, match="chunks=0: the queries are at least one part"):
+        build(chunks=0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 import mmnnx as mm
+from mmnnx.modules import PRESETS
 from mmnnx.mpmd.runtime import prepare
 from mmnnx.mpmd.runtime.profile import measurer
 from tests.plan.conftest import plan_here, small, tokens
@@ -95,3 +97,13 @@ def test_results_in_place_are_counted_by_the_executables():
     for f in updates:
         assert f.alias_bytes > 0.9 * f.output_bytes
     assert dataclasses.asdict(updates[0])["alike"] in {f.name for f in plan.fragments}
+
+
+def test_copies_of_weights_in_another_type_are_weights(monkeypatch):
+    """bfloat16 copies for all microbatches are half as large again; gradients stay as large as weights."""
+    plain = plan_here(small())
+    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"] | dict(dtype=jnp.bfloat16))
+    cast = plan_here(small())
+    for before, after in zip(plain.memory, cast.memory):
+        assert after.peak_of["weights"] == pytest.approx(1.5 * before.peak_of["weights"], rel=0.15)
+        assert after.peak_of["gradients"] == pytest.approx(before.peak_of["gradients"], rel=0.01)

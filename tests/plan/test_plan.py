@@ -80,7 +80,7 @@ def test_files(on_tpu, tmp_path):
     assert {m["meshes"][0] for m in data["memory"]} == {"stage0", "stage1"}
     assert "stage1 forward and stage1 backward" in (tmp_path / "plan.html").read_text()
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(ValueError, match="must end in .json, .html, .svg"):
+    with pytest.raises(ValueError, match="must end in .json, .html, .executables, .svg"):
         on_tpu.save(tmp_path / "plan.txt")
 
 

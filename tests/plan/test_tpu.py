@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -45,6 +47,14 @@ def test_alike_stages_are_compiled_once(plan):
 def test_tensor_parallelism_sums_over_its_axis(plan):
     (forward,) = (f for f in plan.fragments if f.name == "stage1 forward")
     assert {(c.kind, c.axes, c.devices) for c in forward.collectives} == {("all-reduce", ("model",), 2)}
+
+
+def test_its_executables_are_kept_for_the_machine(plan, tmp_path):
+    plan.save(tmp_path / "step.executables")
+    version, found = pickle.loads((tmp_path / "step.executables").read_bytes())
+    assert version == jax.__version__ and len(found) == len({f.alike for f in plan.fragments})
+    assert all(len(payload) > 1000 for payload, _ in found.values())
+    assert {ids for _, ids in found.values()} <= {(0, 1), (2, 3), (4, 5), (6, 7)}
 
 
 def test_it_cannot_be_called():

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmnnx import _compat
 from mmnnx.mpmd.compile.donation import Donations
 from mmnnx.mpmd.compile.lower import Lowered, lower, lowering_key
+from mmnnx.mpmd.compile.saved_executables import CodeKey, is_loaded, load_saved
 from mmnnx.mpmd.distributed.processes import is_described
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 from mmnnx.mpmd.ir.shardings import spec_of
@@ -52,17 +53,25 @@ class Executable:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Code:
-    """What was compiled for one mesh, and loaded for others. (What was loaded cannot be loaded from.)"""
+    """What was compiled for one mesh, and loaded for others. (What was loaded cannot be loaded from.)
+
+    Attributes:
+      mesh: the one.
+      compiled: what was compiled for it, or comes from a file.
+      key: equal for what is compiled to the same.
+      loaded: the same for others.
+    """
 
     mesh: Mesh
     compiled: jax.stages.Compiled
+    key: CodeKey
     loaded: dict[Mesh, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     def on(
         self,
         mesh: Mesh,
         lower_there: Callable[[], Lowered],
-        compile_it: Callable[[Lowered], jax.stages.Compiled],
+        compile_it: Callable[[Lowered, Mesh, CodeKey], jax.stages.Compiled],
     ) -> jax.stages.Compiled:
         if mesh == self.mesh:
             return self.compiled
@@ -70,9 +79,11 @@ class Code:
             results = jax.tree.leaves(self.compiled.output_shardings)
             named = all(isinstance(s, NamedSharding) for s in results)  # or nothing says how to move it
             if not named:
-                self.loaded[mesh] = compile_it(lower_there())
+                self.loaded[mesh] = compile_it(lower_there(), mesh, self.key)
             elif is_described(mesh.devices.flat[0]):
                 self.loaded[mesh] = self.compiled  # it is looked at, and never runs
+            elif is_loaded(self.key, mesh):
+                self.loaded[mesh] = compile_it(lower_there(), mesh, self.key)
             else:
                 self.loaded[mesh] = _compat.load_for(self.compiled, mesh)
         return self.loaded[mesh]
@@ -117,7 +128,7 @@ class CompilePool:
         code_key = lowered.key, self._options
         if code_key not in self._code:
             known = _in_use.get(code_key)
-            compiling = lambda: Code(f.mesh, self._compile_first(lowered, f.name))
+            compiling = lambda: self._compile_first(lowered, f)
             self._code[code_key] = self._threads.submit(compiling) if known is None else _finished(known)
 
     def completed(self) -> Iterator[tuple[Fragment, Executable]]:
@@ -131,15 +142,21 @@ class CompilePool:
                 call = code.on(f.mesh, lower_it, self._compile)
                 yield f, Executable(call, lowered.inputs, lowered.outputs, code)
 
-    def _compile_first(self, lowered: Lowered, name: str) -> jax.stages.Compiled:
+    def _compile_first(self, lowered: Lowered, f: Fragment) -> Code:
+        key = lowered.key, self._options
         try:
-            return self._compile(lowered)
+            return Code(f.mesh, self._compile(lowered, f.mesh, key), key)
         except Exception as error:
-            error.add_note(f"{WHILE_COMPILING}{name}")
+            error.add_note(f"{WHILE_COMPILING}{f.name}")
             raise
 
-    def _compile(self, lowered: Lowered) -> jax.stages.Compiled:
-        return lowered.stage.compile(dict(self._options) or None)
+    def _compile(self, lowered: Lowered, mesh: Mesh, key: CodeKey) -> jax.stages.Compiled:
+        return load_saved(key, lowered, mesh) or compile_lowered(lowered, self._options)
+
+
+def compile_lowered(lowered: Lowered, options: CompilerOptions) -> jax.stages.Compiled:
+    """Where XLA compiles a fragment."""
+    return lowered.stage.compile(dict(options) or None)
 
 
 def _finished(result: Any) -> Future[Any]:

@@ -1,0 +1,204 @@
+"""A language model's step without compiling it: time and memory by formulas, to rank jobs by."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mmnnx.inspect.schedules import by_name
+from mmnnx.modules import LMConfig
+from mmnnx.plan.chips import CHIPS, Chip
+from mmnnx.plan.flops import Flops, count_flops, count_moved
+from mmnnx.plan.fragments import OF_BANDWIDTH, OF_FLOPS
+from mmnnx.plan.language_models import TrainingJob, build
+from mmnnx.plan.planning import DISPATCH
+from mmnnx.sharding.pipeline import balance
+
+OF_RESIDUALS = 0.6  # of what `jax.vjp` keeps of a block is left when cheap operations are computed again
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a job takes, by formulas.
+
+    Attributes:
+      job: the job.
+      computing: seconds of a step in which the slowest stage computes, or moves data to do so.
+      sending: in which it sends to devices of its own mesh.
+      idle: in which it waits for other stages, or for the host.
+      once: for what is done once a step: gradients over "data", the optimizer.
+      memory: bytes of a device that has the most weights and the most saved activations of any.
+    """
+
+    job: TrainingJob
+    computing: float
+    sending: float
+    idle: float
+    once: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        """The step time."""
+        return self.computing + self.sending + self.idle + self.once
+
+    @property
+    def fits(self) -> bool:
+        return self.memory <= _chip(self.job).memory
+
+
+def estimate(job: TrainingJob) -> Estimate:
+    """The time and memory of a job; all stages count as the largest.
+
+    Raises:
+      ValueError: for a schedule that cannot be used for these sizes.
+    """
+    chip, config = _chip(job), job.config
+    layer, ends = _parts(config, job.sequence)
+    layers, weights = _largest_stage(config.layers, job.meshes, layer.weights, ends.weights)
+    weights /= job.tensor
+    again = bool(config.remat)  # the backward computes the forward once more
+    backward = 2.0 + again
+
+    # A microbatch: products; then sums of activations over "model", two in the forward and in the backward.
+    forward = layers * _seconds(layer, job, chip)
+    forward = max(forward, forward + _seconds(ends, job, chip) - _seconds(layer, job, chip))
+    activation = job.rows * job.sequence * config.width * jnp.dtype(config.dtype).itemsize
+    sums = layers * (4 + again) if job.tensor > 1 else 0
+    sent = sums * (2 * _others(job.tensor) * activation / chip.link + (job.tensor - 1) * chip.latency)
+    if job.fsdp:  # weights come from the other devices for the forward, and for the backward
+        sent += 2 * weights * _others(job.data) / chip.link
+
+    computing, sending = forward * (1 + backward) * job.microbatches, sent * job.microbatches
+
+    kept = weights / job.data if job.fsdp else weights
+    moments = kept * (1 + jnp.dtype(job.moments).itemsize / 4)
+    once = 2 * (weights + kept + moments) / chip.bandwidth / OF_BANDWIDTH
+    once += 2 * weights * _others(job.data) / chip.link
+    casts = weights * jnp.dtype(config.dtype).itemsize / 4 if config.dtype != config.param_dtype else 0.0
+    within = OF_RESIDUALS * layer.saved(job)
+    saved = layers * (activation if again else within)
+    temporary = max(within / config.attention_chunks, 3 * ends.saved(job) / config.loss_chunks)
+    state = kept + moments + weights + casts + temporary
+    if state + saved > chip.memory:  # with one microbatch at a time: no schedule helps
+        return Estimate(job, computing, sending, 0.0, once, state + saved)
+
+    length, held = _schedule(job, backward)
+    idle = (computing + sending) * (length / ((1 + backward) * job.microbatches) - 1)
+    host = DISPATCH * 4 * job.microbatches * len(job.meshes)  # calls and transfers, forward and backward
+    idle = max(idle, host - computing - sending)
+    return Estimate(job, computing, sending, idle, once, state + held * saved)
+
+
+def _chip(job: TrainingJob) -> Chip:
+    return CHIPS[job.target.partition(":")[0]]
+
+
+def _others(devices: int) -> float:
+    """The share of an array that the other devices have, of so many."""
+    return (devices - 1) / devices
+
+
+def _seconds(part: _Part, job: TrainingJob, chip: Chip) -> float:
+    """A microbatch through the forward of a part."""
+    compute = chip.seconds(part.flops) / OF_FLOPS
+    return job.rows / job.tensor * max(compute, part.moved / chip.bandwidth / OF_BANDWIDTH)
+
+
+@functools.lru_cache
+def _largest_stage(
+    layers: int, meshes: tuple[int, ...], of_layer: float, of_ends: float
+) -> tuple[int, float]:
+    """The blocks of the mesh that has most weights, and their bytes."""
+    sizes = [of_layer] * layers
+    sizes[0] += of_ends / 2  # the embedding; the output layer is as large
+    sizes[-1] += of_ends / 2
+    ends = balance(sizes, len(meshes))
+    runs = [sizes[i:j] for i, j in zip([0, *ends], ends)]
+    by_mesh = [[run for run, m in zip(runs, meshes) if m == mesh] for mesh in set(meshes)]
+    return max((sum(map(len, found)), sum(map(sum, found))) for found in by_mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _simulated(
+    schedule: str, stages: int, microbatches: int, interleave: int, backward: float
+) -> tuple[float, float]:
+    costs = {
+        "forward": 1.0,
+        "backward": backward,
+        "backward-input": backward - 1,
+        "backward-weight": 1.0,
+    }
+    found = by_name(schedule, stages, microbatches, interleave, costs)
+    return found.period, max(found.memory)
+
+
+def _schedule(job: TrainingJob, backward: float) -> tuple[float, float]:
+    """The step time in forwards, and the most saved microbatches of a mesh; of many steady ones, by a few."""
+    name, count = job.schedule or "1f1b", job.microbatches
+    few = min(count, 2 * job.stages + 2)
+    length, held = _simulated(name, job.stages, few, job.interleave, backward)
+    if held > 0.9 * few:  # such as GPipe, which keeps all
+        held *= count / few
+    return length + (count - few) * (1 + backward), held
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """One row of a microbatch through a part of a model.
+
+    Attributes:
+      flops: of the forward, by dtype.
+      moved: bytes of operands and results of its products.
+      whole, divided: bytes that the backward reads beside weights: of activations between blocks, which every
+        device along "model" has, and of others, of which each has its share.
+      weights: bytes of its weights.
+    """
+
+    flops: Flops
+    moved: float
+    whole: float
+    divided: float
+    weights: float
+
+    def without(self, other: _Part) -> _Part:
+        flops = self.flops - other.flops
+        names = ("moved", "whole", "divided", "weights")
+        return _Part(flops, *(getattr(self, name) - getattr(other, name) for name in names))
+
+    def saved(self, job: TrainingJob) -> float:
+        """Bytes of a device for a microbatch."""
+        return job.rows * (self.whole + self.divided / job.tensor)
+
+
+@functools.lru_cache
+def _parts(config: LMConfig, sequence: int) -> tuple[_Part, _Part]:
+    """A block, and all but the blocks: what two have more than one, and what one has more than that."""
+    plain: dict[str, Any] = dict(scan=False, remat=False, loss_chunks=1, attention_chunks=1)
+    one, two = (_traced(dataclasses.replace(config, layers=n, **plain), sequence) for n in (1, 2))
+    layer = two.without(one)
+    return layer, one.without(layer)
+
+
+def _traced(config: LMConfig, sequence: int) -> _Part:
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: build(config)))
+    tokens = jax.ShapeDtypeStruct((1, sequence + 1), jnp.int32)
+
+    def loss(state: Any, tokens: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, state).loss(tokens)
+
+    jaxpr = jax.make_jaxpr(loss)(state, tokens)
+    weights = jax.tree.leaves(state)
+    shapes = {shape for w in weights for shape in (w.shape, w.shape[::-1])}
+    residuals = jax.eval_shape(lambda s, t: jax.vjp(lambda s: loss(s, t), s)[1], state, tokens)
+    read = [r for r in jax.tree.leaves(residuals) if r.shape not in shapes]
+    whole = [r for r in read if r.shape == (1, sequence, config.width)]
+    total = lambda arrays: float(sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays))
+    divided = total(read) - total(whole)
+    return _Part(count_flops(jaxpr), count_moved(jaxpr), total(whole), divided, total(weights))

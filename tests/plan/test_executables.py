@@ -1,0 +1,120 @@
+"""The executables of a plan in a file, and loaded from it in place of being compiled."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import mmnnx as mm
+from mmnnx.mpmd.compile import executables, saved_executables
+from tests.plan.conftest import plan_here, small, tokens
+
+JOB = small(stages=4, layers=4, tensor=2, batch=8)
+
+RUN = """
+import sys
+import mmnnx as mm
+from tests.plan.test_executables import JOB, losses, watched
+
+mm.load_executables(sys.argv[1])
+compiled = watched()
+print(losses(JOB))
+print(compiled)
+"""
+
+
+def losses(job) -> list[float]:
+    """Of four steps from the same weights on the devices of this process."""
+    with job.mesh(jax.devices()[: job.stages * job.data * job.tensor]):
+        model, optimizer = job.make()
+        step = job.train_step(model)
+        return [float(step(model, optimizer, tokens(job))) for _ in range(4)]
+
+
+def watched(patch=setattr) -> list[str]:
+    """The names of the fragments that XLA compiles from now on."""
+    names: list[str] = []
+    compile_lowered = executables.compile_lowered
+
+    def note(lowered, options):
+        names.append(re.search(r"module @jit_(\w+)", lowered.stage.as_text())[1])
+        return compile_lowered(lowered, options)
+
+    patch(executables, "compile_lowered", note)
+    return names
+
+
+@pytest.fixture
+def forgotten(monkeypatch):
+    """What was loaded in the test is forgotten after it, and what was compiled before it during it."""
+    gc.collect()
+    monkeypatch.setattr(executables, "_in_use", type(executables._in_use)())
+    monkeypatch.setattr(saved_executables, "_loaded", {})
+
+
+def test_what_is_loaded_is_not_compiled(tmp_path, monkeypatch, forgotten):
+    """On all meshes, though one of alike fragments is in the file; with the same losses.
+
+    A first step donates no counters, and a plan is of those after it: its optimizer is compiled.
+    """
+    expected = losses(JOB)
+    plan = plan_here(JOB)
+    plan.save(tmp_path / "step.executables")
+    kept = {f.alike for f in plan.fragments}
+    assert mm.load_executables(tmp_path / "step.executables") == len(kept) < len(plan.fragments)
+    executables._in_use.clear()
+    compiled = watched(monkeypatch.setattr)
+    assert losses(JOB) == expected
+    assert not [name for name in compiled if "ward" in name] and len(compiled) < 8
+
+
+@pytest.mark.slow
+def test_another_process_loads_them(tmp_path):
+    plan_here(JOB).save(tmp_path / "step.executables")
+    command = [sys.executable, "-c", RUN, str(tmp_path / "step.executables")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    printed, compiled = done.stdout.splitlines()
+    assert printed == str(losses(JOB)) and "ward" not in compiled
+
+
+def test_what_the_runtime_refuses_is_compiled(tmp_path, forgotten):
+    expected = losses(JOB)
+    plan_here(JOB).save(tmp_path / "step.executables")
+    version, found = pickle.loads((tmp_path / "step.executables").read_bytes())
+    broken = {key: (payload[:-40], ids) for key, (payload, ids) in found.items()}
+    (tmp_path / "step.executables").write_bytes(pickle.dumps((version, broken)))
+    mm.load_executables(tmp_path / "step.executables")
+    executables._in_use.clear()
+    with pytest.warns(UserWarning, match="an executable of the file is not for .*, and is compiled anew"):
+        assert losses(JOB) == expected
+
+
+def test_another_step_is_compiled(tmp_path, forgotten):
+    plan_here(JOB).save(tmp_path / "step.executables")
+    mm.load_executables(tmp_path / "step.executables")
+    other = small(stages=4, layers=4, batch=8, sequence=24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isfinite(losses(other)).all()
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(3)])
+def test_no_such_file(tmp_path, content):
+    (tmp_path / "it").write_bytes(content)
+    with pytest.raises(ValueError, match="it: this is no file of executables"):
+        mm.load_executables(tmp_path / "it")
+
+
+def test_another_version(tmp_path):
+    (tmp_path / "it").write_bytes(pickle.dumps(("0.1.0", {})))
+    with pytest.raises(ValueError, match=f"written with jax 0.1.0, and here is jax {jax.__version__}"):
+        mm.load_executables(tmp_path / "it")

@@ -1,0 +1,105 @@
+"""Estimates without a compiler, and searches that rank by them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mmnnx.cli import main
+from mmnnx.plan import search as searches
+from mmnnx.plan.chips import CHIPS
+from mmnnx.plan.estimate import estimate
+from mmnnx.plan.language_models import TrainingJob
+from mmnnx.plan.search import search
+
+TINY = TrainingJob("tiny", "v5e:2x4", stages=1, batch=32, sequence=128)
+LARGE = TrainingJob("llama3-70b", "v5p:4x4x8", stages=16, tensor=8, batch=32, remat=True)
+
+
+@pytest.fixture
+def eight_devices(monkeypatch):
+    """A machine of so many, without its compiler."""
+    monkeypatch.setattr(TrainingJob, "devices", lambda self: [None] * 8)
+
+
+def test_an_estimate_is_near_what_the_compilers_plan_says():
+    """Of llama3-70b on 128 v5p, which benchmarks/results/plan-llama3-70b.md has: 3.5 s, 16.3 GB.
+
+    The estimate's device has the most weights, and the most saved activations: here no device has both.
+    """
+    found = estimate(LARGE)
+    assert found.seconds == pytest.approx(3.5, rel=0.15)
+    assert 1 <= found.memory / 16.3e9 < 1.3
+    assert found.fits
+
+
+def test_what_more_of_each_brings():
+    """More tensor parallelism computes less and sends more; more stages wait more; data keeps all weights."""
+    base = estimate(dataclasses.replace(LARGE, stages=16, tensor=4, data=2))
+    tensor = estimate(LARGE)
+    assert tensor.memory < base.memory and tensor.sending > base.sending / 2
+    few = estimate(dataclasses.replace(LARGE, stages=4, tensor=8, data=4, batch=128))
+    many = estimate(dataclasses.replace(LARGE, stages=16, tensor=8, data=1, batch=128))
+    assert many.memory < few.memory
+    assert many.idle / many.seconds > few.idle / few.seconds
+    without = estimate(dataclasses.replace(LARGE, remat=False))
+    assert without.memory > 2 * tensor.memory and without.computing < tensor.computing
+    fsdp = estimate(dataclasses.replace(LARGE, tensor=4, data=2, fsdp=True))
+    assert fsdp.memory < base.memory and fsdp.sending > base.sending
+
+
+def test_schedules_by_their_simulation():
+    jobs = {name: dataclasses.replace(LARGE, schedule=name) for name in ("gpipe", "1f1b", "zbv")}
+    found = {name: estimate(job) for name, job in jobs.items()}
+    assert found["zbv"].idle < found["1f1b"].idle == pytest.approx(found["gpipe"].idle, rel=0.01)
+    assert found["gpipe"].memory > found["1f1b"].memory
+
+
+def test_experts_are_counted_by_what_is_computed():
+    dense, sparse = (estimate(dataclasses.replace(TINY, model=name)) for name in ("tiny", "tiny-moe"))
+    assert sparse.computing > dense.computing and sparse.memory > dense.memory
+
+
+def test_all_divisions_are_ranked(eight_devices):
+    found = search(TINY, compile_best=0)
+    assert found.best is None
+    seconds = [e.seconds for e in found.estimates]
+    assert seconds == sorted(seconds)
+    jobs = [e.job for e in found.estimates]
+    assert {j.stages * j.tensor * j.data for j in jobs} == {8}
+    assert {j.stages for j in jobs} == {1, 2, 4} and {j.tensor for j in jobs} == {1, 2}
+    assert {j.remat for j in jobs} == {False, True} and {"zbv", "1f1b"} <= {j.schedule for j in jobs}
+
+
+def test_what_is_given_stays(eight_devices):
+    found = search(dataclasses.replace(TINY, stages=2, schedule="gpipe"), ("stages", "schedule"), 0)
+    assert {(e.job.stages, e.job.schedule) for e in found.estimates} == {(2, "gpipe")}
+    assert len({e.job.tensor for e in found.estimates}) == 2
+
+
+def test_what_does_not_fit_is_counted(eight_devices):
+    huge = TrainingJob("llama3-70b", "v5e:2x4", stages=1, batch=32, sequence=4096)
+    found = search(huge, compile_best=3)
+    assert not found.estimates and not found.compiled
+    assert found.refused["more memory than a device has"] > 100
+    assert all(e.memory <= CHIPS["v5e"].memory for e in found.estimates)
+
+
+def test_a_job_that_cannot_be_compiled_is_named(eight_devices, monkeypatch):
+    def refuse(self):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(TrainingJob, "plan", refuse)
+    found = search(TINY, compile_best=2)
+    assert [c.error for c in found.compiled] == ["no such thing"] * 2 and found.best is None
+    lines = searches._why(found)
+    assert lines[0].startswith("not possible, ") and lines[-1] == "None that was compiled fits."
+
+
+def test_the_command_compiles_the_best(capsys):
+    options = "--search --target v5e:2x4 --model tiny --batch 16 --sequence 64 --compile-best 2"
+    assert main(["plan", *options.split(), "--tensor", "2", "--layers", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "plans; left out:" in printed and "Best: " in printed
+    assert "train_step on 8 x TPU v5 lite: it fits" in printed
