@@ -83,7 +83,8 @@ def estimate(job: TrainingJob) -> Estimate:
     once += 2 * weights * _others(job.data) / chip.link
     casts = weights * jnp.dtype(config.dtype).itemsize / 4 if config.dtype != config.param_dtype else 0.0
     within = OF_RESIDUALS * layer.saved(job)
-    saved = layers * (activation if again else within)
+    inside = within / (OF_RESIDUALS if config.scan else 1)  # of a scan, all is kept
+    saved = layers * (activation if again else inside)
     temporary = max(within / config.attention_chunks, 3 * ends.saved(job) / config.loss_chunks)
     state = kept + moments + weights + casts + temporary
     if state + saved > chip.memory:  # with one microbatch at a time: no schedule helps
@@ -129,11 +130,13 @@ def _largest_stage(
 def _simulated(
     schedule: str, stages: int, microbatches: int, interleave: int, backward: float
 ) -> tuple[float, float]:
+    # A backward that computes the forward again is not divided: its weight part is next to nothing.
+    weight = 1.0 if backward == 2 else 0.0
     costs = {
         "forward": 1.0,
         "backward": backward,
-        "backward-input": backward - 1,
-        "backward-weight": 1.0,
+        "backward-input": backward - weight,
+        "backward-weight": weight,
     }
     found = by_name(schedule, stages, microbatches, interleave, costs)
     return found.period, max(found.memory)

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import jax
 
 from mmnnx.mpmd.compile.compile_program import Compiled
-from mmnnx.mpmd.frontend.record import Record
+from mmnnx.mpmd.frontend.record import Leaf
 from mmnnx.mpmd.ir.equations import Var
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.instructions import Call, Control
@@ -87,10 +87,11 @@ def shard_bytes(program: Program, compiled: Compiled, s: int) -> int:
 def buffer_kinds(program: Program, bound: BoundProgram) -> dict[int, Kind]:
     """What each buffer holds."""
     record, arguments = bound.record, bound.number
-    of: dict[Var, Kind] = {v: _argument_kind(record, n) for v, n in arguments.items()}
+    of: dict[Var, Kind] = {}
     for leaf, placed in zip(record.results, bound.results):
-        if leaf is not None and leaf.updates is not None:
-            of |= dict.fromkeys((v for v, _ in placed), _argument_kind(record, leaf.updates))
+        if leaf is not None and leaf.within:
+            of |= dict.fromkeys((v for v, _ in placed), _kind(leaf))
+    of |= {v: _kind(record.inputs[n] if n < len(record.inputs) else None) for v, n in arguments.items()}
     weights = {
         (v.aval.shape, mesh): v.aval.dtype for v, mesh in program.inputs.values() if of.get(v) == "weights"
     }
@@ -116,8 +117,8 @@ def buffer_kinds(program: Program, bound: BoundProgram) -> dict[int, Kind]:
     return found
 
 
-def _argument_kind(record: Record, n: int) -> Kind:
-    leaf = record.inputs[n] if n < len(record.inputs) else None
+def _kind(leaf: Leaf | None) -> Kind:
+    """Of an argument, or of a part of a module among the results."""
     if leaf is None or not leaf.within:
         return "other arguments"
     return "optimizer state" if leaf.is_optimizer_state else "weights"

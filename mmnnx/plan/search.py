@@ -35,6 +35,10 @@ class Compiled:
     plan: Plan | None
     error: str = ""
 
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None and self.plan.fits is True
+
 
 @dataclasses.dataclass(frozen=True)
 class Search:
@@ -54,7 +58,7 @@ class Search:
     def best(self) -> tuple[TrainingJob, Plan] | None:
         """The compiled job that is fastest of those that fit, and its plan."""
         for found in self.compiled[:1]:
-            if found.plan is not None and found.plan.fits:
+            if found.fits and found.plan is not None:
                 return found.estimate.job, found.plan
         return None
 
@@ -65,7 +69,8 @@ class Search:
 def search(job: TrainingJob, fixed: Collection[str] = (), compile_best: int = 3) -> Search:
     """Ranks stages x tensor x data x microbatch x schedule x remat for a job, and compiles the best few.
 
-    Of each division of the machine into stages, tensor and data the best alone is compiled.
+    Of each division of the machine into stages, tensor and data the best alone is compiled; and more, until
+    one fits.
 
     Args:
       job: the model, the machine, the batch; what is searched is replaced in it.
@@ -86,7 +91,11 @@ def search(job: TrainingJob, fixed: Collection[str] = (), compile_best: int = 3)
         else:
             refused["more memory than a device has"] += 1
     found.sort(key=lambda e: (e.seconds, e.memory))
-    compiled = [_compiled(e) for e in _one_of_each(found)[:compile_best]]
+    compiled: list[Compiled] = []
+    for n, e in enumerate(_one_of_each(found)):
+        if n >= compile_best and (not compile_best or any(c.fits for c in compiled)):
+            break
+        compiled.append(_compiled(e))
     compiled.sort(key=_rank)
     return Search(tuple(found), refused, tuple(compiled))
 

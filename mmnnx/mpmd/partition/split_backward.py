@@ -7,10 +7,11 @@ a mesh would otherwise idle.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
-from mmnnx.mpmd.ir.equations import Node, Var, is_var
-from mmnnx.mpmd.ir.placement import Placement
+from mmnnx._compat import subjaxprs
+from mmnnx.mpmd.ir.equations import Equation, Node, Var, is_var
+from mmnnx.mpmd.ir.placement import Location, Placement
 
 
 def split_backward(
@@ -48,4 +49,21 @@ def split_backward(
             elif location is not None and made_at.get(a) == location:
                 becomes = reached
             ends.setdefault(a, set()).update(becomes)
+    _add_up_what_is_there(nodes, phases, made_at)
     return dataclasses.replace(placement, phases=phases)
+
+
+def _add_up_what_is_there(
+    nodes: Sequence[Node], phases: dict[Node, str], made_at: Mapping[Var, Location | None]
+) -> None:
+    """Puts into the input part what is done, entry by entry, to gradients that the input part makes whole."""
+    whole: set[Var] = set()
+    for node in nodes:
+        if phases.get(node) == "backward-input" and isinstance(node, Equation) and subjaxprs(node.eqn):
+            whole.update(node.outvars)
+        elif phases.get(node) == "backward-weight" and isinstance(node, Equation):
+            read = [a for a in node.invars if is_var(a) and made_at.get(a) == made_at[node.outvars[0]]]
+            sizes = {a.aval.size for a in (*read, *node.outvars)}
+            if read and whole.issuperset(read) and len(sizes) == 1:
+                phases[node] = "backward-input"
+                whole.update(node.outvars)

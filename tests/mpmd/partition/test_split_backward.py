@@ -47,6 +47,19 @@ class Normed(nnx.Module):
         return x
 
 
+class Remat(nnx.Module):
+    """Linear layers whose backward computes them again."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.layers = nnx.List(nnx.Linear(8, 8, rngs=rngs) for _ in range(3))
+        self.scale = nnx.Param(jnp.ones(8))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(layer, x)
+        return x * self.scale
+
+
 CASES = {
     "mlp, two layers a stage": Case(
         make(models.MLP, layers=6),
@@ -59,6 +72,12 @@ CASES = {
         models.squared_error,
         models.vectors(features_out=8),
         tuple((("layers", i), ("norms", i)) for i in range(3)),
+    ),
+    "remat": Case(
+        make(Remat),
+        models.squared_error,
+        models.vectors(features_out=8),
+        ((("layers", 0),), (("layers", 1),), (("layers", 2), "scale")),
     ),
     "transformer": Case(
         make(models.Transformer, layers=3),
@@ -225,6 +244,19 @@ def test_the_parts_of_a_norm():
     assert over == [(0,), (0,)]
 
 
+@pytest.mark.parametrize("schedule", ["zero-bubble-h1", "zero-bubble-h2"])
+def test_gradients_that_are_there_are_not_kept(schedule):
+    """The backward of what is computed again makes the gradients, too: they are added up at once."""
+    split = program("remat", schedule)
+    made = makers(split)
+    sums = set(split.successors.values())
+    assert any(c.phase == INPUT and sums & set(c.fragment.outvars) for c in split.calls)
+    for c in split.calls:
+        if c.phase == WEIGHT:
+            shapes = [split.values[s][0].aval.shape for s in c.inputs if made[s].phase == INPUT]
+            assert (8, 8) not in shapes, split.describe(c)
+
+
 # That it makes no difference to the result
 
 
@@ -232,6 +264,7 @@ def test_the_parts_of_a_norm():
     "name, schedule",
     [
         ("norms", "zero-bubble-h2"),
+        ("remat", "zero-bubble-h2"),
         ("tied transformer", "zero-bubble-h1"),
         ("convolutions, batch norm and dropout", "zero-bubble-h1"),
     ],
