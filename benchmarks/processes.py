@@ -89,14 +89,14 @@ ALONE = "one core"  # the contender of process 0, while the others wait
 
 
 @dataclasses.dataclass
-class PlacedVar:
+class Held:
     """What each process holds."""
 
     batch: Any
     contenders: dict[str, Contender]
 
 
-def make(options: Options) -> PlacedVar:
+def make(options: Options) -> Held:
     problem = options.problem(jax.process_count())
     mesh = mm.MultiMesh(axis_sizes=(problem.stages,), axis_names=("stage",), devices=jax.devices())
     contenders = [by_hand_across(problem), mm_jit(problem, problem.stages, mesh, schedule="1f1b")[0]]
@@ -104,7 +104,7 @@ def make(options: Options) -> PlacedVar:
         contenders += [data_parallel(problem), pipeline_in_one_program(problem)]
     if jax.process_index() == 0:
         contenders.append(nnx_jit(problem, ALONE, jax.local_devices()))
-    return PlacedVar(problem.batch, {contender.name: contender for contender in contenders})
+    return Held(problem.batch, {contender.name: contender for contender in contenders})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Step:
     loss: float | None  # where it is
 
 
-def step(held: PlacedVar, name: str, start: float) -> Step | None:
+def step(held: Held, name: str, start: float) -> Step | None:
     """Takes one step at a time on the clock that all processes of a machine share."""
     contender = held.contenders.get(name)
     if contender is None:
@@ -134,7 +134,7 @@ def step(held: PlacedVar, name: str, start: float) -> Step | None:
     return Step(end - start, returned - start, host, busy, float(loss) if here else None)
 
 
-def gradients(held: PlacedVar, name: str) -> dict[str, np.ndarray]:
+def gradients(held: Held, name: str) -> dict[str, np.ndarray]:
     """After one step Adam's first moment, a multiple of the gradient, of each parameter in this process."""
     contender = held.contenders.get(name)
     moment = contender.moment() if contender else {}

@@ -22,7 +22,7 @@ SEARCHED = ("stages", "tensor", "data", "rows", "schedule", "remat")
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class Tried:
     """A job that was estimated, and what its compilers said.
 
     Attributes:
@@ -52,7 +52,7 @@ class Search:
 
     estimates: tuple[Estimate, ...]
     refused: Mapping[str, int]
-    compiled: tuple[Compiled, ...] = ()
+    compiled: tuple[Tried, ...] = ()
 
     @property
     def best(self) -> tuple[TrainingJob, Plan] | None:
@@ -69,8 +69,8 @@ class Search:
 def search(job: TrainingJob, fixed: Collection[str] = (), compile_best: int = 3) -> Search:
     """Ranks stages x tensor x data x microbatch x schedule x remat for a job, and compiles the best few.
 
-    Of each division of the machine into stages, tensor and data the best alone is compiled; and more, until
-    one fits.
+    Of each division of the machine into stages, tensor and data the best alone is compiled. Where none of them
+    fits, up to twice as many are.
 
     Args:
       job: the model, the machine, the batch; what is searched is replaced in it.
@@ -91,9 +91,9 @@ def search(job: TrainingJob, fixed: Collection[str] = (), compile_best: int = 3)
         else:
             refused["more memory than a device has"] += 1
     found.sort(key=lambda e: (e.seconds, e.memory))
-    compiled: list[Compiled] = []
+    compiled: list[Tried] = []
     for n, e in enumerate(_one_of_each(found)):
-        if n >= compile_best and (not compile_best or any(c.fits for c in compiled)):
+        if n >= 2 * compile_best or (n >= compile_best and any(c.fits for c in compiled)):
             break
         compiled.append(_compiled(e))
     compiled.sort(key=_rank)
@@ -102,10 +102,9 @@ def search(job: TrainingJob, fixed: Collection[str] = (), compile_best: int = 3)
 
 def _divisions(job: TrainingJob, devices: int, fixed: Collection[str]) -> Iterator[dict[str, Any]]:
     config = job.config
-    heads = getattr(config, "kv_heads", 1)
     choices: dict[str, Sequence[Any]] = {
         "stages": _divisors(devices),
-        "tensor": [n for n in _divisors(devices) if heads % n == 0],
+        "tensor": [n for n in _divisors(devices) if config.kv_heads % n == 0],
         "rows": ROWS,
         "schedule": [name for name in schedule_names() if name not in ("sequential", "wavefront")],
         "remat": (False, True),
@@ -137,14 +136,14 @@ def _one_of_each(estimates: Sequence[Estimate]) -> list[Estimate]:
     return list(first.values())
 
 
-def _compiled(e: Estimate) -> Compiled:
+def _compiled(e: Estimate) -> Tried:
     try:
-        return Compiled(e, e.job.plan())
+        return Tried(e, e.job.plan())
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        return Compiled(e, None, str(error).splitlines()[0])
+        return Tried(e, None, str(error).splitlines()[0])
 
 
-def _rank(found: Compiled) -> tuple[bool, float]:
+def _rank(found: Tried) -> tuple[bool, float]:
     plan = found.plan
     if plan is None or plan.seconds is None:
         return True, found.estimate.seconds
@@ -156,8 +155,8 @@ def report(found: Search) -> RenderableType:
     table = Table(
         title="compiled, then the best that only formulas know", title_justify="left", box=box.SIMPLE_HEAD
     )
-    for heading in ("stages", "tensor", "data", "rows", "schedule", "remat"):
-        table.add_column(heading, justify="right" if heading not in ("schedule", "remat") else "left")
+    for heading in ("stages x tensor x data", "rows", "schedule", "remat"):
+        table.add_column(heading, overflow="fold")
     for heading in ("estimate", "computing", "sending", "idle", "once", "memory", "compiled", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
     shown = {id(c.estimate) for c in found.compiled}
@@ -173,12 +172,12 @@ def report(found: Search) -> RenderableType:
 
 def _cells(e: Estimate) -> list[str]:
     job = e.job
-    sizes = [str(n) for n in (job.stages, job.tensor, job.data, job.rows)]
+    sizes = [f"{job.stages} x {job.tensor} x {job.data}", str(job.rows)]
     times = [time_text(t) for t in (e.seconds, e.computing, e.sending, e.idle, e.once)]
     return [*sizes, job.schedule, "yes" if job.remat else "no", *times, bytes_text(round(e.memory))]
 
 
-def _found(c: Compiled) -> tuple[str, str]:
+def _found(c: Tried) -> tuple[str, str]:
     if c.plan is None:
         return "not possible", "-"
     if c.plan.seconds is None:
@@ -194,14 +193,19 @@ def _why(found: Search) -> list[str]:
         return [*lines, "None that was compiled fits."]
     best = found.compiled[0].estimate
     lines.append(f"Best: {_name(best.job)}.")
-    others = [e for e in _one_of_each(found.estimates) if e is not best]
-    for e in others[:4]:
+    for c in found.compiled[1:]:
+        if c.plan is not None and c.plan.seconds is not None:
+            more = found.best[1].seconds or 0.0
+            what = f"{time_text(c.plan.seconds - more)} more" if c.fits else "more memory than there is"
+            lines.append(f"{_name(c.estimate.job)}: compiled, {what}.")
+    known = {id(c.estimate) for c in found.compiled}
+    for e in [e for e in _one_of_each(found.estimates) if id(e) not in known][:4]:
         parts = ("computing", "sending", "idle", "once")
-        more = {name: getattr(e, name) - getattr(best, name) for name in parts}
-        worst = max(more, key=more.__getitem__)
-        if more[worst] > 0:
+        loses = {name: getattr(e, name) - getattr(best, name) for name in parts}
+        worst = max(loses, key=loses.__getitem__)
+        if loses[worst] > 0:
             what = "for what is done once a step" if worst == "once" else worst
-            lines.append(f"{_name(e.job)}: {time_text(more[worst])} more {what}.")
+            lines.append(f"{_name(e.job)}: {time_text(loses[worst])} more {what}.")
     return lines
 
 

@@ -86,6 +86,42 @@ def test_another_process_loads_them(tmp_path):
     assert printed == str(losses(JOB)) and "ward" not in compiled
 
 
+CACHED = """
+import logging, re, sys
+import jax
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_explain_cache_misses", True)
+
+from tests.plan.conftest import plan_here
+from tests.plan.test_executables import JOB, losses
+
+missed = []
+
+class Note(logging.Handler):
+    def emit(self, record):
+        missed.extend(re.findall(r"CACHE MISS.* for 'jit_(stage\\w*ward\\w*)'", record.getMessage()))
+
+logging.getLogger("jax._src.compiler").addHandler(Note())
+plan_here(JOB) if sys.argv[2] == "plan" else losses(JOB)
+print(len(set(missed)))
+"""
+
+
+@pytest.mark.slow
+def test_the_persistent_cache_of_a_plan_serves_the_run(tmp_path):
+    """All forwards and backwards that the plan compiled the run finds in JAX's cache."""
+    missed = {}
+    for what in ("plan", "run"):
+        command = [sys.executable, "-c", CACHED, str(tmp_path), what]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        missed[what] = int(done.stdout)
+    assert missed["plan"] > 6 and missed["run"] == 0
+
+
 def test_what_the_runtime_refuses_is_compiled(tmp_path, forgotten):
     expected = losses(JOB)
     plan_here(JOB).save(tmp_path / "step.executables")
