@@ -69,8 +69,8 @@ class Search:
 def search(job: TrainingJob, fixed: Collection[str] = (), compile_best: int = 3) -> Search:
     """Ranks stages x tensor x data x microbatch x schedule x remat for a job, and compiles the best few.
 
-    Of each division of the machine into stages, tensor and data the best alone is compiled. Where none of them
-    fits, up to twice as many are.
+    Of each division of the machine into stages, tensor and data the best alone is compiled. Where none of
+    them fits, up to twice as many are.
 
     Args:
       job: the model, the machine, the batch; what is searched is replaced in it.
