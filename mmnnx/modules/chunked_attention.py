@@ -69,7 +69,7 @@ def chunked_attention(
     @jax.checkpoint
     def attend(query: jax.Array, mask: jax.Array | None, start: jax.Array) -> jax.Array:
         distance = start + jnp.arange(size)[:, None] - keys
-        seen = None if mask is None else mask
+        seen = mask
         for limit in _limits(distance, causal, window):
             seen = limit if seen is None else seen & limit
         key, value = (x.astype(dtype) for x, dtype in zip(wide, dtypes))

@@ -83,8 +83,8 @@ def estimate(job: TrainingJob) -> Estimate:
     once += 2 * weights * _others(job.data) / chip.link
     casts = weights * jnp.dtype(config.dtype).itemsize / 4 if config.dtype != config.param_dtype else 0.0
     within = OF_RESIDUALS * layer.saved(job)
-    inside = within / (OF_RESIDUALS if config.scan else 1)  # of a scan, all is kept
-    saved = layers * (activation if again else inside)
+    kept_by_block = layer.saved(job) if config.scan else within  # a scan keeps all
+    saved = layers * (activation if again else kept_by_block)
     temporary = max(within / config.attention_chunks, 3 * ends.saved(job) / config.loss_chunks)
     state = kept + moments + weights + casts + temporary
     if state + saved > chip.memory:  # with one microbatch at a time: no schedule helps
@@ -144,9 +144,9 @@ def _simulated(
 
 def _schedule(job: TrainingJob, backward: float) -> tuple[float, float]:
     """The step time in forwards, and the most saved microbatches of a mesh; of many steady ones, by a few."""
-    name, count = job.schedule or "1f1b", job.microbatches
+    count = job.microbatches
     few = min(count, 2 * job.stages + 2)
-    length, held = _simulated(name, job.stages, few, job.interleave, backward)
+    length, held = _simulated(job.schedule, job.stages, few, job.interleave, backward)
     if held > 0.9 * few:  # such as GPipe, which keeps all
         held *= count / few
     return length + (count - few) * (1 + backward), held

@@ -47,7 +47,8 @@ class Plan(StepPlan):
         """Writes the plan to a file: `.json` the data, `.svg`, `.png` or `.pdf` the picture, `.html` both.
 
         `.executables` is for `mm.load_executables` on the machine: it has what was compiled, and the machine
-        needs the same version of JAX and of its compiler.
+        needs the same version of JAX and of its compiler. For CPU devices plan without
+        `jax_compilation_cache_dir`: what JAX reads from its cache there cannot be kept in a file once more.
 
         Raises:
           ValueError: for a path that ends otherwise, and for the picture or the executables of a plan with an

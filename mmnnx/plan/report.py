@@ -177,7 +177,7 @@ def _overflow(overflow: Overflow) -> list[RenderableType]:
 
 HELP = (
     "What helps: fewer rows in a microbatch, remat (LMConfig(remat=True), nnx.remat), more stages, more "
-    "devices in a stage; for logits, LMConfig(loss_chunks=8) or mmnnx.modules.mean_cross_entropy"
+    "devices in a stage; for logits and attention scores, LMConfig(loss_chunks=8, attention_chunks=8)"
 )
 
 

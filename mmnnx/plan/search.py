@@ -139,8 +139,8 @@ def _one_of_each(estimates: Sequence[Estimate]) -> list[Estimate]:
 def _compiled(e: Estimate) -> Tried:
     try:
         return Tried(e, e.job.plan())
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        return Tried(e, None, str(error).splitlines()[0])
+    except (ValueError, RuntimeError) as error:
+        return Tried(e, None, (str(error).splitlines() or [type(error).__name__])[0])
 
 
 def _rank(found: Tried) -> tuple[bool, float]:
