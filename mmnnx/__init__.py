@@ -14,6 +14,8 @@ from mmnnx.mpmd.jit.jit import jit
 from mmnnx.mpmd.schedule import Action, Stages, read_schedule, register_schedule, write_schedule
 from mmnnx.plan import Plan, plan, target
 from mmnnx.sharding import (
+    DividedArray,
+    Division,
     LogicalRules,
     MultiMesh,
     PlacementError,
@@ -33,6 +35,8 @@ from mmnnx.sharding import (
 __all__ = [
     "Action",
     "Costs",
+    "DividedArray",
+    "Division",
     "LogicalRules",
     "ModelTable",
     "MultiMesh",

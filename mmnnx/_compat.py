@@ -11,7 +11,8 @@ import dataclasses
 import io
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import flax
@@ -24,8 +25,10 @@ from flax import nnx
 from jax._src import clusters, compiler, distributed, source_info_util, xla_bridge
 from jax._src import config as jax_config
 from jax._src.api_util import InternalFloatingPointError
-from jax._src.core import JaxprEqnContext, internal_mutable_array_effect
+from jax._src.core import JaxprEqnContext, internal_mutable_array_effect, pytype_aval_mappings
+from jax._src.dtypes import register_canonicalize_value_handler
 from jax._src.effects import ordered_effects
+from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax._src.state.discharge import discharge_state
@@ -43,13 +46,19 @@ def open_jaxpr(jaxpr: Any) -> tuple[list[Any], list[Any], list[Any], list[tuple[
     return list(inner.invars), list(inner.outvars), list(inner.eqns), list(zip(inner.constvars, consts))
 
 
-def close_jaxpr(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
-    """Builds a closed jaxpr without constants from its parts."""
+def close_jaxpr(
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    eqns: Sequence[Any],
+    constants: Mapping[Any, Any] = MappingProxyType({}),
+) -> Any:
+    """Builds a closed jaxpr from its parts; `constants` are variables and the arrays that they stand for."""
     effects = frozenset().union(*(e.effects for e in eqns))
     names = tuple(f"in{n}" for n in range(len(invars))), tuple(f"out{n}" for n in range(len(outvars)))
     info = jex.DebugInfo("mmnnx", "fragment", *names)  # JAX 0.10 deprecates jaxprs without one
-    jaxpr = jex.Jaxpr((), list(invars), list(outvars), list(eqns), effects=effects, debug_info=info)
-    return jex.ClosedJaxpr(jaxpr, ())
+    variables, values = list(constants), list(constants.values())
+    jaxpr = jex.Jaxpr(variables, list(invars), list(outvars), list(eqns), effects=effects, debug_info=info)
+    return jex.ClosedJaxpr(jaxpr, values)
 
 
 def map_equations(jaxpr: Any, fun: Any) -> Any:
@@ -117,12 +126,23 @@ def map_inner_equations(eqn: Any, fun: Any) -> Any:
     return eqn.replace(params=params) if any(params[k] is not eqn.params[k] for k in params) else eqn
 
 
+def under_scope(eqn: Any, scope: str) -> Any:
+    """An equation with this name stack, as text. What calls are inlined of has one that is put together."""
+    if str(eqn.source_info.name_stack) == scope:
+        return eqn
+    stack = source_info_util.new_name_stack(scope)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
+UNKNOWN_LINE = "an unknown line"
+
+
 def source_line(eqn: Any) -> str:
     """The line of the user's program that an equation was traced at; JAX would stop at Flax or optax."""
     frames = list(source_info_util.user_frames(eqn.source_info.traceback))
     libraries = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (flax, optax))
     own = [f for f in frames if not f.file_name.startswith(libraries)] or frames
-    return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})" if own else "an unknown line"
+    return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})" if own else UNKNOWN_LINE
 
 
 def without_dead(eqn: Any) -> Any:
@@ -315,6 +335,40 @@ def set_note(variable: nnx.Variable, note: Any) -> None:
 def note(variable: nnx.Variable) -> Any:
     """What `set_note` keeps with a Variable; None without."""
     return getattr(variable._trace_state, "note", None)
+
+
+def register_array_type(cls: type, aval_of: Any, whole: Any) -> None:
+    """Has JAX take instances of a subclass of `jax.Array` for arrays that are not placed.
+
+    JAX has types of arrays beside its own, for PRNG keys, and no public way to add one.
+
+    Args:
+      aval_of: from an instance to its type.
+      whole: from an instance to an array that stands for it where it is computed with.
+    """
+    pytype_aval_mappings[cls] = aval_of
+    register_canonicalize_value_handler(cls, None)
+    pxla.shard_arg_handlers[cls] = lambda xs, *how: pxla.shard_args(*how, [whole(x) for x in xs])
+
+
+def forward_array_methods(cls: type, array_of: Any) -> None:
+    """Gives a subclass of `jax.Array` the methods that it has none of, those of the array it stands for."""
+
+    def method(name: str) -> Any:
+        return lambda self, *args, **kwargs: getattr(array_of(self), name)(*args, **kwargs)
+
+    def attribute(name: str) -> Any:
+        return property(lambda self: getattr(array_of(self), name))
+
+    # Without these two Python would count up to an index that is refused, and none is.
+    for name in ("__iter__", "__len__"):
+        setattr(cls, name, method(name))
+    for name in dir(jax.Array):
+        found = getattr(jax.Array, name)
+        is_property = isinstance(found, property)
+        abstract = getattr(found.fget if is_property else found, "__isabstractmethod__", False)
+        if abstract and name not in vars(cls):
+            setattr(cls, name, attribute(name) if is_property else method(name))
 
 
 def weakly_typed(x: jax.Array) -> jax.Array:

@@ -802,3 +802,41 @@ def test_the_mesh_that_an_equation_was_traced_under():
     assert _compat.traced_under(changed).empty
     with changed.ctx.manager:
         assert jax.sharding.get_abstract_mesh().empty and not jax.config.jax_threefry_partitionable
+
+
+def test_a_jaxpr_with_constants():
+    invars, (out,), eqns, _ = _compat.open_jaxpr(jax.make_jaxpr(lambda a, b: a + b)(jnp.ones(3), jnp.ones(3)))
+    closed = _compat.close_jaxpr([invars[0]], [out], eqns, {invars[1]: CONSTANT})
+    np.testing.assert_array_equal(jex.jaxpr_as_fun(closed)(jnp.ones(3))[0], CONSTANT + 1)
+
+
+def test_an_equation_has_the_name_stack_that_it_is_given():
+    (eqn,) = _compat.open_jaxpr(jax.make_jaxpr(jnp.sin)(1.0))[2]
+    moved = _compat.under_scope(eqn, "transpose(jvp())/layer")
+    assert str(moved.source_info.name_stack) == "transpose(jvp())/layer"
+    assert moved.source_info.traceback is eqn.source_info.traceback
+    assert _compat.under_scope(moved, "transpose(jvp())/layer") is moved
+
+
+def test_an_array_type_of_our_own_is_an_array_to_jax():
+    class Doubled(jax.Array):
+        """Twice what it is made of."""
+
+        __slots__ = ("half",)
+        __hash__ = None
+        committed = _committed = False
+        shape, dtype = (3,), np.dtype("float32")
+        sharding = property(lambda self: self.half.sharding)
+
+        def __init__(self, half):
+            self.half = half
+
+    _compat.register_array_type(Doubled, lambda x: jax.typeof(x.half), lambda x: 2 * x.half)
+    _compat.forward_array_methods(Doubled, lambda x: 2 * x.half)
+    x = Doubled(jnp.arange(3.0))
+    assert isinstance(x, jax.Array) and jax.typeof(x).shape == (3,)
+    np.testing.assert_array_equal(jax.jit(lambda x: x + 1)(x), [1, 3, 5])
+    np.testing.assert_array_equal(jnp.sin(x), np.sin(np.float32([0, 2, 4])))
+    np.testing.assert_array_equal(jax.device_put(x, jax.devices()[1]), [0, 2, 4])
+    assert float((x + 1).sum()) == x.sum() + 3 and x.T.shape == (3,)
+    assert [float(row) for row in x] == [0, 2, 4]

@@ -37,6 +37,7 @@ def test_the_program_of_the_readme(pieces, tmp_path):
     if pieces is None:
         loss, text = re.findall(r"^(\d\.\d+) b'(.*)'$", printed, flags=re.MULTILINE)[0]
         assert float(loss) < 0.3 and text in "the quick brown fox jumps over the lazy dog. " * 2
+        assert "(10, 64, 128) [2, 3, 3, 2]" in printed
         assert "SquaredLM" in printed and "P(None, model)" in printed
 
 
@@ -46,6 +47,12 @@ def test_the_program_about_schedules(tmp_path):
     assert printed.startswith("11.1% {'stage0': 4, 'stage1': 4, 'stage2': 4, 'stage3': 4}")
     assert (tmp_path / "zero-bubble-h1.svg").read_text().startswith("<?xml")
     assert (tmp_path / "schedule.csv").read_text().startswith("0F0,0F1,0F2,0F3,0I0,0W0,")
+
+
+def test_the_program_about_scanned_stacks(tmp_path):
+    *losses, spec = run_document("docs/scanned-stacks.md", tmp_path).splitlines()
+    assert spec == "P('stage', None, 'model')" and len(losses) == 3
+    assert float(losses[0].split()[1]) > float(losses[2].split()[1])
 
 
 def test_the_programs_written_for_multimesh(tmp_path):

@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from mmnnx import _compat
 from mmnnx.inspect.units import ranges_text
 from mmnnx.sharding.aligned_spec import aligned_spec
+from mmnnx.sharding.divided_array import named_sharding
+from mmnnx.sharding.division import Division, Way, ways_to_divide
 from mmnnx.sharding.mesh import current_multimesh, program_devices
 from mmnnx.sharding.path_filter import Path, parts_of
 from mmnnx.sharding.placement import Match, PlacementError, TaskSharding
@@ -39,11 +41,19 @@ class Home:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where one array lives: its home, its spec as text ("" if it has none), and the bytes on each device."""
+    """Where one array lives.
+
+    Attributes:
+      home: its home; of one that is divided between tasks, that of all of them.
+      spec: its spec as text, "" if it has none.
+      shard_bytes: the bytes on each device; of one that is divided, the most.
+      pieces: where its pieces live, if it is divided between tasks, with the size of each.
+    """
 
     home: Home
     spec: str
     shard_bytes: int
+    pieces: tuple[tuple[Placed, int], ...] = ()
 
 
 def sort_homes(homes: Iterable[Home]) -> tuple[list[Home], list[Home]]:
@@ -86,9 +96,9 @@ class Homes:
             return [self._of_array(x) for x in arrays]
         match = self._match(self.sharding, paths, value, arrays)
         if match is not None:
-            task = match.task.name or ""
-            return [self._placed(x, match.sharding, task) for x in arrays]
-        return [self._placed(x, self._everywhere(), "all") if x.shape == () else None for x in arrays]
+            names = [task.name or "" for task in _tasks(match.task)]
+            return [self._placed(x, match.sharding, names) for x in arrays]
+        return [self._placed(x, self._everywhere(), ["all"]) if x.shape == () else None for x in arrays]
 
     def check_used(self) -> None:
         """Raises PlacementError for rules that placed nothing, as `mm.jit` does."""
@@ -135,25 +145,52 @@ class Homes:
         if self._multimesh is not None:
             return NamedSharding(self._multimesh.mesh, PartitionSpec())
         assert self.sharding is not None
-        tasks: dict[Task, None] = dict.fromkeys(task for task, _ in self.sharding.rules)
+        tasks = dict.fromkeys(task for task, _ in self.sharding.rules)
         devices = dict.fromkeys(device for task in tasks for device in task.to_mesh().devices.flat)
         return NamedSharding(Mesh(np.array(list(devices)), ("device",)), PartitionSpec())
 
     def _of_array(self, x: Any) -> Placed | None:
-        sharding = getattr(x, "sharding", None)
-        return self._placed(x, sharding, "") if isinstance(sharding, Sharding) else None
+        sharding = named_sharding(x) or getattr(x, "sharding", None)
+        return self._placed(x, sharding, []) if isinstance(sharding, Sharding) else None
 
-    def _placed(self, x: Any, sharding: Sharding, task: str) -> Placed:
+    def _placed(self, x: Any, sharding: Sharding, tasks: Sequence[str]) -> Placed:
+        """Where an array lives.
+
+        Args:
+          tasks: the names of its task, or of those of its pieces; none if they are not known.
+        """
+        spec = type(sharding).__name__ if len(sharding.device_set) > 1 else ""
+        if isinstance(sharding, NamedSharding):
+            spec = spec_text(sharding.spec)
+            for way in ways_to_divide(sharding):
+                of_tasks = len(tasks) > 1 or way.sizes is not None
+                if of_tasks or any(placed_tasks(mesh, self._multimesh) for mesh in way.meshes):
+                    return self._in_pieces(x, sharding, way, tasks)
+        home = self._home_of(sharding, ", ".join(tasks))
+        shard = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        return Placed(home, spec, shard)
+
+    def _in_pieces(self, x: Any, sharding: NamedSharding, way: Way, tasks: Sequence[str]) -> Placed:
+        """Where an array lives that is divided between tasks."""
+        count = len(way.meshes)
+        sizes = way.sizes or (x.shape[way.dim] // count,) * count
+        pieces: list[tuple[Placed, int]] = []
+        for n, (mesh, size) in enumerate(zip(way.meshes, sizes)):
+            shape = (*x.shape[: way.dim], size, *x.shape[way.dim + 1 :])
+            own = NamedSharding(mesh, way.spec)
+            home = self._home_of(own, tasks[n] if tasks else "")
+            shard = math.prod(own.shard_shape(shape)) * x.dtype.itemsize
+            pieces.append((Placed(home, spec_text(way.spec), shard), math.prod(shape)))
+        most = max(placed.shard_bytes for placed, _ in pieces)
+        home = self._home_of(sharding, ", ".join(tasks))
+        return Placed(home, spec_text(sharding.spec), most, tuple(pieces))
+
+    def _home_of(self, sharding: Sharding, task: str) -> Home:
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
         key = (mesh if mesh is not None else frozenset(sharding.device_set), task)
         if key not in self._homes:
             self._homes[key] = self._home(sharding, mesh, task)
-        shard = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        if isinstance(sharding, NamedSharding):
-            spec = spec_text(sharding.spec)
-        else:
-            spec = type(sharding).__name__ if len(sharding.device_set) > 1 else ""
-        return Placed(self._homes[key], spec, shard)
+        return self._homes[key]
 
     def _home(self, sharding: Sharding, mesh: Any, task: str) -> Home:
         if mesh is not None and not isinstance(mesh, Mesh):  # an AbstractMesh has axes and no devices
@@ -185,6 +222,10 @@ class Homes:
             if self._multimesh.slice(**index) == mesh:
                 return ", ".join(f"{axis}={n}" for axis, n in index.items())
         return _device_label(devices)
+
+
+def _tasks(task: Task | Division) -> Sequence[Task]:
+    return task.tasks if isinstance(task, Division) else [task]
 
 
 def spec_text(spec: PartitionSpec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,17 @@ class Piece:
 
     def __str__(self) -> str:
         return array_text(self)
+
+    @property
+    def shares(self) -> list[Piece]:
+        """What each home has of it: itself, or its pieces if it is divided between tasks."""
+        if self.placed is None or not self.placed.pieces:
+            return [self]
+        each = self.bytes // self.size
+        return [
+            dataclasses.replace(self, size=size, bytes=size * each, placed=placed)
+            for placed, size in self.placed.pieces
+        ]
 
 
 @dataclass(frozen=True)
@@ -91,10 +103,10 @@ def list_state(obj: Any, homes: Homes) -> Contents:
 def on_devices(pieces: Iterable[Piece]) -> dict[int, int]:
     """Bytes of these arrays on each device that holds some of them, by its number."""
     found: Counter[int] = Counter()
-    for piece in pieces:
-        if piece.placed is not None:
-            for device in piece.placed.home.devices:
-                found[device] += piece.placed.shard_bytes
+    for share in (share for piece in pieces for share in piece.shares):
+        if share.placed is not None:
+            for device in share.placed.home.devices:
+                found[device] += share.placed.shard_bytes
     return dict(sorted(found.items()))
 
 

@@ -74,7 +74,7 @@ class ModelTable:
     def by_home(self) -> Mapping[Home | None, tuple[Piece, ...]]:
         """The arrays of each home, in the order of the devices; None is for arrays that are not placed."""
         found: dict[Home | None, list[Piece]] = {}
-        for piece in self.pieces:
+        for piece in (share for whole in self.pieces for share in whole.shares):
             found.setdefault(piece.placed.home if piece.placed is not None else None, []).append(piece)
         narrow, wide = sort_homes(home for home in found if home is not None)
         return {home: tuple(found[home]) for home in (*narrow, *wide, None) if home in found}
@@ -178,7 +178,7 @@ def _state(row: Row, kind: str) -> Text:
 
 def _where(row: Row) -> list[Text]:
     """Task, spec, devices, bytes on each. Specs are of the row's own Variables, the rest of all below too."""
-    homes = {p.placed.home for p in row.below if p.placed is not None}
+    homes = {s.placed.home for p in row.below for s in p.shares if s.placed is not None}
     narrow, wide = (list(dict.fromkeys(home.task for home in some)) for some in sort_homes(homes))
     tasks = narrow if len(narrow) <= NAMES else [f"{narrow[0]} … {narrow[-1]} ({len(narrow)})"]
     specs = [(_name(row, p), p.placed.spec) for p in row.pieces if p.placed is not None]

@@ -141,7 +141,12 @@ def show_placement(
             for piece in list_state(model, homes).pieces
         ]
         homes.check_used()
-    found = [(name, model, piece) for name, model, piece in named if piece.placed is not None]
+    found = [
+        (name, model, share)
+        for name, model, piece in named
+        for share in piece.shares
+        if share.placed is not None
+    ]
     if not found:
         raise ValueError(
             f"no array of {' and '.join(names)} is on a device: give sharding= to see where they would live"

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from mmnnx import _compat
 from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.input_shardings import deriver
+from mmnnx.mpmd.divide.divide import divide, divides_inputs
 from mmnnx.mpmd.emit.emit import emit
 from mmnnx.mpmd.frontend.function import Function, check_device, enter
 from mmnnx.mpmd.frontend.over_arrays import over_arrays
@@ -20,6 +21,7 @@ from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.hoist.hoist import hoist
 from mmnnx.mpmd.inline.calls import inline
 from mmnnx.mpmd.ir.equations import scopes_in
+from mmnnx.mpmd.ir.pieces import InPieces
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.partition.partition import Partition, one_fragment, partitions
 from mmnnx.mpmd.partition.timetable import fits
@@ -28,9 +30,11 @@ from mmnnx.mpmd.place.place import place
 from mmnnx.mpmd.runtime.as_is import runs_as_it_is
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.mpmd.runtime.counters import next_shardings, out_shardings
+from mmnnx.mpmd.runtime.pieces import AroundPieces, around_pieces
 from mmnnx.mpmd.runtime.prepare import Prepared, is_described_program, preparer
 from mmnnx.mpmd.runtime.references import AroundReferences, around_references
 from mmnnx.sharding.mesh import MultiMesh
+from mmnnx.sharding.placement import PlacementError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,7 +52,7 @@ class Split:
     """
 
     program: Program
-    prepare: Callable[[CompilerOptions], Prepared | AroundReferences] | None
+    prepare: Callable[[CompilerOptions], Prepared | AroundPieces | AroundReferences] | None
     input_shardings: Callable[[], list[NamedSharding]]
     next_shardings: dict[int, NamedSharding] = dataclasses.field(default_factory=dict)
     is_described: bool = False
@@ -70,7 +74,15 @@ def split(
       PlacementError, ValueError: as `mm.jit` does.
       VerificationError: if the program does not hold together.
     """
-    function = enter(*over_arrays(traced, record), [_compat.held(x) for x in leaves], multimesh)
+    given = *over_arrays(traced, record), [_compat.held(x) for x in leaves], multimesh
+    whole = enter(*given)
+    try:
+        function, pieces = divide(whole)
+    except PlacementError:
+        if not divides_inputs(whole):
+            raise
+        whole = enter(*given, inputs_in_pieces=False)  # perhaps it was a batch
+        function, pieces = divide(whole)
     mesh = _mesh_of_all(function)
     if mesh is None:
         function.traced.check()
@@ -80,7 +92,8 @@ def split(
         partition, program = emit(function, partitions(function, hoisted))
     else:
         partition, program = emit(function, [one_fragment(function, mesh)])
-    return _runnable(function, partition, program, mesh, device)
+    found = _runnable(function, partition, program, mesh, device)
+    return _for_callers(found, whole, pieces)
 
 
 def _mesh_of_all(function: Function) -> Mesh | None:
@@ -117,12 +130,32 @@ def _runnable(
         explicit=function.meshes.explicit,
         dump=function.dump,
     )
-    prepare = functools.cache(_preparer(bound, function))
+    prepare = preparer(bound, function.leaves)
     return Split(program, prepare, derive, later, is_described_program(program))
 
 
-def _preparer(
-    bound: BoundProgram, function: Function
-) -> Callable[[CompilerOptions], Prepared | AroundReferences]:
-    prepare = preparer(bound, function.leaves)
-    return around_references(prepare, function.record) if function.record.references else prepare
+def _for_callers(split: Split, function: Function, pieces: InPieces | None) -> Split:
+    """What was split, for the arguments and results that the function has for its callers.
+
+    Args:
+      split: made of a function over arrays, or over their pieces.
+      function: the one over whole arrays.
+      pieces: what was divided, if anything.
+    """
+    prepare: Any = split.prepare
+    if prepare is None:
+        return split
+    if pieces is not None:
+        prepare = around_pieces(prepare, pieces, function.record.names())
+        split = dataclasses.replace(
+            split,
+            input_shardings=functools.partial(_of_whole_arrays, split.input_shardings, pieces),
+            next_shardings=pieces.by_argument(split.next_shardings),
+        )
+    if function.record.references:
+        prepare = around_references(prepare, function.record)
+    return dataclasses.replace(split, prepare=functools.cache(prepare))
+
+
+def _of_whole_arrays(derive: Callable[[], list[NamedSharding]], pieces: InPieces) -> list[NamedSharding]:
+    return pieces.of_arguments(derive(), lambda _, divided: divided.whole)

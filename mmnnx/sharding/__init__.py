@@ -6,6 +6,8 @@ What always holds: nothing is computed or moved here, and rules that cannot hold
 Read first: `task.py` (what a task is), then `placement.py` (state) and `task_scope.py` (computation).
 """
 
+from mmnnx.sharding.divided_array import DividedArray
+from mmnnx.sharding.division import Division
 from mmnnx.sharding.logical import with_sharding_constraint
 from mmnnx.sharding.mesh import MultiMesh, TaskMesh
 from mmnnx.sharding.path_filter import path
@@ -18,6 +20,8 @@ from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_wrapper import task
 
 __all__ = [
+    "DividedArray",
+    "Division",
     "LogicalRules",
     "MultiMesh",
     "PlacementError",

@@ -13,8 +13,8 @@ def aligned_spec(spec: PartitionSpec, parameter: Sequence[int], shape: Sequence[
     """The spec by which optimizer state is sharded like its parameter, dimension by dimension.
 
     The state has the dimensions of its parameter: all of them (moments), behind others (a history), some with
-    size 1 (SM3's accumulators), or only some of them (the row and column statistics of Adafactor). Where the
-    sizes do not tell which, or differ, the state is replicated.
+    size 1 (SM3's accumulators), or only some of them (the row and column statistics of Adafactor). What may
+    be one of several dimensions, by its size, which are sharded differently, is not sharded.
 
     Args:
       spec: of the parameter.
@@ -35,12 +35,12 @@ def aligned_spec(spec: PartitionSpec, parameter: Sequence[int], shape: Sequence[
         return _trimmed([*(None for _ in range(more)), *entries])
     if more == 0 and all(n in (1, size) for n, size in zip(shape, parameter)):
         return _trimmed([entry if n == size else None for n, size, entry in zip(shape, parameter, entries)])
-    ways = {
-        _trimmed([entries[dim] for dim in dims])
+    ways = [
+        [entries[dim] for dim in dims]
         for dims in combinations(range(len(parameter)), len(shape))
         if more < 0 and all(parameter[dim] == n for dim, n in zip(dims, shape))
-    }
-    return ways.pop() if len(ways) == 1 else PartitionSpec()
+    ]
+    return _trimmed([column[0] if len(set(column)) == 1 else None for column in zip(*ways)])
 
 
 def _trimmed(entries: list[Any]) -> PartitionSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, permutations
@@ -14,9 +15,11 @@ import jax
 from flax import nnx
 
 from mmnnx._compat import attribute_order
+from mmnnx.sharding.division import Division
 from mmnnx.sharding.path_filter import Path, path, path_text
 from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.sharding.rules import LogicalRules, did_you_mean
+from mmnnx.sharding.stacked import even_stages, stacked_length
 from mmnnx.sharding.task import AxisRules, Task
 
 
@@ -44,6 +47,8 @@ def pipeline_sharding(
         "stage"; or the Tasks themselves.
       layers: the path of the list of layers: "blocks", "decoder.blocks", or a tuple of keys. A
         `mmnnx.modules.Stack` there stands for the list of its segments, an `nnx.Sequential` for its layers. A
+        module whose layers are stacked for a scan (`nnx.vmap` makes such, and a `Stack` with fewer segments
+        than stages is one) is divided along its leading dimension (see `Division`), evenly if possible. A
         Python list of such paths is several stacks, one after the other. What `__init__` made between two
         stacks lives with the nearest layer of that stack with which it shares a submodule, else with the
         layer before it.
@@ -80,7 +85,8 @@ def pipeline_sharding(
       path('head') task 'stage1' None
     """
     tasks = _tasks(stages, rules)
-    stacks = [_stack(model, place) for place in (layers if isinstance(layers, list) else [layers])]
+    places_of_layers = layers if isinstance(layers, list) else [layers]
+    stacks, lengths = _stacks(model, places_of_layers, len(tasks))
     named: dict[str, list[Path] | None] = {}
     for side, names in (("first", first), ("last", last)):
         names = [names] if isinstance(names, str) else names
@@ -88,6 +94,8 @@ def pipeline_sharding(
     places = [("layers=", keys) for keys in stacks]
     _check_apart([*places, *((f"{side}=", keys) for side in named for keys in named[side] or ())])
 
+    if lengths:
+        return _divided(model, stacks, lengths, named, tasks, weights, rules)
     parts = _parts(model, stacks, named)
     own_state = [bool(part.state) for stack in stacks for part in parts if part.stack == stack]
     _attach(parts, named, len(own_state))
@@ -105,6 +113,46 @@ def pipeline_sharding(
     if isinstance(rules, LogicalRules):
         _warn_unused(rules, model)
     return _placement(parts, tasks, [bisect_right(ends, layer) for layer in range(len(sizes))])
+
+
+def _divided(
+    model: Any,
+    stacks: Sequence[Path],
+    lengths: Sequence[int],
+    named: dict[str, list[Path] | None],
+    tasks: Sequence[Task],
+    weights: Sequence[float] | None,
+    rules: AxisRules | None,
+) -> TaskSharding:
+    """The same for layers that are stacked: evenly if that can be, else balanced as lists of layers are."""
+    count = sum(lengths)
+    if count < len(tasks):
+        where = " and ".join(path_text(keys) for keys in stacks)
+        raise PlacementError(f"{count} layers are stacked in {where}, too few for {len(tasks)} stages")
+    parts = _parts(model, stacks, named, lengths)
+    _attach(parts, named, count)
+    own = {part.stack: part.parameters for part in parts if part.stack is not None}
+    sizes = [own[keys] / length for keys, length in zip(stacks, lengths) for _ in range(length)]
+    stage_of = even_stages(lengths, [own[keys] for keys in stacks], len(tasks)) if weights is None else None
+    if stage_of is None:
+        for part in parts:
+            if part.stack is None and part.layer >= 0:
+                sizes[part.layer] += part.parameters
+        ends = balance(sizes if weights is None else _weights(weights, count), len(tasks))
+        stage_of = [bisect_right(ends, layer) for layer in range(count)]
+    if isinstance(rules, LogicalRules):
+        _warn_unused(rules, model)
+    found: list[tuple[Any, Any]] = []
+    for part in parts:
+        if part.state and part.layer >= 0:
+            held = Counter(stage_of[part.layer : part.back + 1] if part.stack else [stage_of[part.layer]])
+            mine = [tasks[stage] for stage in sorted(held)]
+            division = Division(mine, sizes=[held[stage] for stage in sorted(held)])
+            even = len(set(held.values())) == 1
+            found.append(
+                (path(*part.path), (mine[0] if len(mine) == 1 else mine if even else division, None))
+            )
+    return TaskSharding(found)
 
 
 def balance(sizes: Sequence[Any], stages: int, holding: Sequence[bool] | None = None) -> list[int]:
@@ -162,12 +210,14 @@ class _Part:
       stack: the list that it is an item of, if it is a layer.
       state: the Variables and arrays in it that no part before it holds.
       layer: the number of the layer whose stage it lives with; -1 if it needs no rule.
+      back: of a layer, the number that what lives behind it has; of a stack of layers that is its end.
     """
 
     path: Path
     stack: Path | None
     state: list[Any]
     layer: int = -1
+    back: int = -1
 
     @property
     def parameters(self) -> int:
@@ -175,9 +225,15 @@ class _Part:
         return sum(math.prod(array.shape) for array in jax.tree.leaves(values))
 
 
-def _parts(model: Any, stacks: Sequence[Path], named: dict[str, list[Path] | None]) -> list[_Part]:
-    """The numbered layers, the named parts and those beside them, in the order that `__init__` made them."""
-    opened = {keys[:n] for keys in stacks for n in range(len(keys) + 1)}
+def _parts(
+    model: Any, stacks: Sequence[Path], named: dict[str, list[Path] | None], lengths: Sequence[int] = ()
+) -> list[_Part]:
+    """The numbered layers, the named parts and those beside them, in the order that `__init__` made them.
+
+    With `lengths`, layers are stacked: each stack is one part, with the numbers of its first and last layer.
+    """
+    stacked = bool(lengths)
+    opened = {keys[:n] for keys in stacks for n in range(len(keys) + (not stacked))}
     opened |= {keys[:n] for side in named.values() for keys in side or () for n in range(len(keys))}
     ordered = None in named.values() or len(stacks) > 1
     leaves = [leaf for _, leaf in nnx.to_flat_state(nnx.state(model))]
@@ -197,11 +253,14 @@ def _parts(model: Any, stacks: Sequence[Path], named: dict[str, list[Path] | Non
                 continue
             state = {id(leaf): leaf for _, leaf in nnx.iter_graph(child) if id(leaf) in left}
             left.difference_update(state)
-            parts.append(_Part((*at, key), at if at in stacks else None, list(state.values())))
+            stack = (*at, key) if stacked else at
+            parts.append(_Part((*at, key), stack if stack in stacks else None, list(state.values())))
 
     visit(model, ())
-    for number, part in enumerate(part for stack in stacks for part in parts if part.stack == stack):
-        part.layer = number
+    numbered = [part for stack in stacks for part in parts if part.stack == stack]
+    ends = list(accumulate(lengths or [1] * len(numbered)))
+    for part, end, length in zip(numbered, ends, lengths or [1] * len(numbered)):
+        part.layer, part.back = end - length, end - 1
     return parts
 
 
@@ -222,8 +281,8 @@ def _attach(parts: Sequence[_Part], named: dict[str, list[Path] | None], count: 
         elif all(isinstance(leaf, nnx.RngState) for leaf in part.state):
             continue
         elif before is not None and after is not None:
-            nearer = before if _shared(part.path, before.path) >= _shared(part.path, after.path) else after
-            part.layer = nearer.layer
+            before_is_nearer = _shared(part.path, before.path) >= _shared(part.path, after.path)
+            part.layer = before.back if before_is_nearer else after.layer
         else:
             side = "last" if after is None else "first"
             part.layer = ends[side]
@@ -286,20 +345,45 @@ def _find(model: Any, what: str, place: str | tuple[str | int, ...]) -> tuple[Pa
     return found, node
 
 
-def _stack(model: Any, place: str | tuple[str | int, ...]) -> Path:
-    """The keys of the list of layers at a place, or in what is there."""
-    keys, node = _find(model, "layers=", place)
-    if not isinstance(node, nnx.List | list | tuple):
-        inner = {key: child for key, child in _children(node) if isinstance(child, nnx.List | list | tuple)}
-        name = next((name for name in ("segments", "layers") if name in inner), None)
-        if name is None:
-            raise PlacementError(
-                f"layers= has {place!r}, a {type(node).__name__} and no list of layers. Layers stacked in "
-                "one Variable, for a scan, cannot be divided between stages: make an nnx.List of stacks, one "
-                "or more for each stage, as mmnnx.modules.Stack(..., segments=n) does"
-            )
-        keys = (*keys, name)
-    return keys
+def _stacks(
+    model: Any, places: Sequence[str | tuple[str | int, ...]], stages: int
+) -> tuple[list[Path], list[int]]:
+    """The keys of the lists of layers. If there are fewer layers than stages, and each is stacked: those of
+    the stacks, and how many layers are in each.
+    """
+    lists: list[tuple[Path, Sequence[Any]]] = []
+    stacks: list[tuple[Path, Any]] = []
+    for place in places:
+        keys, node = _find(model, "layers=", place)
+        found = _list_in(keys, node)
+        if found is not None:
+            lists.append(found)
+            stacks += [((*found[0], n), layer) for n, layer in enumerate(found[1])]
+        else:
+            stacks.append((keys, node))
+    lengths = [stacked_length(node) for _, node in stacks]
+    few = len(lists) < len(places) or sum(len(layers) for _, layers in lists) < stages
+    if few and all(lengths):
+        return [keys for keys, _ in stacks], [n for n in lengths if n]
+    if len(lists) < len(places):
+        keys, node = next((keys, node) for keys, node in stacks if _list_in(keys, node) is None)
+        raise PlacementError(
+            f"layers= has {path_text(keys)!r}, a {type(node).__name__} and no list of layers, and its arrays "
+            "have no leading dimension in common along which layers would be stacked"
+            if stacked_length(node) is None
+            else f"layers= has stacked layers in {path_text(keys)!r} and lists of layers as well: place the "
+            "two with rules of your own"
+        )
+    return [keys for keys, _ in lists], []
+
+
+def _list_in(keys: Path, node: Any) -> tuple[Path, Sequence[Any]] | None:
+    """The keys and items of the list of layers at a place, or in what is there; None if there is none."""
+    if isinstance(node, nnx.List | list | tuple):
+        return keys, list(node)
+    inner = {key: child for key, child in _children(node) if isinstance(child, nnx.List | list | tuple)}
+    name = next((name for name in ("segments", "layers") if name in inner), None)
+    return None if name is None else ((*keys, name), list(inner[name]))
 
 
 def _check_apart(places: Sequence[tuple[str, Path]]) -> None:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.sharding.aligned_spec import aligned_spec
+from mmnnx.sharding.division import Division
 from mmnnx.sharding.logical import logical_names, logical_spec
 from mmnnx.sharding.path_filter import Path, PathPattern, is_catch_all, path_text
 from mmnnx.sharding.task import Task
@@ -27,13 +28,13 @@ class Match:
     """Where one piece of state lives.
 
     Attributes:
-      task: its task.
-      sharding: its sharding on the task's mesh.
+      task: its task, or the tasks that it is divided between.
+      sharding: its sharding on the task's mesh, or on those of all tasks.
       index: which rule of the TaskSharding said so, from 0.
       own: whether the rule is for this state itself; optimizer state may have the rule of its parameter.
     """
 
-    task: Task
+    task: Task | Division
     sharding: NamedSharding
     index: int
     own: bool = True
@@ -47,7 +48,8 @@ class TaskSharding(nnx.StateSharding):
         iterable of such pairs. The first filter that matches decides. A spec shards the leading dimensions
         over axes of the task's mesh and replicates the rest. With a spec of None, or a Task alone, the
         Variable's own logical axis names are translated by the task's `logical_axes`; without names it is
-        replicated.
+        replicated. In the place of the task may be a sequence of tasks, between which the first dimension is
+        divided, or a `Division`, which names another one. The spec is that of each part then.
 
     Raises:
       TypeError: a key that is no filter, or a value that is not (Task, PartitionSpec | None).
@@ -72,8 +74,8 @@ class TaskSharding(nnx.StateSharding):
         self._predicates = tuple(map(_predicate, self._filters))
 
     @property
-    def rules(self) -> tuple[tuple[Task, PartitionSpec | None], ...]:
-        """(task, spec) of each filter, in order."""
+    def rules(self) -> tuple[tuple[Task | Division, PartitionSpec | None], ...]:
+        """(task or Division, spec) of each filter, in order."""
         return self._rules
 
     @property
@@ -144,24 +146,29 @@ class TaskSharding(nnx.StateSharding):
         index = min(particular or found)
         try:
             match = self._match(index, found[index], parameter, named=variable)
+            mesh = match.sharding.mesh
             spec = _optimizer_spec(match.sharding.spec, parameter, variable)
             names = logical_names(variable) if self._rules[index][1] is None else None
             if known is None and names is not None and {len(names)} != set(map(len, _shapes(variable))):
                 spec = PartitionSpec()  # they are those of a parameter of another shape
         except PlacementError:
-            spec = PartitionSpec()
+            spec, mesh = PartitionSpec(), self._rules[index][0].to_mesh()
         task = self._rules[index][0]
-        return Match(task, NamedSharding(task.to_mesh(), spec), index, own=False)
+        return Match(task, NamedSharding(mesh, spec), index, own=False)
 
     def _match(self, index: int, path: Path, variable: Any, named: Any = None) -> Match:
         """Where a rule places state. `named`, if it has logical axis names, has them for `variable`."""
         task, spec = self._rules[index]
-        mesh, origin = task.to_mesh(), f"{self._filters[index]!r}: ({task}, {spec})"
+        origin = f"{self._filters[index]!r}: ({task}, {spec})"
         if spec is None:
             of = variable if logical_names(named) is None else named
-            spec, origin = self._metadata_spec(path, of, task, mesh), f"its logical axes, for {task}"
+            spec, origin = self._metadata_spec(path, of, task), f"its logical axes, for {task}"
+        what = f"{_describe(path, variable)} by {origin}"
+        if isinstance(task, Division):
+            return Match(task, _divided(task, spec, _shapes(variable), what), index)
+        mesh = task.to_mesh()
         for shape in _shapes(variable):
-            _check_spec(spec, shape, mesh, f"{_describe(path, variable)} by {origin}")
+            _check_spec(spec, shape, mesh, what)
         return Match(task, NamedSharding(mesh, spec), index)
 
     def map_prefix(self, path: Path, variable: Any) -> NamedSharding:
@@ -173,8 +180,10 @@ class TaskSharding(nnx.StateSharding):
         if index is None:
             raise PlacementError(self._nothing_matches(path, variable))
         task, spec = self._rules[index]
-        mesh = task.to_mesh()
-        return NamedSharding(mesh, self._metadata_spec(path, variable, task, mesh) if spec is None else spec)
+        spec = self._metadata_spec(path, variable, task) if spec is None else spec
+        if isinstance(task, Division):
+            return _divided(task, spec, _shapes(variable), _describe(path, variable))
+        return NamedSharding(task.to_mesh(), spec)
 
     def check_used(self, matched: set[int]) -> None:
         """Raise PlacementError for rules that placed nothing, given the indices of those that did.
@@ -225,19 +234,23 @@ class TaskSharding(nnx.StateSharding):
             )
         return f"no filter places {_describe(path, variable)}. Filters, in order: {tried}. {help}"
 
-    def _metadata_spec(self, path: Path, variable: Any, task: Task, mesh: Mesh) -> PartitionSpec:
+    def _metadata_spec(self, path: Path, variable: Any, task: Task | Division) -> PartitionSpec:
+        one = task.tasks[0] if isinstance(task, Division) else task  # their meshes are alike
         try:
-            return logical_spec(variable, task, mesh) or PartitionSpec()
+            return logical_spec(variable, one, one.to_mesh()) or PartitionSpec()
         except ValueError as error:
             raise PlacementError(f"cannot place {_describe(path, variable)}: {error}") from None
 
 
-def _normal_rule(filter: Any, rule: Any) -> tuple[Task, PartitionSpec | None]:
-    task, spec = rule if isinstance(rule, tuple) and len(rule) == 2 else (rule, None)
-    if not isinstance(task, Task) or not (spec is None or isinstance(spec, PartitionSpec)):
+def _normal_rule(filter: Any, rule: Any) -> tuple[Task | Division, PartitionSpec | None]:
+    with_spec = isinstance(rule, tuple) and len(rule) == 2 and not isinstance(rule[1], Task)
+    task, spec = rule if with_spec else (rule, None)
+    if isinstance(task, list | tuple) and task and all(isinstance(one, Task) for one in task):
+        task = Division(task) if len(task) > 1 else task[0]
+    if not isinstance(task, Task | Division) or not (spec is None or isinstance(spec, PartitionSpec)):
         raise TypeError(
-            f"a TaskSharding maps each filter to a Task or to (Task, PartitionSpec | None); "
-            f"{filter!r} has {rule!r}"
+            f"a TaskSharding maps each filter to a Task, several Tasks or a Division, alone or with a "
+            f"PartitionSpec, as in (task, P()); {filter!r} has {rule!r}"
         )
     if spec is not None and PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise TypeError(f"{filter!r} has {spec}: state is placed exactly, so no dimension is UNCONSTRAINED")
@@ -278,6 +291,41 @@ def _check_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh, what: s
                 f"cannot place {what}: dimension {dim} has size {shape[dim]}, which {sizes} does not divide "
                 f"evenly; use a multiple of {shards}, or leave that dimension unsharded"
             )
+
+
+def _divided(
+    division: Division, spec: PartitionSpec, shapes: Sequence[tuple[int, ...]], what: str
+) -> NamedSharding:
+    """The sharding of state that is divided.
+
+    Raises:
+      PlacementError: a dimension that is not there, or is too small; sizes that make another one; tasks that
+        nothing can be divided between; or a spec that does not fit the pieces.
+    """
+    dim, count = division.dim, len(division.tasks)
+    try:
+        mesh = division.tasks[0].to_mesh()
+        for shape in shapes:
+            if dim >= len(shape):
+                raise ValueError(
+                    f"it has no dimension {dim} to divide between {count} tasks; give it a rule of its own, "
+                    "with one task"
+                )
+            sizes = division.sizes_of(shape[dim])
+            if sum(sizes) != shape[dim]:
+                raise ValueError(
+                    f"sizes= of {', '.join(map(str, sizes))} make {sum(sizes)}, and dimension {dim} has size "
+                    f"{shape[dim]}"
+                )
+            if min(sizes) < 1:
+                raise ValueError(f"dimension {dim} has size {shape[dim]}, too small for {count} tasks")
+            for size in dict.fromkeys(sizes):
+                _check_spec(spec, (*shape[:dim], size, *shape[dim + 1 :]), mesh, f"a piece of {what}")
+        return division.sharding(spec, shapes[0][dim] if shapes else count)
+    except PlacementError:  # of a piece
+        raise
+    except ValueError as error:
+        raise PlacementError(f"cannot place {what}: {error}") from None
 
 
 def _optimizer_spec(spec: PartitionSpec, parameter: Any, variable: nnx.Variable) -> PartitionSpec:

@@ -73,6 +73,9 @@ class TrainConfig:
     """Features inside a block's feed-forward layer."""
     tied: bool = False
     """Use the embedding as the output layer too."""
+    scan: bool = False
+    """Stack the blocks, one Variable for each weight, divided between the stages, and scan them: a deep model
+    compiles in the time of one block."""
 
     # --- the optimizer: AdamW
 

@@ -45,6 +45,7 @@ def model_config(config: TrainConfig) -> LMConfig:
         kv_heads=config.kv_heads,
         mlp=config.mlp,
         tied=config.tied,
+        scan=config.scan,
         dtype=jnp.dtype(config.precision),
     )
 
@@ -79,8 +80,12 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
         end_value=config.learning_rate / 10,
     )
 
+    def is_matrix(path, param):
+        in_stack = config.scan and jax.tree_util.keystr(path[:1], simple=True) == "blocks"
+        return param.ndim > (2 if in_stack else 1)
+
     def matrices(params):
-        return jax.tree.map(lambda param: param.ndim > 1, params)
+        return jax.tree_util.tree_map_with_path(is_matrix, params)
 
     return optax.chain(
         optax.clip_by_global_norm(config.clip),

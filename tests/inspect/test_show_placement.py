@@ -20,6 +20,7 @@ import mmnnx as mm
 from mmnnx.inspect.placement import PlacementView, show_placement
 from mmnnx.inspect.placement_picture import EMPTY, FILLED, OVER
 from mmnnx.inspect.submesh import PARTS, Part, Submesh
+from mmnnx.modules import LM, LMConfig
 
 P = PartitionSpec
 
@@ -396,3 +397,19 @@ def test_a_notebook_shows_the_picture():
     bundle = view._repr_mimebundle_()
     assert bundle["text/plain"] == str(view)
     assert "</svg>" in bundle["image/svg+xml"]
+
+
+def test_layers_that_are_divided_are_shown_where_their_pieces_are():
+    config = LMConfig(layers=10, width=32, vocab=64, mlp=64, scan=True)
+    model = nnx.eval_shape(lambda: LM(config, rngs=nnx.Rngs(0)))
+    with mm.MultiMesh(axis_sizes=(4,), axis_names=("stage",)):
+        placement = mm.pipeline_sharding(model, 4)
+        planned = mm.show_placement(model, sharding=placement)
+        placed = mm.jit(lambda: LM(config, rngs=nnx.Rngs(0)), out_shardings=placement)()
+        assert str(mm.show_placement(placed)) == str(planned)
+        table = str(mm.tabulate(placed))
+    blocks = [part.bytes for box in planned.submeshes for part in box.parts if part.name == "blocks"]
+    assert [box.name for box in planned.submeshes] == ["stage0", "stage1", "stage2", "stage3"]
+    sizes = placement.rules[1][0].sizes
+    assert [held / sum(blocks) for held in blocks] == pytest.approx([n / 10 for n in sizes])
+    assert "stage0 … stage3 (4)" in table and "stage[" in table

@@ -117,8 +117,7 @@ def _made_once(key: Any, make: Callable[[], Any]) -> Any:
     for entry in placed:
         registry.place(*entry)
     graph, state = nnx.split(nodes)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return nnx.merge(graph, jax.device_put(state, shardings, may_alias=False))
+    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf.copy(), state))
 
 
 def values(tree: Any) -> dict[str, np.ndarray]:

@@ -23,6 +23,20 @@ def test_functions_in_turn(tmp_path):
             np.testing.assert_allclose(values[name], expected, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+def test_stacks_of_layers(tmp_path):
+    """State that spans processes, and comes back from a checkpoint in the same pieces."""
+    for count in (1, 2):
+        run("stacks.py", count, 4 // count, str(tmp_path / f"of{count}"))
+    alone = np.load(tmp_path / "of1.0.npz")
+    for number in range(2):
+        values = np.load(tmp_path / f"of2.{number}.npz")
+        assert sorted(values) == sorted(alone) and len(values) > 20
+        for name in alone:
+            np.testing.assert_allclose(values[name], alone[name], rtol=2e-5, atol=1e-6, err_msg=name)
+            if name.startswith("restored"):
+                np.testing.assert_array_equal(values[name], values[name.replace("restored", "trained")])
+
+
 @pytest.mark.slow
 def test_meshes_that_share_devices(tmp_path):
     """Programs that both processes run together never wait for each other in a circle, nor for a thread."""

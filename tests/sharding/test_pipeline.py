@@ -292,17 +292,47 @@ class TestStacks:
             "path('blocks', 'segments', range(1, 4)) stage1",
         ]
 
-    def test_one_stack_of_all_layers_cannot_be_divided(self):
-        model = nnx.Dict(blocks=models.ScanNet(rngs=nnx.Rngs(0)).stacks[0])
-        with pytest.raises(
-            mm.PlacementError, match=r"'blocks', a Linear and no list of layers.*Stack\(..., segments=n\)"
-        ):
-            pipeline_sharding(model, 2)
+    def test_stacked_layers_are_divided_evenly_if_they_can_be(self):
+        model = nnx.Dict(blocks=models.ScanNet(depth=6, rngs=nnx.Rngs(0)).stacks[0])
+        (rule,) = pipeline_sharding(model, 2).rules
+        assert (rule[0].name, rule[0].sizes_of(6)) == ("stage0, stage1", (3, 3))
         one = nnx.Dict(blocks=Stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 6, rngs=nnx.Rngs(0)))
-        with pytest.raises(
-            mm.PlacementError, match=r"1 of 1 layers in blocks.segments .* 2 stages: .*more segments="
-        ):
-            pipeline_sharding(one, 2)
+        placement = pipeline_sharding(one, 3)
+        assert placement.filters == (mm.path("blocks", "segments", 0),)
+        assert placement.rules[0][0].sizes_of(6) == (2, 2, 2)
+
+    def test_else_they_are_balanced_with_what_is_around_them(self):
+        model = nnx.eval_shape(make(models.ScanNet, stages=1, depth=7))
+        placement = pipeline_sharding(model, 3, "stacks")
+        assert placement.filters == (mm.path("first"), mm.path("stacks", 0), mm.path("last"))
+        assert placement.rules[1][0].sizes == (2, 3, 2)
+        by_time = pipeline_sharding(model, 3, "stacks", weights=[4, 1, 1, 1, 1, 2, 2])
+        assert by_time.rules[1][0].sizes == (1, 4, 2)
+
+    def test_several_stacks_share_the_stages(self):
+        model = nnx.eval_shape(make(models.ScanNet, stages=2, depth=4))
+        evenly = pipeline_sharding(model, 4, "stacks")
+        assert [rule[0].name for rule in evenly.rules] == [
+            "stage0",
+            "stage0, stage1",
+            "stage2, stage3",
+            "stage3",
+        ]
+        unevenly = pipeline_sharding(nnx.eval_shape(make(models.ScanNet, stages=2, depth=5)), 4, "stacks")
+        assert [rule[0].sizes for rule in unevenly.rules[1:3]] == [(2, 3), (3, 2)]
+
+    def test_too_few_stacked_layers(self):
+        model = nnx.Dict(blocks=models.ScanNet(depth=2, rngs=nnx.Rngs(0)).stacks[0])
+        with pytest.raises(mm.PlacementError, match="2 layers are stacked in blocks, too few for 3 stages"):
+            pipeline_sharding(model, 3)
+        with pytest.raises(ValueError, match="weights= has 1 numbers, and there are 2 layers"):
+            pipeline_sharding(model, 2, weights=[1])
+
+    def test_stacked_layers_beside_lists_of_layers(self):
+        net = models.ScanNet(rngs=nnx.Rngs(0))
+        model = nnx.Dict(stack=net.stacks[0], list=nnx.List([net.first, net.last]))
+        with pytest.raises(mm.PlacementError, match="stacked layers in 'stack' and lists of layers as well"):
+            pipeline_sharding(model, 2, ["stack", "list"])
 
 
 class Tied(nnx.Module):

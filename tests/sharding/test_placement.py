@@ -87,7 +87,15 @@ class TestRules:
 
     @pytest.mark.parametrize(
         "rule",
-        [P("model"), None, "stage0", (P("model"), STAGES[0]), (STAGES[0], "model"), (STAGES[0],), STAGES[:2]],
+        [
+            P("model"),
+            None,
+            "stage0",
+            (P("model"), STAGES[0]),
+            (STAGES[0], "model"),
+            (),
+            (STAGES[0], None, None),
+        ],
     )
     def test_refuses_other_values(self, rule):
         with pytest.raises(TypeError, match=r"path\('a'\) has"):

@@ -95,6 +95,13 @@ def test_tied_shared_heads_in_half_precision_by_gpipe(config):
     assert losses(folder) == pytest.approx([8 * math.log(2)] * 2, abs=0.3)
 
 
+@pytest.mark.parametrize("stages", [2, 3])  # four blocks: two each, or one, two, one
+def test_scanned_blocks_are_divided_between_stages(stages, config, tmp_path):
+    one = losses(train(config(scan=True, layers=4, stages=1, steps=4, out=tmp_path / "one")))
+    folder = train(config(scan=True, layers=4, stages=stages, steps=4))
+    assert losses(folder) == pytest.approx(one, abs=1e-4)
+
+
 def test_microbatches_do_not_change_the_losses(config, whole):
     assert losses(train(config(microbatches=1))) == pytest.approx(losses(whole), abs=1e-4)
 

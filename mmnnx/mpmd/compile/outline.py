@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,6 +63,7 @@ def outline(program: Program) -> tuple[Program, list[int]]:
 def _find_splits(program: Program) -> dict[Fragment, list[Fragment]]:
     """The fragments that are split, each around the largest that it holds whole."""
     kinds: dict[Any, int] = {}
+    weights: dict[int, int] = {}  # of each kind, how many operations it stands for
     operations: dict[Fragment, list[int]] = {}  # what the equations of a fragment do, as numbers
     looped = {c.fragment for c in program.calls if c.microbatch is not None}
     for f in dict.fromkeys(c.fragment for c in program.calls if looped or _initialises(c)):
@@ -71,18 +72,25 @@ def _find_splits(program: Program) -> dict[Fragment, list[Fragment]]:
                 operations[f] = [kinds.setdefault(equation_key(e), len(kinds)) for e in f.jaxpr.eqns]
             except TypeError:  # it holds what cannot be hashed
                 continue
+            weights.update(zip(operations[f], map(_weight, f.jaxpr.eqns)))
     found: dict[Fragment, list[Fragment]] = {}
     whole: dict[tuple[int, ...], Fragment] = {}  # those that stay whole, one of each kind, by size
     for f in sorted(operations, key=lambda f: len(operations[f])):
         like = [g for g in whole.values() if f.phase == g.phase and same_shape(f.mesh, g.mesh)]
         worth = _WORTH if f in looped else _WORTH_ONCE
         smaller = (g for g in reversed(like) if len(operations[g]) < len(operations[f]))
-        splits = (_split(f, g, operations[f], operations[g], worth) for g in smaller)
+        splits = (_split(f, g, operations[f], operations[g], weights, worth) for g in smaller)
         if (parts := next(filter(None, splits), None)) is not None:
             found[f] = parts
         else:
             whole.setdefault(tuple(operations[f]), f)
     return found
+
+
+def _weight(eqn: Any) -> int:
+    """How many operations an equation stands for: the body of a scan is compiled as well."""
+    inside = (e for jaxpr in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(jaxpr)[2])
+    return 1 + sum(map(_weight, inside))
 
 
 def _calls_host(jaxpr: Any) -> bool:
@@ -98,12 +106,17 @@ def _initialises(call: Call) -> bool:
 
 
 def _split(
-    f: Fragment, core: Fragment, mine: Sequence[int], its: Sequence[int], worth: int
+    f: Fragment,
+    core: Fragment,
+    mine: Sequence[int],
+    its: Sequence[int],
+    weights: Mapping[int, int],
+    worth: int,
 ) -> list[Fragment] | None:
     """A fragment split around another, if it holds that whole and so saves so many kinds of operations."""
     count, other = Counter(mine), Counter(its)
     rest = count - other
-    if not other <= count or len(count) - len(rest) < worth:
+    if not other <= count or sum(weights[kind] for kind in count.keys() - rest.keys()) < worth:
         return None
     if sum(n * count[kind] for kind, n in other.items()) > _MOST_PAIRS:
         return None

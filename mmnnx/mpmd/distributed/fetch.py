@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from mmnnx.mpmd.distributed import key_value
 from mmnnx.mpmd.distributed.processes import holders
+from mmnnx.sharding.divided_array import DividedArray
 
 _BLOCK = 8  # fetches whose values are removed from the store together
 _fetches = itertools.count()
@@ -35,6 +36,10 @@ def fetch(tree: Any) -> Any:
     Example:
       >>> loss = mm.fetch(train_step(model, optimizer, batch))
     """
+    if any(isinstance(x, DividedArray) for x in jax.tree.leaves(tree)):
+        pieces = fetch(jax.tree.map(lambda x: list(x.pieces) if isinstance(x, DividedArray) else x, tree))
+        put_together = lambda x, own: np.concatenate(own, axis=x.dim) if isinstance(x, DividedArray) else own
+        return jax.tree.map(put_together, tree, pieces)
     tree = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
     leaves = jax.tree.leaves(tree)
     apart = [x for x in leaves if _is_apart(x)]

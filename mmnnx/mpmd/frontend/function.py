@@ -14,11 +14,12 @@ from mmnnx.mpmd.frontend.graph import Path
 from mmnnx.mpmd.frontend.in_out_shardings import InOutShardings, find_in_out_shardings
 from mmnnx.mpmd.frontend.meshes import Meshes
 from mmnnx.mpmd.frontend.over_arrays import OverArrays
-from mmnnx.mpmd.frontend.record import Record
+from mmnnx.mpmd.frontend.record import Record, piece_keys
 from mmnnx.mpmd.ir.dump import Dump
 from mmnnx.mpmd.ir.equations import Flat, Var, scopes_in
 from mmnnx.mpmd.ir.listing import Names
 from mmnnx.mpmd.ir.shardings import constrains, mesh_of
+from mmnnx.sharding.division import Division
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.registered_tasks import place_task, task_of_state
 from mmnnx.sharding.task import Task
@@ -65,7 +66,7 @@ class Function:
 
     def mesh_name(self, sharding: NamedSharding) -> str:
         """What messages call the mesh of a sharding."""
-        return self.meshes.names()[mesh_of(sharding)]
+        return self.meshes.names().get(mesh_of(sharding), "several meshes")
 
     def task_mesh(self, scope: str) -> Mesh | None:
         """The mesh of the task scope that a name stack lies in, if any."""
@@ -90,8 +91,18 @@ class Function:
         return dict(zip(flat.invars, self.shardings.in_shardings))
 
 
-def enter(traced: OverArrays, record: Record, leaves: Sequence[Any], multimesh: MultiMesh | None) -> Function:
+def enter(
+    traced: OverArrays,
+    record: Record,
+    leaves: Sequence[Any],
+    multimesh: MultiMesh | None,
+    inputs_in_pieces: bool = True,
+) -> Function:
     """Finds out what a traced function touches, for arguments that live where `leaves` do.
+
+    Args:
+      inputs_in_pieces: whether an argument that is no state of an NNX object, and that is sharded over an
+        axis of tasks, counts as divided between them.
 
     Raises:
       PlacementError, ValueError: for what `mm.jit` refuses before it looks inside.
@@ -106,9 +117,10 @@ def enter(traced: OverArrays, record: Record, leaves: Sequence[Any], multimesh: 
     task_of = functools.cache(functools.partial(_task_of, multimesh, meshes))
     for scope in scopes_in(traced.jaxpr):
         task_of(scope)  # from here on the mesh of its task is known
-    for (task, mesh), paths in _placing(record).items():
+    for (task, mesh), paths in _placing(record, traced.jaxpr).items():
         place_task(task, mesh, paths)
-    shardings = find_in_out_shardings(record, leaves, traced.jaxpr.out_avals, traced.result_shardings, meshes)
+    types, typed = traced.jaxpr.out_avals, traced.result_shardings
+    shardings = find_in_out_shardings(record, leaves, types, typed, meshes, inputs_in_pieces)
     is_placed = bool(meshes.names())
     if not is_placed and multimesh is not None and constrains(traced.jaxpr):
         meshes.canonical(multimesh.mesh)
@@ -148,16 +160,22 @@ def _task_of(multimesh: MultiMesh | None, meshes: Meshes, scope: str) -> tuple[T
         raise ValueError(f"{error} (in the scope {scope!r})") from None
 
 
-def _placing(record: Record) -> dict[tuple[Task, Mesh], list[Path]]:
+def _placing(record: Record, jaxpr: Any) -> dict[tuple[Task, Mesh], list[Path]]:
     """The tasks of the rules that place arguments and results, with their meshes; the state paths of each."""
     found: dict[tuple[Task, Mesh], list[Path]] = {}
-    for leaf in (*record.inputs, *record.results):
+    placed = zip((*record.inputs, *record.results), (*jaxpr.in_avals, *jaxpr.out_avals))
+    for leaf, aval in placed:
         if leaf is None or leaf.rule is None:
             continue
         task, sharding = leaf.rule.task, leaf.rule.sharding
-        if task is not None and isinstance(sharding, NamedSharding):
-            paths = found.setdefault((task, mesh_of(sharding)), [])
-            paths += [] if leaf.is_optimizer_state else [leaf.rule.path]  # which is known by its parameter
+        path = None if leaf.is_optimizer_state else leaf.rule.path  # it is known by its parameter
+        if isinstance(task, Division):
+            for one, key in zip(task.tasks, piece_keys(task.sizes_of(aval.shape[task.dim]))):
+                own = found.setdefault((one, one.to_mesh()), [])
+                own += [] if path is None else [(*path, key)]
+        elif task is not None and isinstance(sharding, NamedSharding):
+            own = found.setdefault((task, mesh_of(sharding)), [])
+            own += [] if path is None else [path]
     return found
 
 

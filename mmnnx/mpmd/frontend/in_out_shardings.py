@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmnnx.mpmd.frontend.meshes import Meshes
 from mmnnx.mpmd.frontend.owners import Owners
 from mmnnx.mpmd.frontend.record import Leaf, Record
-from mmnnx.mpmd.ir.shardings import entering, is_committed, mesh_of
+from mmnnx.mpmd.ir.shardings import DividedSharding, entering, is_committed, mesh_of
+from mmnnx.sharding.divided_array import PiecewiseSharding
+from mmnnx.sharding.division import Division
+from mmnnx.sharding.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,8 @@ class InOutShardings:
         module that it is in: where it goes if it depends on nothing, as an empty cache does.
       on_every_mesh: for each result, whether it is the new value of a scalar that is unplaced, or that
         lives on the whole MultiMesh already.
+      divided_arguments, divided_results: for each argument and result, how it is divided between tasks; None
+        for one that is not. `divide` makes several of it.
     """
 
     in_shardings: list[NamedSharding | None]
@@ -39,6 +45,8 @@ class InOutShardings:
     out_shardings: list[NamedSharding | None]
     module_meshes: list[Mesh | None]
     on_every_mesh: list[bool]
+    divided_arguments: list[DividedSharding | None]
+    divided_results: list[DividedSharding | None]
 
 
 def find_in_out_shardings(
@@ -47,6 +55,7 @@ def find_in_out_shardings(
     types: Sequence[Any],
     typed: Sequence[NamedSharding | None],
     meshes: Meshes,
+    inputs_in_pieces: bool,
 ) -> InOutShardings:
     """Where arguments live and results go.
 
@@ -56,14 +65,25 @@ def find_in_out_shardings(
       types: shapes and dtypes of the results.
       typed: the shardings that results had by type.
       meshes: learns the meshes of all of them.
+      inputs_in_pieces: as in `enter`.
 
     Raises:
       ValueError: for a rule that is no NamedSharding, or that names another kind of memory.
     """
     in_shardings = [_in_sharding(x, leaf, meshes) for x, leaf in zip(leaves, record.inputs)]
     rules = [_rule(leaf, meshes) for leaf in record.results]
+    divided = functools.cache(meshes.divided)
+    divided_arguments = [
+        divided(s) if s is not None and (_is_state(leaf) or (inputs_in_pieces and _is_over_one(s))) else None
+        for s, leaf in zip(in_shardings, record.inputs)
+    ]
+    divided_rules = [None if s is None else divided(s) for s in rules]
+    unions = {d.whole.mesh for d in (*divided_arguments, *divided_rules) if d is not None}
     spanning = meshes.spanning()
-    placed = [None if s is None or s.mesh in spanning else s for s in in_shardings]
+    placed = [
+        None if s is None or (s.mesh in spanning and d is None) else s
+        for s, d in zip(in_shardings, divided_arguments)
+    ]
     homes = [None if s is None or not jnp.ndim(x) else mesh_of(s) for s, x in zip(placed, leaves)]
     shapes = [jnp.shape(x) for x in leaves]
     owners = Owners(record, in_shardings, homes, shapes, types, rules)
@@ -85,8 +105,11 @@ def find_in_out_shardings(
         if by_type is not None and rule is None and sharding is not None:
             typed_as = entering(aval, mesh_of(sharding), by_type)
             sharding = sharding if sharding.is_equivalent_to(typed_as, aval.ndim) else typed_as
+        if sharding is not None and sharding.mesh in unions and divided(sharding) is None:
+            follow, sharding = None, None  # statistics of all layers, say: where they are computed
         follows.append(follow)
         out_shardings.append(sharding)
+    divided_results = [None if s is None else divided(s) for s in out_shardings]
     on_every_mesh = [
         leaf is not None
         and leaf.updates is not None
@@ -98,7 +121,25 @@ def find_in_out_shardings(
     module_meshes = [
         owners.module_mesh(leaf) if leaf is not None and leaf.within else None for leaf in record.results
     ]
-    return InOutShardings(in_shardings, homes, follows, out_shardings, module_meshes, on_every_mesh)
+    return InOutShardings(
+        in_shardings,
+        homes,
+        follows,
+        out_shardings,
+        module_meshes,
+        on_every_mesh,
+        divided_arguments,
+        divided_results,
+    )
+
+
+def _is_state(leaf: Leaf | None) -> bool:
+    return leaf is not None and (leaf.is_variable or leaf.rule is not None)
+
+
+def _is_over_one(sharding: NamedSharding) -> bool:
+    """Whether each dimension is sharded over one axis at most: a batch may be over all that there are."""
+    return all(entry is None or isinstance(entry, str) for entry in sharding.spec)
 
 
 def _in_sharding(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
@@ -106,9 +147,10 @@ def _in_sharding(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | N
     rule = _rule(leaf, meshes)
     if rule is not None:
         return rule
-    if is_committed(x) and isinstance(x.sharding, NamedSharding):
-        return meshes.sharding(x.sharding)
-    return None
+    own = x.sharding if is_committed(x) else None
+    if isinstance(own, PiecewiseSharding):
+        return own.named
+    return meshes.sharding(own) if isinstance(own, NamedSharding) else None
 
 
 def _rule(leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
@@ -121,8 +163,10 @@ def _rule(leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
             f"{leaf}: mm.jit keeps arrays in {own!r} memory, not in {sharding.memory_kind!r}: "
             "leave memory_kind out, and move the results with jax.device_put"
         )
+    for one in task.tasks if isinstance(task, Division) else ():
+        meshes.canonical(one.to_mesh(), one.name)
     if isinstance(sharding, NamedSharding):
-        return meshes.sharding(sharding, task.name if task is not None else None)
+        return meshes.sharding(sharding, task.name if isinstance(task, Task) else None)
     devices = list(sharding.device_set)
     if len(devices) > 1:
         raise ValueError(

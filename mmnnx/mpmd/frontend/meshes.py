@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from mmnnx.mpmd.ir.shardings import mesh_of, transferred
+from mmnnx.mpmd.ir.shardings import DividedSharding, mesh_of, transferred
+from mmnnx.sharding.division import has_layout, ways_to_divide
 from mmnnx.sharding.mesh import MultiMesh, auto_mesh
 from mmnnx.sharding.registered_tasks import placed_tasks
 from mmnnx.sharding.task import Task
@@ -58,13 +59,29 @@ class Meshes:
         return moving
 
     def sharding(self, sharding: NamedSharding, name: str | None = None) -> NamedSharding:
-        """The same sharding on the canonical mesh, axis by axis."""
+        """The same sharding on the canonical mesh, axis by axis; that of a `DividedArray` as it is."""
+        if has_layout(sharding):
+            return sharding
         return transferred(sharding, self.canonical(mesh_of(sharding), name))
 
     def as_given(self, sharding: NamedSharding) -> NamedSharding:
         """A sharding of what is handed to the caller: with Explicit axes, where they were given."""
         given = self.explicit.get(mesh_of(sharding))
         return sharding if given is None else transferred(sharding, given)
+
+    def divided(self, sharding: NamedSharding) -> DividedSharding | None:
+        """How an array is divided between tasks, if it is: along a dimension that is sharded over an axis
+        whose slices are meshes of tasks. Call it once all other meshes are known.
+        """
+        for way in ways_to_divide(sharding):
+            if way.sizes is not None or any(map(self._is_of_task, way.meshes)):
+                pieces = tuple(self.sharding(NamedSharding(mesh, way.spec)) for mesh in way.meshes)
+                return DividedSharding(way.dim, way.axis, sharding, pieces, way.sizes)
+        return None
+
+    def _is_of_task(self, mesh: Mesh) -> bool:
+        known = (mesh.devices.shape, tuple(d.id for d in mesh.devices.flat)) in self._known
+        return known or bool(placed_tasks(mesh, self.multimesh))
 
     def spanning(self) -> set[Mesh]:
         """Meshes that consist of others, as the whole MultiMesh does: what is there is on all of those.

@@ -18,6 +18,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.frontend.batch_slices import constrain_slice, count_microbatches, slice_batch
 from mmnnx.mpmd.frontend.graph import is_node
 from mmnnx.mpmd.frontend.reductions import Reduction, reductions
+from mmnnx.mpmd.ir.forwarding import forwarded
 from mmnnx.mpmd.ir.loop_spec import LoopSpec, loop_scope
 from mmnnx.sharding.incompatible_devices import advise
 
@@ -131,7 +132,6 @@ def _trace(call: _Call, state: Sequence[Any], slices: Any) -> _Body:
     first = jax.eval_shape(lambda slices: jax.tree.map(lambda x: x[0], slices), slices)
     jaxpr, (results, _) = jax.make_jaxpr(call, return_shape=True)(state, first)
     count = len(jax.tree.leaves(results))
-    invars, outvars, _, _ = _compat.open_jaxpr(jaxpr)
 
     def run(state: Sequence[Any], piece: Any) -> tuple[list[Any], list[Any]]:
         if _compat.jit_is_disabled():  # whoever asks for that wants to see values in `fun`
@@ -140,7 +140,7 @@ def _trace(call: _Call, state: Sequence[Any], slices: Any) -> _Body:
             made = jex.jaxpr_as_fun(jaxpr)(*jax.tree.leaves((state, piece)))
         return made[:count], made[count:]
 
-    changes = [after is not before for before, after in zip(invars, outvars[count:])]
+    changes = [source != n for n, source in enumerate(forwarded(jaxpr)[count:])]
     return _Body(run, results, changes)
 
 

@@ -201,7 +201,8 @@ class _Trace:
                 self._alive.append(a)
                 where, within = (*path[1:], *keys), (*path[len(trees) :], *keys)
                 origin = origins.get(id(value))
-                found[id(a)] = Leaf(where, within, of_optimizer, rules.get(id(a)), origin=origin)
+                kept = isinstance(value, nnx.Variable)
+                found[id(a)] = Leaf(where, within, kept, of_optimizer, rules.get(id(a)), origin=origin)
         return found
 
 

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jax.sharding import Sharding
 
 from mmnnx.mpmd.frontend.graph import Path
 from mmnnx.mpmd.frontend.optimizer_state import are_clear
+from mmnnx.sharding.division import Division
 from mmnnx.sharding.task import Task
+
+
+def piece_keys(sizes: Sequence[int]) -> list[str]:
+    """What the path of a piece ends with, such as "[2:4]", for pieces of these sizes."""
+    ends = list(accumulate(sizes))
+    return [f"[{end - size}:{end}]" for end, size in zip(ends, sizes)]
 
 
 class Rule(NamedTuple):
     """What in_shardings or out_shardings ask for.
 
     Attributes:
-      task: the task, if one was named.
+      task: the task, if one was named, or those that the array is divided between.
       sharding: the sharding.
       own: False for optimizer state that has the rule of its parameter; True for all else.
       path: the state path that was placed.
     """
 
-    task: Task | None
+    task: Task | Division | None
     sharding: Sharding
     own: bool = True
     path: Path = ()
@@ -35,6 +44,7 @@ class Leaf:
     Attributes:
       path: from the argument (its number or name) or the result to the array.
       within: the same from the NNX object that is the argument or result itself: the state path.
+      is_variable: whether a Variable holds it.
       is_optimizer_state: whether an optimizer keeps it (mu, nu, ...).
       rule: what in_shardings or out_shardings ask for it.
       updates: for the new value of an argument's state, the number of the input.
@@ -44,6 +54,7 @@ class Leaf:
 
     path: Path
     within: Path
+    is_variable: bool = False
     is_optimizer_state: bool = False
     rule: Rule | None = None
     updates: int | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,31 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
+from mmnnx.sharding.divided_array import DividedArray
+
+
+@dataclasses.dataclass(frozen=True)
+class DividedSharding:
+    """The sharding of an array in pieces, each on a mesh.
+
+    Attributes:
+      dim: the dimension that is divided.
+      axis: the mesh axis that it is divided over.
+      whole: the sharding, over all of these meshes. If the name of that axis has a layout, the array is a
+        `DividedArray`.
+      pieces: that of each piece, over one of them.
+      lengths: the sizes of the pieces; None if they are equal.
+    """
+
+    dim: int
+    axis: Any
+    whole: NamedSharding
+    pieces: tuple[NamedSharding, ...]
+    lengths: tuple[int, ...] | None = None
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of the pieces of an array."""
+        return self.lengths or (shape[self.dim] // len(self.pieces),) * len(self.pieces)
 
 
 def mesh_of(sharding: NamedSharding) -> Mesh:
@@ -104,6 +130,8 @@ def is_committed(x: Any) -> bool:
     """Whether an argument is an array that somebody has put where it is, or stands for one."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.sharding is not None
+    if isinstance(x, DividedArray):
+        return True
     return isinstance(x, jax.Array) and x.committed
 
 

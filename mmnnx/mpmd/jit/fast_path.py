@@ -17,6 +17,7 @@ from flax import nnx
 from mmnnx import _compat
 from mmnnx.mpmd.jit.cache_key import surroundings
 from mmnnx.mpmd.jit.homes import is_homeless
+from mmnnx.sharding.divided_array import DividedArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,8 @@ def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
             kind = _KINDS[type(value)]
         if kind is _ARRAY or kind is _REFERENCE:
             array = value if kind is _ARRAY else _compat.held(value)
-            aval, home = array.aval, array.sharding if array.committed else None
+            placed = array.committed or isinstance(array, DividedArray)
+            aval, home = array.aval, array.sharding if placed else None
             types.append((type(leaf), metadata, aval.shape, aval.dtype, aval.weak_type, home))
         elif kind is _NUMBER:
             types.append((type(leaf), metadata, jax.typeof(value)))

@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding
 from mmnnx import _compat
 from mmnnx.mpmd.ir.shardings import is_committed
 from mmnnx.mpmd.runtime.put import put
+from mmnnx.sharding.divided_array import PiecewiseSharding, divide_array
 
-Home = tuple[tuple[int, ...], NamedSharding]  # the shape of what lives there, and how
+Home = tuple[tuple[int, ...], NamedSharding | PiecewiseSharding]  # the shape of what lives there, and how
 
 
 def note_homes(variables: Iterable[nnx.Variable]) -> None:
@@ -42,7 +43,7 @@ def bring_home(variables: Iterable[nnx.Variable]) -> bool:
             continue
         leaves, tree = jax.tree.flatten(variable.get_raw_value())
         if len(leaves) == len(homes) and any(map(_is_away, leaves, homes)):
-            found = [put(x, home[1]) if _is_away(x, home) else x for x, home in zip(leaves, homes)]
+            found = [_put(x, home[1]) if _is_away(x, home) else x for x, home in zip(leaves, homes)]
             variable.set_raw_value(jax.tree.unflatten(tree, found))
             moved = True
     return moved
@@ -51,13 +52,17 @@ def bring_home(variables: Iterable[nnx.Variable]) -> bool:
 def is_homeless(x: Any) -> bool:
     """Whether a value is an array that is unplaced."""
     if isinstance(x, jax.Array):
-        return not (x.committed or isinstance(x, jax.core.Tracer))
+        return not (is_committed(x) or isinstance(x, jax.core.Tracer))
     return isinstance(x, np.ndarray | np.generic)
 
 
 def _home(x: Any) -> Home | None:
-    placed = is_committed(x) and isinstance(x.sharding, NamedSharding)
+    placed = is_committed(x) and isinstance(x.sharding, NamedSharding | PiecewiseSharding)
     return (x.shape, x.sharding) if placed else None
+
+
+def _put(x: Any, home: NamedSharding | PiecewiseSharding) -> jax.Array:
+    return put(x, home) if isinstance(home, NamedSharding) else divide_array(x, home, put)
 
 
 def _is_away(x: Any, home: Home | None) -> bool:

@@ -13,15 +13,15 @@ from jax.sharding import NamedSharding
 
 from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.figures import layouts_of, lower_fragments, total_cost, total_memory
-from mmnnx.mpmd.ir.equations import Var, is_var
+from mmnnx.mpmd.ir.equations import Atom, Var, is_var
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import is_committed
 from mmnnx.mpmd.jit.argument_types import avals_of
+from mmnnx.mpmd.runtime.pieces import AroundPieces
 from mmnnx.mpmd.runtime.prepare import Prepared
 from mmnnx.mpmd.runtime.put import put
 from mmnnx.mpmd.runtime.references import AroundReferences
-from mmnnx.mpmd.runtime.results import result_shardings
 
 
 class FlatLowered:
@@ -39,7 +39,7 @@ class FlatLowered:
         traced: Any,
         program: Program,
         derive: Callable[[], Sequence[NamedSharding]],
-        prepare: Callable[[CompilerOptions], Prepared | AroundReferences],
+        prepare: Callable[[CompilerOptions], Prepared | AroundPieces | AroundReferences],
     ):
         self.traced, self.program, self.derive, self.prepare = traced, program, derive, prepare
 
@@ -93,7 +93,7 @@ class FlatCompiled:
       prepared: what runs it.
     """
 
-    def __init__(self, lowered: FlatLowered, prepared: Prepared | AroundReferences):
+    def __init__(self, lowered: FlatLowered, prepared: Prepared | AroundPieces | AroundReferences):
         self.lowered, self.prepared = lowered, prepared
 
     def __getattr__(self, name: str) -> Any:
@@ -117,7 +117,7 @@ class FlatCompiled:
         Raises:
           TypeError, ValueError: for one of another type, or that somebody has put elsewhere.
         """
-        later = self.prepared.bound.next_shardings
+        later = self.prepared.interface.next_shardings
         return [self._check(n, x, later.get(n)) for n, x in enumerate(leaves)]
 
     def _check(self, n: int, x: Any, later: NamedSharding | None) -> Any:
@@ -192,8 +192,8 @@ class FlatCompiled:
     @property
     def input_formats(self) -> Any:
         """The layouts and shardings of the arguments; no layout for what is not read."""
-        variables, shardings = self.prepared.bound.flat.invars, self.lowered.derive()
-        formats = [Format(self._layouts.get(v), s) for v, s in zip(variables, shardings)]
+        variables, shardings = self.prepared.interface.arguments, self.lowered.derive()
+        formats = [Format(self._layout(v), s) for v, s in zip(variables, shardings)]
         return self.lowered.traced.for_arguments(formats)
 
     @property
@@ -218,15 +218,17 @@ class FlatCompiled:
     @functools.cached_property
     def _output_shardings(self) -> list[Any]:
         anywhere = jnp.zeros(()).sharding
-        found = result_shardings(self.prepared.bound, self.prepared.compiled.shardings)
+        found = self.prepared.interface.result_shardings
         # Behind the results stands what references hold in the end.
         return [s or anywhere for s in found[: self.out_tree.num_leaves]]
 
     @property
     def _output_formats(self) -> list[Format]:
-        variables = self.prepared.bound.flat.outvars
-        layouts = [self._layouts.get(v) if is_var(v) else None for v in variables]
+        layouts = map(self._layout, self.prepared.interface.results)
         return [Format(layout, s) for layout, s in zip(layouts, self._output_shardings)]
+
+    def _layout(self, atom: Atom | None) -> Any:
+        return self._layouts.get(atom) if atom is not None and is_var(atom) else None
 
     @functools.cached_property
     def _layouts(self) -> dict[Var, Any]:

@@ -42,6 +42,7 @@ from mmnnx.mpmd.place.region import Fits, Problem, Region, activation
 from mmnnx.mpmd.place.task_options import with_task_options
 from mmnnx.mpmd.place.unplaced import place_effects, place_free
 from mmnnx.mpmd.place.updates import place_update
+from mmnnx.sharding.task import Task
 
 
 def place(function: Function, flat: Flat, fits: Fits) -> Placed:
@@ -161,6 +162,7 @@ def _place_loop(region: Region, loop: Loop) -> None:
         region.problem,
         nodes=loop.body,
         follows=follows,
+        tasks=region.problem.tasks | _tasks_of_carries(region, loop),
         roots={v: region.roots[v] for v in loop.captured if v in region.roots},
         microbatches=loop.spec.length,
         slices=loop.slice_vars,
@@ -181,6 +183,17 @@ def _place_loop(region: Region, loop: Loop) -> None:
         region.where.update(dict.fromkeys(row, activation(body.where[y].home)))
 
 
+def _tasks_of_carries(region: Region, loop: Loop | While) -> dict[Var, Task]:
+    """Whose state it is that a loop carries."""
+    found: dict[Var, Task] = {}
+    for v, a in zip(loop.carry_in, loop.init):
+        roots = region.roots.get(a, ()) if is_var(a) else ()
+        owners = {region.problem.tasks.get(root) for root in roots}
+        if len(owners) == 1 and (task := owners.pop()) is not None:
+            found[v] = task
+    return found
+
+
 def _place_while(region: Region, loop: While) -> None:
     """Places the body of a while, as a function whose state is what it carries."""
     inputs = _given(region, loop)
@@ -188,7 +201,7 @@ def _place_while(region: Region, loop: While) -> None:
     def place_body(inputs: dict[Var, Origin]) -> Placement:
         follows = {o: v for v, o in zip(loop.carry_in, loop.carry_out) if inputs[v].home is not None}
         roots = {v: region.roots[v] for v in loop.captured if v in region.roots}
-        fits, tasks = region.problem.fits, region.problem.tasks
+        fits, tasks = region.problem.fits, region.problem.tasks | _tasks_of_carries(region, loop)
         return _cheapest(Problem(loop.body, inputs, region.task_of, follows, fits, tasks, roots))
 
     region.out.bodies[loop] = _settled(loop, inputs, place_body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from jax.sharding import Mesh
@@ -45,7 +45,7 @@ class Problem:
     task_of: TaskOf
     follows: dict[Var, Var]
     fits: Fits
-    tasks: Mapping[Var, Task]
+    tasks: dict[Var, Task]
     roots: dict[Var, frozenset[Var]] = dataclasses.field(default_factory=dict)
     microbatches: int | None = None
     slices: Sequence[Var] = ()

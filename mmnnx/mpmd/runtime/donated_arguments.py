@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from mmnnx.mpmd.ir.equations import is_var
+from mmnnx.mpmd.ir.shardings import is_committed
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
 
 
@@ -43,8 +44,8 @@ class DonatedArguments:
         self._donated, self._names = bound.donated, bound.record.names()
         returned = {v for v in bound.flat.outvars if is_var(v)}
         # An array of which this process has nothing is one object for all calls, and cannot be used up.
-        arrays = [(n, x) for n, x in enumerate(leaves) if isinstance(x, jax.Array)]
-        absent = {n for n, x in arrays if not x.sharding.addressable_devices}
+        placed = [(n, x.sharding) for n, x in enumerate(leaves) if is_committed(x)]
+        absent = {n for n, sharding in placed if not sharding.addressable_devices}
         donated = [n for n, d in enumerate(self._donated) if d and n not in absent]
         self._used_up = [n for n in donated if bound.flat.invars[n] not in returned]
 

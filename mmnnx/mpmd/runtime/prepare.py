@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
 from mmnnx.mpmd.compile.compile_program import Compiled, compile_program, compiled_text
@@ -19,7 +19,7 @@ from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.compile.rewrites import rewrite
 from mmnnx.mpmd.distributed.agreement import check_same_program
 from mmnnx.mpmd.distributed.processes import is_described
-from mmnnx.mpmd.ir.equations import is_var
+from mmnnx.mpmd.ir.equations import Atom, Var, is_var
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.runtime.arguments import InputBindings, bind_inputs, binder, place_constant
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
@@ -27,7 +27,7 @@ from mmnnx.mpmd.runtime.dispatch import runner
 from mmnnx.mpmd.runtime.donated_arguments import DonatedArguments
 from mmnnx.mpmd.runtime.profile import is_measured, measurer
 from mmnnx.mpmd.runtime.put import own_copy
-from mmnnx.mpmd.runtime.results import Delivery, deliver_results
+from mmnnx.mpmd.runtime.results import Delivery, deliver_results, result_shardings
 
 Run = Callable[[Sequence[Any]], list[Any]]
 Execute = Callable[[list[jax.Array]], list[list[jax.Array]]]  # from inputs to what holds each result
@@ -72,6 +72,22 @@ def preparer(bound: BoundProgram, leaves: Sequence[Any]) -> Callable[..., Prepar
     return prepare
 
 
+@dataclasses.dataclass(frozen=True)
+class Interface:
+    """What a caller sees of the arguments and results of a compiled program, in flat order.
+
+    Attributes:
+      next_shardings: as in `BoundProgram`.
+      arguments, results: the variable of each in the program; None for one that is in parts there.
+      result_shardings: where each result is; None for anywhere.
+    """
+
+    next_shardings: Mapping[int, NamedSharding]
+    arguments: Sequence[Var | None]
+    results: Sequence[Atom | None]
+    result_shardings: Sequence[Sharding | None]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prepared:
     """A compiled program, as a function from flat arguments to flat results.
@@ -88,6 +104,13 @@ class Prepared:
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         return self.run(leaves)
+
+    @property
+    def interface(self) -> Interface:
+        """What a caller sees of it."""
+        bound = self.bound
+        found = result_shardings(bound, self.compiled.shardings)
+        return Interface(bound.next_shardings, bound.flat.invars, bound.flat.outvars, found)
 
 
 def is_described_program(program: Program) -> bool:

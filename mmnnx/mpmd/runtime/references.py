@@ -11,11 +11,12 @@ from jax.sharding import SingleDeviceSharding
 from mmnnx import _compat
 from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.frontend.record import Record
+from mmnnx.mpmd.runtime.pieces import AroundPieces
 from mmnnx.mpmd.runtime.prepare import Prepared
 
 
 def around_references(
-    prepare: Callable[[CompilerOptions], Prepared], record: Record
+    prepare: Callable[[CompilerOptions], Prepared | AroundPieces], record: Record
 ) -> Callable[[CompilerOptions], AroundReferences]:
     """What compiles a program over arrays, to be run for arguments some of which are references.
 
@@ -36,8 +37,9 @@ class AroundReferences:
       names: of all arguments.
     """
 
-    def __init__(self, prepared: Prepared, numbers: Iterable[int], names: Sequence[str]):
+    def __init__(self, prepared: Prepared | AroundPieces, numbers: Iterable[int], names: Sequence[str]):
         self.compiled, self.bound = prepared.compiled, prepared.bound
+        self.interface = prepared.interface
         self._prepared, self._numbers, self._names = prepared, tuple(numbers), names
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:

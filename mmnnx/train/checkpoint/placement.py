@@ -16,7 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from mmnnx import _compat
 from mmnnx.inspect.locations import Homes
 from mmnnx.inspect.model_state import list_state
+from mmnnx.mpmd.frontend.record import piece_keys
 from mmnnx.sharding.aligned_spec import aligned_spec
+from mmnnx.sharding.divided_array import named_sharding, sharding_of
+from mmnnx.sharding.division import Division
 from mmnnx.sharding.mesh import current_multimesh, program_devices
 from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.sharding.registered_tasks import place_task
@@ -42,7 +45,8 @@ def describe_placement(arrays: Mapping[Path, Any]) -> dict[str, Any]:
         shape, dtype = type_of(x)
         spec = home = None
         if isinstance(x, jax.Array):
-            mesh = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
+            named = named_sharding(x)
+            mesh = named.mesh if named is not None else None
             devices = x.sharding.device_set if mesh is None else mesh.devices.flat
             (placed,) = homes.find([path], x, [x])
             place = {
@@ -50,7 +54,7 @@ def describe_placement(arrays: Mapping[Path, Any]) -> dict[str, Any]:
                 "axes": dict(mesh.shape) if mesh is not None else {},
                 "devices": [numbers.get(d, d.id) for d in devices],
             }
-            spec = list(x.sharding.spec) if isinstance(x.sharding, NamedSharding) else None
+            spec = list(named.spec) if named is not None else None
             if place not in places:
                 places.append(place)
             home = places.index(place)
@@ -98,14 +102,15 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
             shape = type_of(x)[0]
             if not isinstance(x, jax.ShapeDtypeStruct):
                 if isinstance(x, jax.Array):
-                    parameters[path, shape] = x.sharding
+                    parameters[path, shape] = named_sharding(x) or x.sharding
                 continue
             if _compat.is_optimizer_state(variable):
                 own = _of_optimizer_state(sharding, path, variable, shape, parameters, of_path)
             else:
                 own = parameters[path, shape] = _of_parameter(sharding, path, variable, shape)
             inner = jax.tree_util.keystr(keys, simple=True, separator="/")
-            found[tuple("/".join((name, *path, *([inner] if inner else []))).split("/"))] = own
+            placed = sharding_of(own) if isinstance(own, NamedSharding) else own
+            found[tuple("/".join((name, *path, *([inner] if inner else []))).split("/"))] = placed
     return found
 
 
@@ -143,7 +148,11 @@ def _of_parameter(sharding: TaskSharding, path: Path, variable: Any, shape: tupl
         if shape:
             raise
         return _everywhere(sharding)
-    place_task(match.task, match.task.to_mesh(), [path])
+    if isinstance(match.task, Division):
+        for task, key in zip(match.task.tasks, piece_keys(match.task.sizes_of(shape[match.task.dim]))):
+            place_task(task, task.to_mesh(), [(*path, key)])
+    else:
+        place_task(match.task, match.task.to_mesh(), [path])
     return match.sharding
 
 

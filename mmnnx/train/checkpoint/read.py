@@ -17,6 +17,8 @@ import tensorstore as ts
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from mmnnx import _compat
+from mmnnx.sharding.divided_array import DividedArray, PiecewiseSharding
+from mmnnx.sharding.division import starts
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.train.checkpoint.errors import DamagedError, Path
 from mmnnx.train.checkpoint.keys import is_key, key_impl, stored_as
@@ -109,11 +111,23 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def _bounds(target: Target) -> dict[Any, Bounds]:
-    """The part of a target that each device of this process holds."""
+    """The part of a target that each device of this process holds; of one in pieces, by (piece, device)."""
     shape = np.shape(target.like)
     if target.sharding is None:
         return {None: tuple((0, size) for size in shape)}
-    regions = target.sharding.addressable_devices_indices_map(shape)
+    if isinstance(target.sharding, PiecewiseSharding):
+        dim, pieces = target.sharding.dim, target.sharding.pieces(shape)
+        firsts = starts([piece[dim] for _, piece in pieces])
+        return {
+            (n, device): (*part[:dim], (first + part[dim][0], first + part[dim][1]), *part[dim + 1 :])
+            for n, ((sharding, piece), first) in enumerate(zip(pieces, firsts))
+            for device, part in _parts(sharding, piece).items()
+        }
+    return _parts(target.sharding, shape)
+
+
+def _parts(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Bounds]:
+    regions = sharding.addressable_devices_indices_map(shape)
     return {
         device: tuple(s.indices(size)[:2] for s, size in zip(region or (), shape))
         for device, region in regions.items()
@@ -174,14 +188,23 @@ def _place(target: Target, hosts: Mapping[Bounds, np.ndarray]) -> Any:
     typed: Any = _compat.weakly_typed if target.weak_type else wrap
     if is_key(like.dtype):
         wrap = functools.partial(jax.random.wrap_key_data, impl=key_impl(like.dtype))
-    if isinstance(like, jax.Array) and not like.committed:
+    if isinstance(like, jax.Array) and not (like.committed or isinstance(like, DividedArray)):
         (host,) = hosts.values()
         return typed(wrap(jnp.asarray(host)))
+    make = functools.partial(jax.make_array_from_single_device_arrays, dtype=like.dtype)
+    kind = sharding.memory_kind
+    bounds = _bounds(target).items()
+    if isinstance(sharding, PiecewiseSharding):
+        rows: list[list[jax.Array]] = [[] for _ in sharding.pieces(like.shape)]
+        for (n, device), part in bounds:
+            rows[n].append(wrap(jax.device_put(hosts[part], device)))
+        pieces = [make(shape, s, row) for (s, shape), row in zip(sharding.pieces(like.shape), rows)]
+        return DividedArray([typed(piece) for piece in pieces], sharding)
     parts = [
-        wrap(jax.device_put(hosts[part], SingleDeviceSharding(device, memory_kind=sharding.memory_kind)))
-        for device, part in _bounds(target).items()
+        wrap(jax.device_put(hosts[part], SingleDeviceSharding(device, memory_kind=kind)))
+        for device, part in bounds
     ]
-    return typed(jax.make_array_from_single_device_arrays(like.shape, sharding, parts, dtype=like.dtype))
+    return typed(make(like.shape, sharding, parts))
 
 
 def _result(state: FilePath, path: Path, future: ts.Future) -> Any:

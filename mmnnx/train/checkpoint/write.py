@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import jax
@@ -20,6 +20,8 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from jax.sharding import NamedSharding
 
+from mmnnx.sharding.divided_array import DividedArray
+from mmnnx.sharding.division import starts
 from mmnnx.train.checkpoint.keys import is_key, stored_as
 from mmnnx.train.checkpoint.step_folders import JSON, STATE
 
@@ -57,7 +59,10 @@ def copy_shards(arrays: Mapping[Any, Any]) -> dict[Any, Shards]:
         shape, dtype = stored_as(x)
         shard = shape
         if isinstance(x, jax.Array):
-            shard = (*x.sharding.shard_shape(x.shape), *shape[x.ndim :])
+            own = [p.sharding.shard_shape(p.shape) for p in x.pieces] if isinstance(x, DividedArray) else []
+            # A chunk lies within one shard of one piece, whatever their sizes.
+            common = tuple(map(gcd, *own)) if len(own) > 1 else x.sharding.shard_shape(x.shape)
+            shard = (*common, *shape[x.ndim :])
         parts = [(region, _host(data)) for region, data in owned[key]]
         found[key] = Shards(shape, dtype, chunk_shape(shape, shard, dtype.itemsize), parts)
     return found
@@ -75,9 +80,22 @@ def _owned(x: Any) -> list[tuple[Region, Any]]:
         return []
     if not isinstance(x, jax.Array):
         return [((), x)]
+    if isinstance(x, DividedArray):
+        firsts = zip(x.pieces, starts([piece.shape[x.dim] for piece in x.pieces]))
+        return [
+            (_moved(region, x.dim, first, piece.shape[x.dim]), data)
+            for piece, first in firsts
+            for region, data in _owned(piece)
+        ]
     regions = x.sharding.devices_indices_map(x.shape)
     unwrap = jax.random.key_data if is_key(x.dtype) else lambda data: data
     return [(regions[s.device], unwrap(s.data)) for s in x.addressable_shards if s.replica_id == 0]
+
+
+def _moved(region: Region, dim: int, first: int, size: int) -> Region:
+    """A region of a piece as one of the whole array, of which the piece has `size` from `first` on."""
+    start, stop, _ = region[dim].indices(size)
+    return (*region[:dim], slice(first + start, first + stop), *region[dim + 1 :])
 
 
 def _host(data: Any) -> np.ndarray:

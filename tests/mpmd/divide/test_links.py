@@ -1,0 +1,187 @@
+"""What an equation computes for the pieces of a value is what it computes for all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mmnnx as mm
+import mmnnx.mpmd.divide.indexing  # rules of their own
+from mmnnx import _compat
+from mmnnx.mpmd.divide.loops import divide_jaxpr
+from mmnnx.mpmd.divide.values import Cut
+
+L = 8  # layers
+CUTS = [Cut(0, (2, 2, 2, 2)), Cut(0, (4, 2, 2))]
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+W, V, N = normal(L, 4, 6), normal(L, 4, 6, seed=1), normal(L)
+X = normal(3, 4)
+KEYS = jax.random.split(jax.random.key(3), L)
+SQUARE = normal(L, 4, 4) + 3 * jnp.eye(4)
+
+
+def check(fun: Any, *args: Any, cut: Cut, given: Any = None, wanted: Any = None) -> Any:
+    """Runs a function over the pieces of those arguments that have the divided dimension, and compares.
+
+    Returns:
+      The equations over pieces.
+    """
+    given = [cut if x.ndim and x.shape[0] == L else None for x in args] if given is None else given
+    whole = jax.make_jaxpr(lambda *args: jax.tree.leaves(fun(*args)))(*args)
+    wanted = [wanted] * len(whole.out_avals)
+    divided, made = divide_jaxpr(whole, given, wanted, [f"argument {n}" for n in range(len(args))])
+    pieces = [piece for x, c in zip(args, given) for piece in split(x, c)]
+    results = iter(jex.jaxpr_as_fun(divided)(*pieces))
+    for expected, c in zip(jex.jaxpr_as_fun(whole)(*args), made):
+        row = [next(results) for _ in (c.sizes if c else [1])]
+        found = row[0] if c is None else jnp.concatenate(row, axis=c.dim)
+        if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
+            found, expected = jax.random.key_data(found), jax.random.key_data(expected)
+        assert found.shape == expected.shape and found.dtype == expected.dtype
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    return _compat.open_jaxpr(divided)[2], made
+
+
+def split(x: jax.Array, cut: Cut | None) -> list[jax.Array]:
+    if cut is None:
+        return [x]
+    ends = np.cumsum(cut.sizes)
+    return [lax.slice_in_dim(x, e - n, e, axis=cut.dim) for e, n in zip(ends, cut.sizes)]
+
+
+STAYS = {
+    "arithmetic": lambda: (lambda w, v: jnp.where(w > v, w * v - 2 / v, jnp.tanh(w) ** 3), W, V),
+    "with a whole operand": lambda: (lambda w, v: w + lax.stop_gradient(v[0]), W, V),
+    "a number for each layer": lambda: (lambda w, n: w * n[:, None, None], W, N),
+    "casts": lambda: (lambda w: w.astype(jnp.bfloat16).astype(jnp.float32).astype(jnp.int32), W),
+    "clip": lambda: (lambda w: jnp.clip(w, -0.5, 0.5), W),
+    "transpose": lambda: (lambda w: jnp.transpose(w, (2, 0, 1)), W),
+    "reshape": lambda: (lambda w: w.reshape(L, 24), W),
+    "reshape into pairs": lambda: (lambda w: w.reshape(L // 2, 2, 4, 6), W),
+    "reshape into one dimension": lambda: (lambda w: w.reshape(L * 4, 6), W),
+    "reshape and back": lambda: (lambda w: w.reshape(L // 2, 2, 24).reshape(L, 4, 6), W),
+    "squeeze": lambda: (lambda w: jnp.squeeze(w[:, None], 1), W),
+    "sums of each": lambda: (lambda w: (w.sum((1, 2)), w.max(1), jnp.argmax(w, 2), w.prod(1)), W),
+    "softmax": lambda: (lambda w: jax.nn.softmax(w, axis=1), W),
+    "cumulative": lambda: (lambda w: (jnp.cumsum(w, 1), jnp.cumprod(w, 2)), W),
+    "sort": lambda: (lambda w: (jnp.sort(w, 1), jnp.argsort(w, 2)), W),
+    "top k": lambda: (lambda w: lax.top_k(w, 2), W),
+    "concatenate": lambda: (lambda w, v: jnp.concatenate([w, v], axis=1), W, V),
+    "stack": lambda: (lambda w, v: jnp.stack([w, v], axis=1), W, V),
+    "pad": lambda: (lambda w: jnp.pad(w, ((0, 0), (1, 2), (0, 1))), W),
+    "split": lambda: (lambda w: jnp.split(w, 2, axis=1), W),
+    "slice": lambda: (lambda w: w[:, 1:3, ::2], W),
+    "reverse": lambda: (lambda w: w[:, ::-1], W),
+    "dynamic slice": lambda: (lambda w, i: lax.dynamic_slice_in_dim(w, i, 2, axis=1), W, jnp.int32(1)),
+    "dynamic update": lambda: (
+        lambda w, v, i: lax.dynamic_update_slice_in_dim(w, v[:, :1], i, axis=1),
+        W,
+        V,
+        jnp.int32(1),
+    ),
+    "gather": lambda: (lambda w, i: w[:, i], W, jnp.array([0, 2, 1])),
+    "gather of each": lambda: (
+        lambda w: jnp.take_along_axis(w, jnp.argsort(w, axis=1), axis=1),
+        W,
+    ),
+    "scatter": lambda: (lambda w: w.at[:, 1].set(0.0).at[:, :, 2].add(1.0), W),
+    "matrices of each": lambda: (lambda w, v: jnp.einsum("lij,lkj->lik", w, v), W, V),
+    "matrices with one": lambda: (lambda w, x: jnp.einsum("bi,lij->lbj", x, W * w), W, X),
+    "vmap": lambda: (lambda w, v: jax.vmap(lambda w, v: jnp.linalg.norm(w @ v.T))(w, v), W, V),
+    "decompositions": lambda: (
+        lambda s: (jnp.linalg.cholesky(s @ jnp.swapaxes(s, 1, 2)), jnp.linalg.qr(s)[1]),
+        SQUARE,
+    ),
+    "random numbers": lambda: (jax.vmap(lambda k: jax.random.normal(k, (3, 2))), KEYS),
+    "keys": lambda: (jax.vmap(lambda k: jax.random.fold_in(jax.random.split(k)[0], 7)), KEYS),
+    "key data": lambda: (lambda k: jax.random.wrap_key_data(jax.random.key_data(k) + 1), KEYS),
+    "barrier": lambda: (lambda w, x: lax.optimization_barrier((w, x, w + 1)), W, X),
+    "reversed layers": lambda: (lambda w: w[::-1], W),
+    "layers behind layers": lambda: (lambda w, v: jnp.concatenate([w, v]), W, V),
+    "some layers": lambda: (lambda w: w[1:7], W),
+    "every second layer": lambda: (lambda w: w[1::2], W),
+}
+COMBINES = {
+    "sum": lambda: (lambda w: w.sum(), W),
+    "reductions": lambda: (lambda w: (w.max(0), w.min(), (w > 0).all(), (w > 9).any(), w.prod(0)), W),
+    "mean": lambda: (lambda w: w.mean(0), W),
+    "global norm": lambda: (lambda w, n: jnp.sqrt((w**2).sum() + (n**2).sum()), W, N),
+    "contraction": lambda: (lambda w, n: jnp.einsum("l,lij->ij", n, w), W, N),
+    "one layer": lambda: (lambda w: (w[3], w[-1], lax.dynamic_index_in_dim(w, 5)), W),
+    "no layer": lambda: (lambda w: w[3:3].sum(), W),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", STAYS)
+def test_it_stays_in_pieces(name, cut):
+    fun, *args = STAYS[name]()
+    _, made = check(fun, *args, cut=cut)
+    assert all(c is not None for c in made[:1])
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", COMBINES)
+def test_pieces_are_combined(name, cut):
+    fun, *args = COMBINES[name]()
+    _, made = check(fun, *args, cut=cut)
+    assert made[0] is None
+
+
+def test_another_dimension():
+    cut = Cut(2, (2, 3, 1))
+    _, made = check(lambda w, x: jnp.einsum("bi,lij->lbj", x, w) * 2, W, X, cut=cut, given=[cut, None])
+    assert made == [cut]
+    _, made = check(lambda w: jnp.einsum("lij,lkj->lik", w, w), W, cut=cut, given=[cut])
+    assert made == [None]
+
+
+def test_what_is_drawn_for_a_whole_stack_is_drawn_in_pieces():
+    """No piece needs more than the keys of all layers; not even zeros are made for all of them."""
+
+    def make(key):
+        keys = jax.random.split(key, L)
+        kernel = jax.vmap(lambda k: jax.nn.initializers.truncated_normal()(k, (4, 6)))(keys)
+        scanned = lax.scan(lambda c, k: (c, jax.random.uniform(k, (5,))), 0, keys)[1]
+        return kernel, jnp.zeros((L, 6)), jnp.ones((L, 1)) * 2, scanned
+
+    cut = CUTS[0]
+    eqns, made = check(make, jax.random.key(0), cut=cut, given=[None], wanted=cut)
+    assert made == [cut] * 4
+    whole = {e.primitive.name for e in eqns for v in e.outvars if v.aval.shape[:1] == (L,)}
+    assert whole == {"random_split"}
+
+
+def test_what_is_divided_otherwise_is_said():
+    with pytest.raises(
+        mm.PlacementError, match="argument 0 is divided .* into pieces of 2, 2, 2, 2, .*4, 2, 2"
+    ):
+        check(lambda w: w + 1, W, cut=CUTS[0], wanted=CUTS[1])
+
+
+REFUSED = {
+    "sort": lambda w: jnp.sort(w, axis=0),
+    "cumsum": lambda w: jnp.cumsum(w, axis=0),
+    "dynamic_slice": lambda w: lax.dynamic_index_in_dim(w, w[0, 0, 0].astype(int)),
+    "reshape": lambda w: jnp.transpose(w, (1, 0, 2)).reshape(32, 6),
+    "dot_general": lambda w: jnp.einsum("li,mi->lm", w[:, 0], w[:, 1]),
+    "argmax": lambda w: jnp.argmax(w, axis=0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_need_it_whole_is_refused(name):
+    message = rf"argument 0 is divided between tasks.*'{name}' would need all.*test_links.py:\d+ \("
+    with pytest.raises(mm.PlacementError, match=message):
+        check(REFUSED[name], W, cut=CUTS[0])
