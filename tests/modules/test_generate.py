@@ -16,8 +16,10 @@ from flax import nnx
 import mmnnx as mm
 from mmnnx.modules.generate import generate
 from mmnnx.modules.lm import LM, LMConfig
+from mmnnx.modules.moe_lm import MoELM, MoELMConfig
 from mmnnx.modules.sampling import filter_logits
 from mmnnx.train.sample import sample
+from tests.slow import all_but
 
 module = importlib.import_module("mmnnx.modules.generate")  # the package has a function of that name
 
@@ -349,3 +351,20 @@ def test_text_goes_on_beyond_the_window():
     np.testing.assert_array_equal(start[8:12], by_full_forwards(model, start[None, 4:8], 4)[0])
     assert len(sample(model, b"", 3, 1)) == 3
     assert sample(model, b"ab", 0, 4) == b"ab"
+
+
+STACKED = [(LM, LMConfig), (MoELM, MoELMConfig)]
+
+
+@pytest.mark.parametrize("model, config", all_but(STACKED[:1], STACKED))
+def test_with_a_scanned_stack_in_pieces(model, config):
+    """Its KV caches, stacked over layers too, are where the layers are: two, two, one and one."""
+    sizes = config(layers=6, width=16, heads=2, kv_heads=2, vocab=32, mlp=32, scan=True)
+    make = lambda: model(sizes, rngs=nnx.Rngs(0))
+    prompt = jnp.arange(6)[None]
+    expected = mm.generate(make(), prompt, 5)
+    with mm.MultiMesh(axis_sizes=(4,), axis_names=("stage",)):
+        placement = mm.pipeline_sharding(nnx.eval_shape(make), 4, weights=[1, 1, 1, 1, 2, 2])
+        placed = mm.jit(make, out_shardings=placement)()
+        found = mm.generate(placed, prompt, 5)
+    np.testing.assert_array_equal(found, expected)

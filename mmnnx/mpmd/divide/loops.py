@@ -11,7 +11,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 
 from mmnnx import _compat
@@ -19,6 +18,7 @@ from mmnnx.mpmd.divide.values import Cut, Pieces, Value
 from mmnnx.mpmd.divide.writer import Writer, special
 from mmnnx.mpmd.ir.equations import Atom, Equation
 from mmnnx.mpmd.ir.loop_spec import loop_spec
+from mmnnx.mpmd.ir.scans import run_scan, split_operands
 from mmnnx.sharding.placement import PlacementError
 
 
@@ -85,7 +85,7 @@ def _scan(
     writer: Writer, node: Equation, operands: Sequence[Value], wanted: Sequence[Cut | None]
 ) -> Sequence[Value]:
     num_consts, num_carry = _compat.scan_counts(node.eqn.params)
-    consts, carry, xs = _split(operands, num_consts, num_carry)
+    consts, carry, xs = split_operands(operands, num_consts, num_carry)
     along = {v.cut: v.name for v in xs if isinstance(v, Pieces) and v.dim == 0}
     along |= {cut: "" for cut in wanted[num_carry:] if cut is not None and cut.dim == 0 and not along}
     if not along:
@@ -145,7 +145,7 @@ def _scan_inside(
     carry = [v if c is None else writer.cut(v, c, node.scope) for v, c in zip(carry, cuts)]
     args = flat([*consts, *carry, *xs])
     sizes = len(flat(consts)), len(flat(carry))
-    run = functools.partial(_run_scan, body, *sizes, node.eqn.params)
+    run = functools.partial(run_scan, body, *sizes, node.eqn.params)
     atoms = writer.trace(run, args, node.scope)
     outer = [*cuts, *(None if c is None else Cut(c.dim + 1, c.sizes) for c in made[count:])]
     result_names = [next((n for n in names if n), "")] * len(outer)
@@ -161,27 +161,6 @@ def _settled(cuts: Sequence[Cut | None], inside: Any) -> tuple[list[Cut | None],
         if all(b is None or a is not None for a, b in zip(settled, left)):
             return settled, found
         settled = [a or b for a, b in zip(settled, left)]
-
-
-def _run_scan(
-    jaxpr: Any, num_consts: int, num_carry: int, like: dict[str, Any], *args: jax.Array
-) -> list[jax.Array]:
-    """A scan like another one, whose body is a jaxpr over constants, carries and slices."""
-    consts, init, xs = _split(args, num_consts, num_carry)
-
-    def body(carry: Any, row: Any) -> Any:
-        made = jex.jaxpr_as_fun(jaxpr)(*consts, *carry, *row)
-        return made[:num_carry], made[num_carry:]
-
-    params = {name: like[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(body, init, xs, **params)
-    return [*carry, *ys]
-
-
-def _split(operands: Sequence[Any], consts: int, carry: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """Operands of a scan: constants, carries, and what it goes over."""
-    rest = operands[consts:]
-    return list(operands[:consts]), list(rest[:carry]), list(rest[carry:])
 
 
 def _of_length(params: dict[str, Any], length: int) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.inline.distribution import distribute
-from mmnnx.mpmd.inline.scan_equation import Body, Scan, run_scan, write_body
+from mmnnx.mpmd.inline.scan_equation import Body, Scan, write_body
 from mmnnx.mpmd.inline.writer import HoldsLoop, InLoop, Writer
 from mmnnx.mpmd.ir.equations import Atom, Node, Var, is_var
+from mmnnx.mpmd.ir.scans import run_scan
 
 
 def write_distributed(

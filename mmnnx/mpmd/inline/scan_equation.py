@@ -16,6 +16,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.inline.writer import InLoop, Writer
 from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var
 from mmnnx.mpmd.ir.rewrite import prune
+from mmnnx.mpmd.ir.scans import split_operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Scan:
     @classmethod
     def of(cls, eqn: Any) -> Scan:
         """A scan equation taken apart."""
-        consts, init, xs = _split_operands(eqn.invars, *_compat.scan_counts(eqn.params))
+        consts, init, xs = split_operands(eqn.invars, *_compat.scan_counts(eqn.params))
         return cls(eqn, consts, init, xs, eqn.params["length"], -1 if eqn.params["reverse"] else 1)
 
     @property
@@ -101,29 +102,6 @@ def write_stacks(
         stack = jnp.stack if row else functools.partial(jnp.zeros, v.aval.shape, v.aval.dtype)
         stacked += writer.write(lambda *row, stack=stack: stack(row) if row else stack(), row, scope, out)
     return stacked
-
-
-def run_scan(
-    jaxpr: Any, num_consts: int, num_carry: int, like: dict[str, Any], *args: jax.Array
-) -> list[jax.Array]:
-    """A scan like another one, whose body is a jaxpr over constants, carries and slices."""
-    consts, init, xs = _split_operands(args, num_consts, num_carry)
-
-    def body(carry, row):
-        made = jex.jaxpr_as_fun(jaxpr)(*consts, *carry, *row)
-        return made[:num_carry], made[num_carry:]
-
-    params = {name: like[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(body, init, xs, **params)
-    return [*carry, *ys]
-
-
-def _split_operands(
-    args: Sequence[Any], num_consts: int, num_carry: int
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Operands of a scan: constants, carries, and what it goes over."""
-    rest = args[num_consts:]
-    return list(args[:num_consts]), list(rest[:num_carry]), list(rest[num_carry:])
 
 
 def _rows(x: jax.Array, *positions: jax.Array) -> list[jax.Array]:

@@ -16,6 +16,7 @@ import mmnnx.mpmd.divide.indexing  # rules of their own
 from mmnnx import _compat
 from mmnnx.mpmd.divide.loops import divide_jaxpr
 from mmnnx.mpmd.divide.values import Cut
+from tests.slow import grid
 
 L = 8  # layers
 CUTS = [Cut(0, (2, 2, 2, 2)), Cut(0, (4, 2, 2))]
@@ -123,16 +124,14 @@ COMBINES = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("name", STAYS)
+@pytest.mark.parametrize("name, cut", grid(list(STAYS), CUTS))
 def test_it_stays_in_pieces(name, cut):
     fun, *args = STAYS[name]()
     _, made = check(fun, *args, cut=cut)
     assert all(c is not None for c in made[:1])
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("name", COMBINES)
+@pytest.mark.parametrize("name, cut", grid(list(COMBINES), CUTS))
 def test_pieces_are_combined(name, cut):
     fun, *args = COMBINES[name]()
     _, made = check(fun, *args, cut=cut)
