@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,9 +64,34 @@ def test_schedules_that_turn_back(schedule):
     check(("tanh",), (1, 1, 2, 1), meshes=(0, 1, 1, 0), schedule=schedule)
 
 
-@pytest.mark.parametrize("optimizer", all_but(("adamw", "clipped", "every second"), OPTIMIZERS))
+ALL_OPTIMIZERS = OPTIMIZERS | {
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4, eps=1e-2),
+    "lamb": optax.lamb(1e-2, eps=1e-1),
+    "schedule free": optax.contrib.schedule_free_adamw(1e-2, eps=1e-1),
+    "finite": optax.apply_if_finite(OPTIMIZERS["adamw"], 3),
+}
+
+
+@pytest.mark.parametrize("optimizer", all_but(("clipped", "every second", "adafactor"), ALL_OPTIMIZERS))
 def test_optimizers(optimizer):
-    check(("mlp",), (1, 1), optimizer=OPTIMIZERS[optimizer])
+    check(("mlp",), (1, 1), optimizer=ALL_OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("spec", [P(None, "data"), P(None, "data", "model"), P("data"), P()])
+def test_data_parallel_and_sharded_over_it(spec):
+    """Data and tensor parallelism inside of a stage, and weights sharded over the data axis (FSDP)."""
+    mesh, tasks = pipeline(2, 2, 2, axes=("data", "model"))
+    assert_parity(
+        make(Scanned, ("tanh",), 4),
+        models.squared_error,
+        models.vectors(),
+        divided(tasks, None, spec),
+        mesh=mesh,
+        microbatch=4,
+        steps=2,
+        arg_shardings=P("data"),
+        rtol=1e-4,
+    )
 
 
 @st.composite
