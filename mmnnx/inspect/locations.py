@@ -162,8 +162,11 @@ class Homes:
         spec = type(sharding).__name__ if len(sharding.device_set) > 1 else ""
         if isinstance(sharding, NamedSharding):
             spec = spec_text(sharding.spec)
+            is_task = isinstance(mesh := sharding.mesh, Mesh) and bool(placed_tasks(mesh, self._multimesh))
             for way in ways_to_divide(sharding):
                 of_tasks = len(tasks) > 1 or way.sizes is not None
+                if is_task and not of_tasks:
+                    break
                 if of_tasks or any(placed_tasks(mesh, self._multimesh) for mesh in way.meshes):
                     return self._in_pieces(x, sharding, way, tasks)
         home = self._home_of(sharding, ", ".join(tasks))

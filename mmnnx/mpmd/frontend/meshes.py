@@ -73,11 +73,17 @@ class Meshes:
         """How an array is divided between tasks, if it is: along a dimension that is sharded over an axis
         whose slices are meshes of tasks. Call it once all other meshes are known.
         """
+        if not has_layout(sharding) and self._is_task(mesh_of(sharding)):
+            return None
         for way in ways_to_divide(sharding):
             if way.sizes is not None or any(map(self._is_of_task, way.meshes)):
                 pieces = tuple(self.sharding(NamedSharding(mesh, way.spec)) for mesh in way.meshes)
                 return DividedSharding(way.dim, way.axis, sharding, pieces, way.sizes)
         return None
+
+    def _is_task(self, mesh: Mesh) -> bool:
+        """Whether a task has state or a scope on a mesh."""
+        return mesh in self._scoped or bool(placed_tasks(mesh, self.multimesh))
 
     def _is_of_task(self, mesh: Mesh) -> bool:
         known = (mesh.devices.shape, tuple(d.id for d in mesh.devices.flat)) in self._known
@@ -93,8 +99,7 @@ class Meshes:
         found = set()
         for ids, mesh in groups:
             parts = [other for other, _ in groups if other < ids]
-            is_task = mesh in self._scoped or bool(placed_tasks(mesh, self.multimesh))
-            if parts and not is_task and ids in (whole, frozenset().union(*parts)):
+            if parts and not self._is_task(mesh) and ids in (whole, frozenset().union(*parts)):
                 found.add(mesh)
         return found
 
