@@ -21,7 +21,7 @@ from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.hoist.hoist import hoist
 from mmnnx.mpmd.inline.calls import inline
 from mmnnx.mpmd.ir.equations import scopes_in
-from mmnnx.mpmd.ir.pieces import InPieces
+from mmnnx.mpmd.ir.pieces import PieceMap
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.partition.partition import Partition, one_fragment, partitions
 from mmnnx.mpmd.partition.timetable import fits
@@ -134,7 +134,7 @@ def _runnable(
     return Split(program, prepare, derive, later, is_described_program(program))
 
 
-def _for_callers(split: Split, function: Function, pieces: InPieces | None) -> Split:
+def _for_callers(split: Split, function: Function, pieces: PieceMap | None) -> Split:
     """What was split, for the arguments and results that the function has for its callers.
 
     Args:
@@ -157,5 +157,5 @@ def _for_callers(split: Split, function: Function, pieces: InPieces | None) -> S
     return dataclasses.replace(split, prepare=functools.cache(prepare))
 
 
-def _of_whole_arrays(derive: Callable[[], list[NamedSharding]], pieces: InPieces) -> list[NamedSharding]:
+def _of_whole_arrays(derive: Callable[[], list[NamedSharding]], pieces: PieceMap) -> list[NamedSharding]:
     return pieces.of_arguments(derive(), lambda _, divided: divided.whole)

@@ -36,7 +36,7 @@ class PiecewiseSharding(Sharding):
 
     @property
     def num_devices(self) -> int:
-        """One: JAX asks this alone, before it puts what it computes with on its default device."""
+        """1, for JAX: of one device alone it takes an array to be free to move. See `device_set`."""
         return 1
 
     @property

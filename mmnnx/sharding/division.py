@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Iterable, Sequence
@@ -75,6 +76,10 @@ class Division:
         """The sizes of the pieces of a dimension of this size."""
         return tuple(self.sizes) if self.sizes is not None else even_sizes(size, len(self.tasks))
 
+    def tasks_by_key(self, size: int) -> list[tuple[str, Task]]:
+        """The tasks, each with what the state path of its piece ends with (`piece_keys`)."""
+        return list(zip(piece_keys(self.sizes_of(size)), self.tasks))
+
     def to_mesh(self) -> Mesh:
         """The mesh of all tasks: theirs, one after the other along an axis, each once.
 
@@ -86,7 +91,7 @@ class Division:
     def sharding(self, spec: PartitionSpec, size: int) -> NamedSharding:
         """The sharding of the whole array, over the mesh of all tasks.
 
-        Where pieces differ in size, or several are on one mesh, the name of the axis says so (`Layout`).
+        Where pieces differ in size, or several are on one mesh, the name of the axis says so.
 
         Args:
           spec: that of a piece on the mesh of its task.
@@ -165,7 +170,7 @@ def joined_sharding(
       sizes: of the pieces along that dimension.
     """
     mesh, order = join(meshes, axis)
-    name = Layout(axis, tuple(sizes), order).name(mesh)
+    name = _axis_with_layout(axis, sizes, order, mesh.shape[axis])
     mesh = Mesh(mesh.devices, [name if a == axis else a for a in mesh.axis_names])
     entries = [*spec, *[None] * (dim + 1 - len(spec))]
     inner = entries[dim]
@@ -174,26 +179,15 @@ def joined_sharding(
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
-class Layout(NamedTuple):
-    """How a dimension is divided over a mesh axis.
+def _axis_with_layout(axis: str, sizes: Sequence[int], order: tuple[int, ...], slices: int) -> str:
+    """What an axis is called in the sharding of an array that is divided over it.
 
-    Attributes:
-      axis: the name of the axis.
-      sizes: of the pieces.
-      order: for each piece, the slice of the mesh along the axis that has it.
+    Its own name, if its slices have one piece each, in order and of one size, as JAX divides an array. Else
+    the name says how: `stage[3@0 3@1 2@2]` is pieces of 3, 3 and 2 on slices 0, 1 and 2.
     """
-
-    axis: str
-    sizes: tuple[int, ...]
-    order: tuple[int, ...]
-
-    def name(self, mesh: Mesh) -> str:
-        """The name that the axis has in a sharding: its own, where there is one piece of the same size for
-        each slice, in order, as JAX would divide it; else one that says how, as `stage[3@0 3@1 2@2]`.
-        """
-        if len(set(self.sizes)) == 1 and self.order == tuple(range(mesh.shape[self.axis])):
-            return self.axis
-        return f"{self.axis}[{' '.join(f'{n}@{i}' for n, i in zip(self.sizes, self.order))}]"
+    if len(set(sizes)) == 1 and order == tuple(range(slices)):
+        return axis
+    return f"{axis}[{' '.join(f'{n}@{i}' for n, i in zip(sizes, order))}]"
 
 
 class Way(NamedTuple):
@@ -209,7 +203,7 @@ class Way(NamedTuple):
 
     dim: int
     axis: str
-    meshes: list[Mesh]
+    meshes: tuple[Mesh, ...]
     spec: PartitionSpec
     sizes: tuple[int, ...] | None
 
@@ -217,12 +211,13 @@ class Way(NamedTuple):
 _LAYOUT = re.compile(r"(.*)\[((?:\d+@\d+ ?)+)\]")
 
 
-def ways_to_divide(sharding: NamedSharding) -> list[Way]:
+@functools.lru_cache(maxsize=4096)  # each step asks for each array
+def ways_to_divide(sharding: NamedSharding) -> tuple[Way, ...]:
     """The ways in which an array may be divided between tasks: it is, if the slices are meshes of tasks."""
     mesh, found = sharding.mesh, []
+    if not isinstance(mesh, Mesh):  # an AbstractMesh has no devices
+        return ()
     for dim, entry in enumerate(sharding.spec):
-        if not isinstance(mesh, Mesh):
-            break
         name, *rest = entry if isinstance(entry, tuple) else (entry,)
         said = _LAYOUT.fullmatch(name) if isinstance(name, str) else None
         if name not in mesh.shape or (mesh.shape[name] == 1 and said is None):
@@ -232,8 +227,8 @@ def ways_to_divide(sharding: NamedSharding) -> list[Way]:
         order = [int(i) for _, i in pairs] or range(mesh.shape[name])
         spec = PartitionSpec(*sharding.spec[:dim], tuple(rest) or None, *sharding.spec[dim + 1 :])
         slices = [_slice(mesh, name, axis, i) for i in range(mesh.shape[name])]
-        found.append(Way(dim, axis, [slices[i] for i in order], spec, sizes))
-    return found
+        found.append(Way(dim, axis, tuple(slices[i] for i in order), spec, sizes))
+    return tuple(found)
 
 
 def has_layout(sharding: NamedSharding) -> bool:
@@ -249,6 +244,16 @@ def _slice(mesh: Mesh, name: str, axis: str, i: int) -> Mesh:
         return Mesh(mesh.devices.take(i, axis=number), names)
     names = [axis if other == name else other for other in mesh.axis_names]
     return Mesh(mesh.devices.take([i], axis=number), names)
+
+
+def piece_keys(sizes: Sequence[int]) -> list[str]:
+    """What the state path of a piece ends with, for pieces of these sizes.
+
+    Example:
+      >>> piece_keys((2, 2, 1))
+      ['[0:2]', '[2:4]', '[4:5]']
+    """
+    return [f"[{start}:{start + size}]" for start, size in zip(starts(sizes), sizes)]
 
 
 def starts(sizes: Sequence[int]) -> list[int]:

@@ -147,11 +147,9 @@ def _divided(
         if part.state and part.layer >= 0:
             held = Counter(stage_of[part.layer : part.back + 1] if part.stack else [stage_of[part.layer]])
             mine = [tasks[stage] for stage in sorted(held)]
-            division = Division(mine, sizes=[held[stage] for stage in sorted(held)])
-            even = len(set(held.values())) == 1
-            found.append(
-                (path(*part.path), (mine[0] if len(mine) == 1 else mine if even else division, None))
-            )
+            even = len(set(held.values())) == 1  # a sequence of tasks, of which one is as good as the task
+            between = mine if even else Division(mine, sizes=[held[stage] for stage in sorted(held)])
+            found.append((path(*part.path), (between, None)))
     return TaskSharding(found)
 
 

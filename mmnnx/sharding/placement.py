@@ -49,7 +49,7 @@ class TaskSharding(nnx.StateSharding):
         over axes of the task's mesh and replicates the rest. With a spec of None, or a Task alone, the
         Variable's own logical axis names are translated by the task's `logical_axes`; without names it is
         replicated. In the place of the task may be a sequence of tasks, between which the first dimension is
-        divided, or a `Division`, which names another one. The spec is that of each part then.
+        divided, or a `Division`, which can name another one. The spec is that of each piece then.
 
     Raises:
       TypeError: a key that is no filter, or a value that is not (Task, PartitionSpec | None).
@@ -314,8 +314,8 @@ def _divided(
             sizes = division.sizes_of(shape[dim])
             if sum(sizes) != shape[dim]:
                 raise ValueError(
-                    f"sizes= of {', '.join(map(str, sizes))} make {sum(sizes)}, and dimension {dim} has size "
-                    f"{shape[dim]}"
+                    f"sizes= of {', '.join(map(str, sizes))} add up to {sum(sizes)}, and dimension {dim} "
+                    f"has size {shape[dim]}"
                 )
             if min(sizes) < 1:
                 raise ValueError(f"dimension {dim} has size {shape[dim]}, too small for {count} tasks")

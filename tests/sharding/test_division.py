@@ -48,16 +48,16 @@ def test_meshes_that_are_no_slices(mesh):
     found = lookup((tasks, P(None, None, "x"))).sharding
     assert found.spec == P("tasks", None, "x") and dict(found.mesh.shape) == {"tasks": 4, "x": 2}
     (way, _) = ways_to_divide(found)
-    assert way.meshes == [task.to_mesh() for task in tasks] and way.spec == P(None, None, "x")
+    assert way.meshes == tuple(task.to_mesh() for task in tasks) and way.spec == P(None, None, "x")
 
 
 def test_unequal_pieces_and_meshes_that_come_twice(mesh):
     (way, *_) = ways_to_divide(lookup(STAGES, (10, 4)).sharding)
-    assert way.sizes == (3, 3, 2, 2) and way.meshes == [mesh.slice(stage=i) for i in range(4)]
+    assert way.sizes == (3, 3, 2, 2) and way.meshes == tuple(mesh.slice(stage=i) for i in range(4))
     (way, *_) = ways_to_divide(lookup(mm.Division(STAGES[:2], sizes=(1, 3)), (4,)).sharding)
     assert way.sizes == (1, 3)
     (way, *_) = ways_to_divide(lookup([*STAGES[:2], *STAGES[:2]], (8, 2)).sharding)
-    assert way.sizes == (2, 2, 2, 2) and way.meshes == [mesh.slice(stage=i) for i in (0, 1, 0, 1)]
+    assert way.sizes == (2, 2, 2, 2) and way.meshes == tuple(mesh.slice(stage=i) for i in (0, 1, 0, 1))
 
 
 def test_logical_names_are_those_of_a_piece(mesh):
@@ -71,7 +71,11 @@ def test_logical_names_are_those_of_a_piece(mesh):
 @pytest.mark.parametrize(
     "rule, shape, message",
     [
-        (mm.Division(STAGES, sizes=(1, 2, 3, 4)), (8, 4), r"sizes= of 1, 2, 3, 4 make 10, .* 0 has size 8"),
+        (
+            mm.Division(STAGES, sizes=(1, 2, 3, 4)),
+            (8, 4),
+            r"sizes= of 1, 2, 3, 4 add up to 10, .* 0 has size 8",
+        ),
         (mm.Division(STAGES, dim=2), (8, 4), r"no dimension 2 to divide between 4 tasks"),
         (STAGES, (), r"no dimension 0 to divide between 4 tasks"),
         (STAGES, (3, 4), r"dimension 0 has size 3, too small for 4 tasks"),

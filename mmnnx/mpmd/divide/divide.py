@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import jax
@@ -12,14 +13,15 @@ import mmnnx.mpmd.divide.indexing  # noqa: F401  # rules of their own
 from mmnnx.mpmd.divide.loops import divide_jaxpr
 from mmnnx.mpmd.divide.values import Cut
 from mmnnx.mpmd.frontend.function import Function
-from mmnnx.mpmd.frontend.record import Leaf, Record, piece_keys
-from mmnnx.mpmd.ir.pieces import InPieces
+from mmnnx.mpmd.frontend.record import Leaf, Record
+from mmnnx.mpmd.ir.pieces import PieceMap
 from mmnnx.mpmd.ir.shardings import DividedSharding, mesh_of
+from mmnnx.sharding.division import piece_keys
 
 T = TypeVar("T")
 
 
-def divide(function: Function) -> tuple[Function, InPieces | None]:
+def divide(function: Function) -> tuple[Function, PieceMap | None]:
     """The function over pieces, and what was divided; the same function and None if nothing is.
 
     Raises:
@@ -36,7 +38,7 @@ def divide(function: Function) -> tuple[Function, InPieces | None]:
     jaxpr, made = divide_jaxpr(function.jaxpr, given, wanted, function.record.names())
     arguments = _Expansion(given, shardings.divided_arguments)
     expanded = _Expansion(made, results)
-    pieces = InPieces(
+    pieces = PieceMap(
         list(shardings.divided_arguments),
         [None if cut is None else (cut.dim, cut.sizes) for cut in made],
         [d if d is None or d is shardings.divided_results[n] else None for n, d in enumerate(results)],
@@ -48,10 +50,10 @@ def divide(function: Function) -> tuple[Function, InPieces | None]:
         result_shardings=expanded.repeated(function.traced.result_shardings),
     )
     record = Record(
-        arguments.map(function.record.inputs, _part_of_leaf),
+        arguments.map(function.record.inputs, _piece_of_leaf),
         expanded.map(
             [_renumbered(leaf, cut, given, arguments) for leaf, cut in zip(function.record.results, made)],
-            _part_of_result,
+            _piece_of_result,
         ),
         function.record.references,
         function.record.out_tree,
@@ -132,8 +134,8 @@ def _renumbered(
     return dataclasses.replace(leaf, updates=arguments.first[leaf.updates] if alike else None)
 
 
-def _part_of_leaf(leaf: Leaf | None, cut: Cut, n: int) -> Leaf | None:
-    """What is known of one part of an argument."""
+def _piece_of_leaf(leaf: Leaf | None, cut: Cut, n: int) -> Leaf | None:
+    """What is known of one piece of an argument."""
     if leaf is None:
         return None
     key = piece_keys(cut.sizes)[n]
@@ -141,41 +143,40 @@ def _part_of_leaf(leaf: Leaf | None, cut: Cut, n: int) -> Leaf | None:
     return dataclasses.replace(leaf, path=(*leaf.path, key), within=within)
 
 
-def _part_of_result(leaf: Leaf | None, cut: Cut, n: int) -> Leaf | None:
-    part = _part_of_leaf(leaf, cut, n)
-    if part is None or part.updates is None:
-        return part
-    return dataclasses.replace(part, updates=part.updates + n)
+def _piece_of_result(leaf: Leaf | None, cut: Cut, n: int) -> Leaf | None:
+    piece = _piece_of_leaf(leaf, cut, n)
+    if piece is None or piece.updates is None:
+        return piece
+    return dataclasses.replace(piece, updates=piece.updates + n)
 
 
 class _Expansion:
     """Makes lists over pieces of lists over arrays.
 
     Attributes:
-      first: for each array the number of its first part.
+      first: for each array the number of its first piece.
       count: of all pieces.
     """
 
     def __init__(self, cuts: Sequence[Cut | None], divided: Sequence[DividedSharding | None]):
         self._cuts, self._divided = cuts, divided
         counts = [1 if cut is None else len(cut.sizes) for cut in cuts]
-        self.first = [sum(counts[:n]) for n in range(len(counts))]
-        self.count = sum(counts)
+        *self.first, self.count = accumulate(counts, initial=0)
 
-    def map(self, values: Sequence[T], part: Any) -> list[T]:
-        """For each part what `part(value, cut, n)` is of it."""
+    def map(self, values: Sequence[T], piece: Any) -> list[T]:
+        """For each piece what `piece(value, cut, n)` is of it."""
         return [
             each
             for value, cut in zip(values, self._cuts)
-            for each in ([value] if cut is None else [part(value, cut, n) for n in range(len(cut.sizes))])
+            for each in ([value] if cut is None else [piece(value, cut, n) for n in range(len(cut.sizes))])
         ]
 
     def repeated(self, values: Sequence[T]) -> list[T]:
-        """For each part what is so of the array."""
+        """For each piece what is so of the array."""
         return self.map(values, lambda value, cut, n: value)
 
     def shardings(self, values: Sequence[Any]) -> list[Any]:
-        """For each part its sharding, where the array has one."""
+        """For each piece its sharding, where the array has one."""
         rows = [
             [s] if cut is None else [None] * len(cut.sizes) if s is None or d is None else list(d.pieces)
             for s, cut, d in zip(values, self._cuts, self._divided)
@@ -183,9 +184,9 @@ class _Expansion:
         return [s for row in rows for s in row]
 
     def homes(self, values: Sequence[Any]) -> list[Any]:
-        """For each part its mesh, where the array has one."""
+        """For each piece its mesh, where the array has one."""
         rows = [
-            [m] if cut is None else [None if m is None or d is None else mesh_of(s) for s in _parts(d, cut)]
+            [m] if cut is None else [None if m is None or d is None else mesh_of(s) for s in _pieces(d, cut)]
             for m, cut, d in zip(values, self._cuts, self._divided)
         ]
         return [m for row in rows for m in row]
@@ -193,20 +194,19 @@ class _Expansion:
     def leaves(self, values: Sequence[Any]) -> list[Any]:
         """What stands for the arguments."""
         return [
-            part
+            piece
             for x, cut, d in zip(values, self._cuts, self._divided)
-            for part in ([x] if cut is None or d is None else _abstract(x, cut, d))
+            for piece in ([x] if cut is None or d is None else _abstract(x, cut, d))
         ]
 
 
-def _parts(divided: DividedSharding | None, cut: Cut) -> Sequence[Any]:
+def _pieces(divided: DividedSharding | None, cut: Cut) -> Sequence[Any]:
     return [None] * len(cut.sizes) if divided is None else divided.pieces
 
 
 def _abstract(x: Any, cut: Cut, divided: DividedSharding) -> list[jax.ShapeDtypeStruct]:
     aval = jax.typeof(x)
-    shapes = [(*aval.shape[: cut.dim], n, *aval.shape[cut.dim + 1 :]) for n in cut.sizes]
     return [
-        jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
-        for shape, sharding in zip(shapes, divided.pieces)
+        jax.ShapeDtypeStruct(cut.shape(aval.shape, n), aval.dtype, sharding=s, weak_type=aval.weak_type)
+        for n, s in enumerate(divided.pieces)
     ]

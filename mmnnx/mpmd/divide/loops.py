@@ -65,7 +65,7 @@ def _new(aval: Any, cut: Cut | None, name: str) -> Value:
     """Variables for a value."""
     if cut is None:
         return jex.Var(aval)
-    shapes = [(*aval.shape[: cut.dim], n, *aval.shape[cut.dim + 1 :]) for n in cut.sizes]
+    shapes = (cut.shape(aval.shape, n) for n in range(len(cut.sizes)))
     return Pieces(cut.dim, tuple(jex.Var(aval.update(shape=shape)) for shape in shapes), name)
 
 
@@ -96,7 +96,7 @@ def _scan(
             f"mm.microbatch slices {name} along the dimension that is divided between tasks: a batch is not"
         )
     if others:
-        said = " and ".join(f"{name} in {_text(c)}" for c, name in along.items())
+        said = " and ".join(f"{name} in {c}" for c, name in along.items())
         raise PlacementError(
             f"a scan goes over {said}: divide them alike. It was traced at {_compat.source_line(node.eqn)}"
         )
@@ -105,7 +105,8 @@ def _scan(
     numbers = range(len(cut.sizes))
     carry_wanted: list[Cut | None] = [_cut_of(v) for v in carry]
     for n in reversed(numbers) if node.eqn.params["reverse"] else numbers:
-        part = Equation(node.eqn.replace(params=_of_length(node.eqn.params, cut.sizes[n])), node.scope)
+        params = node.eqn.params | {"length": cut.sizes[n]}
+        part = Equation(node.eqn.replace(params=params), node.scope)
         asked = [*carry_wanted, *[None] * len(node.outvars[num_carry:])]
         made = _scan_inside(writer, part, consts, carry, [c.atoms[n] for c in columns], asked)
         carry, rows[n] = list(made[:num_carry]), list(made[num_carry:])
@@ -163,10 +164,6 @@ def _settled(cuts: Sequence[Cut | None], inside: Any) -> tuple[list[Cut | None],
         settled = [a or b for a, b in zip(settled, left)]
 
 
-def _of_length(params: dict[str, Any], length: int) -> dict[str, Any]:
-    return params | {"length": length}
-
-
 def _atom(value: Value, node: Equation) -> Atom:
     """One piece of what a scan over pieces stacks."""
     if isinstance(value, Pieces):
@@ -175,10 +172,6 @@ def _atom(value: Value, node: Equation) -> Atom:
             f"traced at {_compat.source_line(node.eqn)}: divide one of the two"
         )
     return value
-
-
-def _text(cut: Cut) -> str:
-    return "pieces of " + ", ".join(map(str, cut.sizes))
 
 
 # ----------------------------------------------------------------------------------------- whiles and conds

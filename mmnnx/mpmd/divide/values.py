@@ -19,15 +19,18 @@ class Cut:
         """The size of the whole dimension."""
         return sum(self.sizes)
 
+    def shape(self, whole: tuple[int, ...], n: int) -> tuple[int, ...]:
+        """The shape of piece `n` of a value."""
+        return (*whole[: self.dim], self.sizes[n], *whole[self.dim + 1 :])
+
     def moved(self, dim: int, size: int) -> Cut | None:
         """The same parts of another dimension, of another size; None if they do not come out even there."""
         if any(n * size % self.size for n in self.sizes):
             return None
         return Cut(dim, tuple(n * size // self.size for n in self.sizes))
 
-    def is_like(self, other: Cut) -> bool:
-        """Whether the parts are the same, of whatever dimension and size."""
-        return other.moved(self.dim, self.size) == self
+    def __str__(self) -> str:
+        return f"pieces of {', '.join(map(str, self.sizes))}"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from mmnnx.mpmd.divide.links import Link, links
 from mmnnx.mpmd.divide.values import Cut, Pieces, Value
 from mmnnx.mpmd.ir.equations import Atom, Equation, Var, is_var
 from mmnnx.mpmd.ir.rewrite import trace_equations
+from mmnnx.sharding.division import starts
 from mmnnx.sharding.placement import PlacementError
 
 Special = Callable[["Writer", Equation, Sequence[Value], Sequence[Cut | None]], Sequence[Value] | None]
@@ -109,17 +110,15 @@ class Writer:
         if isinstance(value, Pieces):
             if value.cut != cut:
                 raise PlacementError(
-                    f"{value.name or 'a value'} is divided along dimension {value.dim} into pieces of "
-                    f"{_sizes(value.cut)}, and a result that is made of it along dimension {cut.dim} into "
-                    f"{_sizes(cut)}: divide both alike"
+                    f"{value.name or 'a value'} is divided along dimension {value.dim} into {value.cut}, and "
+                    f"a result that is made of it along dimension {cut.dim} into {cut}: divide both alike"
                 )
             return value
         if is_var(value) and (value, cut) in self._cuts:
             return self._cuts[value, cut]
-        starts = [sum(cut.sizes[:n]) for n in range(len(cut.sizes))]
         maker = self._maker.get(value) if is_var(value) else None
         atoms: list[Atom] = []
-        for start, size in zip(starts, cut.sizes):
+        for start, size in zip(starts(cut.sizes), cut.sizes):
             if maker is not None and (smaller := _smaller_broadcast(maker, cut.dim, size)) is not None:
                 atoms += self.append(smaller, str(maker.source_info.name_stack))
             else:
@@ -163,10 +162,9 @@ class Writer:
             self._maker.update(dict.fromkeys(e.outvars, self.written[-1]))
         return results
 
-    def emit(self, node: Equation, operands: Sequence[Atom], **params: Any) -> list[Var]:
-        """Writes an equation over other operands, with some parameters changed; its results."""
-        eqn = node.eqn.replace(invars=list(operands), params=node.eqn.params | params)
-        return self.append(eqn, node.scope)
+    def emit(self, node: Equation, operands: Sequence[Atom]) -> list[Var]:
+        """Writes an equation over other operands; its results."""
+        return self.append(node.eqn.replace(invars=list(operands)), node.scope)
 
     def append(self, eqn: Any, scope: str) -> list[Var]:
         """Writes an equation under a name stack, with results of its own; these."""
@@ -262,11 +260,7 @@ _COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 def _resized(aval: Any, cut: Cut | None, n: int) -> Any:
     """The type of a piece of a value."""
-    if cut is None:
-        return aval
-    shape = list(aval.shape)
-    shape[cut.dim] = cut.sizes[n]
-    return aval.update(shape=tuple(shape))
+    return aval if cut is None else aval.update(shape=cut.shape(aval.shape, n))
 
 
 def _smaller_broadcast(eqn: Any, dim: int, size: int) -> Any:
@@ -311,16 +305,12 @@ def _asked_of_scan(node: Equation, cuts: Sequence[Cut | None]) -> list[tuple[Var
     return [(a, cut) for a in node.invars[consts + carry :] if is_var(a)]
 
 
-def _sizes(cut: Cut) -> str:
-    return ", ".join(map(str, cut.sizes))
-
-
 def _refusal(value: Pieces, node: Equation, line: str) -> str:
     return (
-        f"{value.name or 'a value'} is divided between tasks along dimension {value.dim} (pieces of "
-        f"{_sizes(value.cut)}), and {node.name!r} would need all of it in one place. It was traced at "
-        f"{line}. What is divided can be scanned over, computed with element by element, reduced, "
-        "contracted, and sliced at fixed places. Or place it on one task"
+        f"{value.name or 'a value'} is divided between tasks along dimension {value.dim} ({value.cut}), and "
+        f"{node.name!r} needs all of it in one place, at {line}. Divided state can be scanned over, "
+        "computed with element by element, reduced, contracted, and sliced at fixed places. For anything "
+        "else place it on one task"
     )
 
 

@@ -14,7 +14,7 @@ from mmnnx.mpmd.frontend.graph import Path
 from mmnnx.mpmd.frontend.in_out_shardings import InOutShardings, find_in_out_shardings
 from mmnnx.mpmd.frontend.meshes import Meshes
 from mmnnx.mpmd.frontend.over_arrays import OverArrays
-from mmnnx.mpmd.frontend.record import Record, piece_keys
+from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.dump import Dump
 from mmnnx.mpmd.ir.equations import Flat, Var, scopes_in
 from mmnnx.mpmd.ir.listing import Names
@@ -170,7 +170,7 @@ def _placing(record: Record, jaxpr: Any) -> dict[tuple[Task, Mesh], list[Path]]:
         task, sharding = leaf.rule.task, leaf.rule.sharding
         path = None if leaf.is_optimizer_state else leaf.rule.path  # it is known by its parameter
         if isinstance(task, Division):
-            for one, key in zip(task.tasks, piece_keys(task.sizes_of(aval.shape[task.dim]))):
+            for key, one in task.tasks_by_key(aval.shape[task.dim]):
                 own = found.setdefault((one, one.to_mesh()), [])
                 own += [] if path is None else [(*path, key)]
         elif task is not None and isinstance(sharding, NamedSharding):

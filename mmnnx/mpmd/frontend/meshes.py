@@ -76,7 +76,7 @@ class Meshes:
         if not has_layout(sharding) and self._is_task(mesh_of(sharding)):
             return None
         for way in ways_to_divide(sharding):
-            if way.sizes is not None or any(map(self._is_of_task, way.meshes)):
+            if way.sizes is not None or any(map(self._is_used, way.meshes)):
                 pieces = tuple(self.sharding(NamedSharding(mesh, way.spec)) for mesh in way.meshes)
                 return DividedSharding(way.dim, way.axis, sharding, pieces, way.sizes)
         return None
@@ -85,7 +85,8 @@ class Meshes:
         """Whether a task has state or a scope on a mesh."""
         return mesh in self._scoped or bool(placed_tasks(mesh, self.multimesh))
 
-    def _is_of_task(self, mesh: Mesh) -> bool:
+    def _is_used(self, mesh: Mesh) -> bool:
+        """Whether something of this function names a mesh, or a task has state there."""
         known = (mesh.devices.shape, tuple(d.id for d in mesh.devices.flat)) in self._known
         return known or bool(placed_tasks(mesh, self.multimesh))
 

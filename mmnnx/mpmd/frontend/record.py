@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jax.sharding import Sharding
@@ -13,12 +11,6 @@ from mmnnx.mpmd.frontend.graph import Path
 from mmnnx.mpmd.frontend.optimizer_state import are_clear
 from mmnnx.sharding.division import Division
 from mmnnx.sharding.task import Task
-
-
-def piece_keys(sizes: Sequence[int]) -> list[str]:
-    """What the path of a piece ends with, such as "[2:4]", for pieces of these sizes."""
-    ends = list(accumulate(sizes))
-    return [f"[{end - size}:{end}]" for end, size in zip(ends, sizes)]
 
 
 class Rule(NamedTuple):

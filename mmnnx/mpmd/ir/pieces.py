@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class InPieces:
-    """What a function over whole arrays and one over their pieces have to do with each other.
+class PieceMap:
+    """Which arguments and results of a function over pieces make up those of the one over whole arrays.
 
     Attributes:
       arguments: for each argument how it is divided; None if it is not.

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.distributed.processes import absent_array, is_here
-from mmnnx.mpmd.ir.pieces import InPieces
+from mmnnx.mpmd.ir.pieces import PieceMap
 from mmnnx.mpmd.ir.shardings import DividedSharding, is_committed, mesh_of
 from mmnnx.mpmd.runtime.prepare import Interface, Prepared
 from mmnnx.mpmd.runtime.put import put
@@ -20,7 +20,7 @@ from mmnnx.sharding.division import TASKS, has_layout, joined_sharding
 
 
 def around_pieces(
-    prepare: Callable[[CompilerOptions], Prepared], pieces: InPieces, names: Sequence[str]
+    prepare: Callable[[CompilerOptions], Prepared], pieces: PieceMap, names: Sequence[str]
 ) -> Callable[[CompilerOptions], AroundPieces]:
     """What compiles a program over pieces, to be run for whole arrays.
 
@@ -41,7 +41,7 @@ class AroundPieces:
       names: of the whole arguments.
     """
 
-    def __init__(self, prepared: Prepared, pieces: InPieces, names: Sequence[str]):
+    def __init__(self, prepared: Prepared, pieces: PieceMap, names: Sequence[str]):
         self.compiled, self.bound, self.pieces = prepared.compiled, prepared.bound, pieces
         self._prepared, self._names = prepared, names
         self._known = tuple(d for d in pieces.arguments if d is not None)

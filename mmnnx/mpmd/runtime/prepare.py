@@ -78,7 +78,7 @@ class Interface:
 
     Attributes:
       next_shardings: as in `BoundProgram`.
-      arguments, results: the variable of each in the program; None for one that is in parts there.
+      arguments, results: the variable of each in the program; None for one that is in pieces there.
       result_shardings: where each result is; None for anywhere.
     """
 

@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from mmnnx import _compat
 from mmnnx.inspect.locations import Homes
 from mmnnx.inspect.model_state import list_state
-from mmnnx.mpmd.frontend.record import piece_keys
 from mmnnx.sharding.aligned_spec import aligned_spec
 from mmnnx.sharding.divided_array import named_sharding, sharding_of
 from mmnnx.sharding.division import Division
@@ -149,7 +148,7 @@ def _of_parameter(sharding: TaskSharding, path: Path, variable: Any, shape: tupl
             raise
         return _everywhere(sharding)
     if isinstance(match.task, Division):
-        for task, key in zip(match.task.tasks, piece_keys(match.task.sizes_of(shape[match.task.dim]))):
+        for key, task in match.task.tasks_by_key(shape[match.task.dim]):
             place_task(task, task.to_mesh(), [(*path, key)])
     else:
         place_task(match.task, match.task.to_mesh(), [path])

@@ -181,6 +181,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_need_it_whole_is_refused(name):
-    message = rf"argument 0 is divided between tasks.*'{name}' would need all.*test_links.py:\d+ \("
+    message = rf"argument 0 is divided between tasks.*'{name}' needs all of it.*test_links.py:\d+ \("
     with pytest.raises(mm.PlacementError, match=message):
         check(REFUSED[name], W, cut=CUTS[0])
