@@ -35,6 +35,8 @@ class Options:
     """Sequences in a batch, in eight microbatches."""
     length: int = 32
     """Tokens in each."""
+    remat: bool = False
+    """Activations inside a block are computed again for its backward, as large models do."""
     rounds: int = 5
     """Steps of each that are timed."""
 
@@ -64,7 +66,7 @@ HOW = ("four stages", "one device")
 def first_step(options: Options, how: str, scan: bool, tokens: np.ndarray) -> tuple[Any, float]:
     """What takes a step, and how long the first one took."""
     sizes: dict[str, Any] = dict(width=options.width, heads=4, kv_heads=4, mlp=2 * options.width)
-    config = LMConfig(layers=options.layers, scan=scan, **sizes)
+    config = LMConfig(layers=options.layers, scan=scan, remat=options.remat, **sizes)
     jit: Any = mm.jit if how == "four stages" else nnx.jit
     make = lambda: LM(config, rngs=nnx.Rngs(0))
     placed = {"out_shardings": mm.pipeline_sharding(nnx.eval_shape(make), 4)} if jit is mm.jit else {}

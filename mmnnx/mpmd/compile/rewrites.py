@@ -7,6 +7,7 @@ from typing import Any
 
 from mmnnx.mpmd.compile.constant_keys import extract_constant_keys
 from mmnnx.mpmd.compile.outline import outline
+from mmnnx.mpmd.compile.scan_sums import add_inside_scans
 from mmnnx.mpmd.emit.merge import merge
 from mmnnx.mpmd.ir.program import Program
 
@@ -29,6 +30,6 @@ class Rewritten:
 def rewrite(program: Program) -> Rewritten:
     """Merges calls, computes constant PRNG keys, and outlines what fragments have in common."""
     merged, firsts = merge(program)
-    with_keys, keys = extract_constant_keys(merged)
+    with_keys, keys = extract_constant_keys(add_inside_scans(merged))
     outlined, origins = outline(with_keys)
     return Rewritten(outlined, [firsts[n] for n in origins], keys)
