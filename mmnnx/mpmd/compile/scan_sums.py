@@ -26,22 +26,49 @@ from mmnnx.mpmd.ir.scans import split_operands
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sum:
-    """An addition of what a scan stacks to an input of its fragment.
+class _Stack:
+    """What a scan stacks, as it is, or converted and transposed.
 
     Attributes:
-      stacked: the number of the stack among those of the scan.
-      before, after: the sum as it comes in, and with the stack.
+      scan: the number of the equation.
+      number: which of its stacks.
+      order: the dimensions of the stack, in the order that they have now; 0 is the scanned one.
+      made: the variables that hold it now and on the way, none for the stack as it is.
     """
 
-    stacked: int
+    scan: int
+    number: int
+    order: tuple[int, ...]
+    made: tuple[Var, ...] = ()
+
+    def converted(self, made: Var) -> _Stack:
+        return dataclasses.replace(self, made=(*self.made, made))
+
+    def transposed(self, order: Sequence[int], made: Var) -> _Stack:
+        return dataclasses.replace(self, order=tuple(self.order[d] for d in order), made=(*self.made, made))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """An addition of a stack to an input of its fragment: the sum as it comes in, and with the stack."""
+
+    stack: _Stack
     before: Var
     after: Var
+
+    def add_row(self, total: jax.Array, n: jax.Array, row: jax.Array) -> jax.Array:
+        """The sum with a row of the stack added to its own, in place if XLA can."""
+        order = self.stack.order
+        row = row.transpose([d - 1 for d in order if d])
+        for v in self.stack.made:
+            row = row.astype(v.aval.dtype)
+        before = jax.lax.dynamic_index_in_dim(total, n, order.index(0), keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(total, before + row, n, order.index(0))
 
 
 def add_inside_scans(program: Program) -> Program:
     """A program whose fragments add what scans stack to running sums inside the scans."""
-    changed = {f: _rewritten(f) for f in dict.fromkeys(c.fragment for c in program.calls)}
+    changed = {f: rewrite_fragment(f) for f in dict.fromkeys(c.fragment for c in program.calls)}
     instructions = tuple(
         dataclasses.replace(i, fragment=changed[i.fragment]) if isinstance(i, Call) else i
         for i in program.instructions
@@ -49,12 +76,13 @@ def add_inside_scans(program: Program) -> Program:
     return dataclasses.replace(program, instructions=instructions)
 
 
-def _rewritten(f: Fragment) -> Fragment:
+def rewrite_fragment(f: Fragment) -> Fragment:
+    """The fragment with what its scans stack for a sum added inside them; itself if there is no such sum."""
     eqns = list(f.jaxpr.eqns)
     found = _find_sums(f, eqns)
     if not found:
         return f
-    gone = {s.after for sums in found.values() for s in sums}
+    gone = {v for sums in found.values() for s in sums for v in (*s.stack.made, s.after)}
     written: list[Any] = []
     for n, e in enumerate(eqns):
         if n in found:
@@ -65,24 +93,27 @@ def _rewritten(f: Fragment) -> Fragment:
 
 
 def _find_sums(f: Fragment, eqns: Sequence[Any]) -> dict[int, list[_Sum]]:
-    """By the number of a scan, the sums that can be inside: of inputs of the fragment that nothing else reads,
-    with stacks that nothing else reads."""
+    """The sums that can be inside, by the number of their scan: nothing else reads the stack or the input."""
     uses = Counter(a for e in eqns for a in e.invars if is_var(a))
     uses.update(f.outvars)
-    stacks = {}
-    for n, e in enumerate(eqns):
-        if e.primitive.name == "scan":
-            _, carries = _compat.scan_counts(e.params)
-            stacks |= {v: (n, k) for k, v in enumerate(e.outvars[carries:])}
+    stacks: dict[Var, _Stack] = {}
     found: dict[int, list[_Sum]] = {}
-    for e in eqns:
-        if e.primitive.name not in ("add", "add_any") or not all(map(is_var, e.invars)):
-            continue
-        for before, stack in (e.invars, e.invars[::-1]):
-            alike = before.aval.shape == stack.aval.shape and before.aval.dtype == stack.aval.dtype
-            if stack in stacks and before in f.invars and alike and uses[before] == uses[stack] == 1:
-                n, k = stacks[stack]
-                found.setdefault(n, []).append(_Sum(k, before, e.outvars[0]))
+    for n, e in enumerate(eqns):
+        name = e.primitive.name
+        once = [a for a in e.invars if is_var(a) and uses[a] == 1]
+        held = [stacks[a] for a in once if a in stacks]
+        if name == "scan" and e.params["length"]:
+            _, carries = _compat.scan_counts(e.params)
+            stacked = enumerate(e.outvars[carries:])
+            stacks |= {v: _Stack(n, k, tuple(range(v.aval.ndim))) for k, v in stacked}
+        elif name == "convert_element_type" and held:
+            stacks[e.outvars[0]] = held[0].converted(e.outvars[0])
+        elif name == "transpose" and held:
+            stacks[e.outvars[0]] = held[0].transposed(e.params["permutation"], e.outvars[0])
+        elif name in ("add", "add_any") and len(once) == 2 and len(held) == 1:
+            before = next(a for a in once if a not in stacks)
+            if before in f.invars:
+                found.setdefault(held[0].scan, []).append(_Sum(held[0], before, e.outvars[0]))
     return found
 
 
@@ -90,7 +121,7 @@ def _with_sums(eqn: Any, sums: Sequence[_Sum]) -> list[Any]:
     """The equations of a scan that takes sums and returns them with what it stacks added."""
     consts, carries = _compat.scan_counts(eqn.params)
     length, reverse = eqn.params["length"], eqn.params["reverse"]
-    within = {s.stacked for s in sums}
+    within = {s.stack.number for s in sums}
 
     def scan(befores: Any, *operands: jax.Array) -> Any:
         given, init, xs = split_operands(operands, consts, carries)
@@ -99,7 +130,7 @@ def _with_sums(eqn: Any, sums: Sequence[_Sum]) -> list[Any]:
             n, totals, own = carry
             made = jex.jaxpr_as_fun(eqn.params["jaxpr"])(*given, *own, *row)
             own, ys = made[:carries], made[carries:]
-            totals = [_add_row(total, n, ys[s.stacked]) for total, s in zip(totals, sums)]
+            totals = [s.add_row(total, n, ys[s.stack.number]) for total, s in zip(totals, sums)]
             carry = n + (-1 if reverse else 1), totals, own
             return carry, [None if k in within else y for k, y in enumerate(ys)]
 
@@ -116,9 +147,3 @@ def _with_sums(eqn: Any, sums: Sequence[_Sum]) -> list[Any]:
     made, atoms = trace_equations(flat, *(s.before for s in sums), *eqn.invars, scope="")
     named = dict(zip(atoms, results))
     return [e.eqn.replace(outvars=[named.get(v, v) for v in e.eqn.outvars]) for e in made]
-
-
-def _add_row(total: jax.Array, n: jax.Array, row: jax.Array) -> jax.Array:
-    """A stack with something added to one row, in place if XLA can."""
-    before = jax.lax.dynamic_index_in_dim(total, n, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(total, before + row, n, 0)
