@@ -67,7 +67,7 @@ class PlanConfig:
     attention_chunks: int = 1
     """Parts of the sequence whose attention scores are made one after the other, for a long sequence."""
     scan: bool = False
-    """Scan the blocks of a stage: one of them is compiled for all."""
+    """Stack the blocks and scan them, divided between the stages: one block is compiled for all."""
     json: Annotated[Path | None, optional("FILE", "none")] = None
     """File to write all figures to."""
     save: Annotated[Path | None, optional("FILE", "none")] = None

@@ -57,7 +57,7 @@ class TrainingJob:
       moments: the dtype of Adam's first moment.
       layers: blocks, in place of the preset's.
       loss_chunks, attention_chunks: parts of the sequence whose logits (scores) are made one after the other.
-      scan: blocks of a stage are scanned, which compiles one for all.
+      scan: blocks are stacked and scanned, which compiles one for all; the stack is divided between stages.
 
     Raises:
       ValueError: for sizes that do not fit each other; names both.
@@ -112,7 +112,7 @@ class TrainingJob:
         changes: dict[str, Any] = {} if self.layers is None else {"layers": self.layers}
         changes |= dict(remat=self.remat)
         changes |= dict(loss_chunks=self.loss_chunks, attention_chunks=self.attention_chunks)
-        return kind.preset(self.model, scan=len(self.meshes) if self.scan else False, **changes)
+        return kind.preset(self.model, scan=self.scan, **changes)
 
     @property
     def microbatches(self) -> int:

@@ -125,10 +125,11 @@ def _kind(leaf: Leaf | None) -> Kind:
 
 
 def _groups(program: Program) -> dict[tuple[str, ...], int]:
-    """The devices, counted, by the meshes that they are in."""
+    """The devices, counted, by the meshes that they are in, of those that hold anything."""
+    held = {mesh for _, mesh in program.values}
     meshes: defaultdict[jax.Device, list[str]] = defaultdict(list)
     for mesh, name in program.names.items():
-        for device in mesh.devices.flat:
+        for device in mesh.devices.flat if mesh in held else ():
             meshes[device].append(name)
     return dict(Counter(tuple(names) for names in meshes.values()))
 
