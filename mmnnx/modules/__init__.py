@@ -13,7 +13,9 @@ from mmnnx.modules.conv import ConvBlock, ResidualBlock
 from mmnnx.modules.cross_entropy import mean_cross_entropy
 from mmnnx.modules.embed import Embed
 from mmnnx.modules.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from mmnnx.modules.gemma import Gemma, GemmaConfig
 from mmnnx.modules.generate import generate
+from mmnnx.modules.gpt2 import GPT2, GPT2Config
 from mmnnx.modules.kv_cache import KVCache
 from mmnnx.modules.linear import Linear, LinearGeneral
 from mmnnx.modules.lm import LM, Block, LMConfig
@@ -21,15 +23,16 @@ from mmnnx.modules.logical import constrain, named
 from mmnnx.modules.mlp import MLP, SwiGLU
 from mmnnx.modules.moe import MoE, MoEAux
 from mmnnx.modules.moe_lm import MoELM, MoELMConfig
-from mmnnx.modules.norm import LayerNorm, RMSNorm
+from mmnnx.modules.norm import LayerNorm, OffsetRMSNorm, RMSNorm
 from mmnnx.modules.presets import PRESETS
-from mmnnx.modules.rotary import RotaryScaling, rotary, rotary_frequencies
+from mmnnx.modules.rotary import LinearScaling, RotaryScaling, rotary, rotary_frequencies
 from mmnnx.modules.sampling import filter_logits
 from mmnnx.modules.stack import Segment, Stack, apply_layers
 from mmnnx.modules.two_tower import TextConfig, TwoTower, TwoTowerConfig, contrastive_loss
 from mmnnx.modules.vit import ImageEncoder, ViT, ViTConfig
 
 __all__ = [
+    "GPT2",
     "LM",
     "MLP",
     "PRESETS",
@@ -40,16 +43,21 @@ __all__ = [
     "Embed",
     "EncoderDecoder",
     "EncoderDecoderConfig",
+    "GPT2Config",
+    "Gemma",
+    "GemmaConfig",
     "ImageEncoder",
     "KVCache",
     "LMConfig",
     "LayerNorm",
     "Linear",
     "LinearGeneral",
+    "LinearScaling",
     "MoE",
     "MoEAux",
     "MoELM",
     "MoELMConfig",
+    "OffsetRMSNorm",
     "RMSNorm",
     "ResidualBlock",
     "RotaryScaling",

@@ -14,7 +14,7 @@ from mmnnx.modules.linear import KERNEL_INIT, Linear, Names
 from mmnnx.modules.logical import constrain
 from mmnnx.modules.masks import cache_mask, combine, segment_mask
 from mmnnx.modules.norm import RMSNorm
-from mmnnx.modules.rotary import RotaryScaling, rotary
+from mmnnx.modules.rotary import Scaling, rotary
 
 
 class Attention(nnx.Module):
@@ -34,8 +34,11 @@ class Attention(nnx.Module):
         own onwards.
       rotary_base: base of rotary positions. Default: no rotary positions.
       rotary_scaling: the scaling of their frequencies.
-      qk_norm: queries and keys are normalised, by head and before rotation, by an RMSNorm (as in Qwen3).
+      qk_norm: queries and keys are normalised, by head and before rotation, by an RMSNorm (as in Qwen3); or
+        the class of the norm.
       norm_epsilon: its epsilon.
+      scale: what scores are multiplied by. Default: 1 / sqrt(head_dim).
+      softcap: bound of the scores (see `chunked_attention`). Default: none.
       bias: whether the projections to query, key and value have biases.
       out_bias: whether the projection of the result has one.
       implementation: of `jax.nn.dot_product_attention`: None, "xla", or "cudnn" (flash attention).
@@ -77,9 +80,11 @@ class Attention(nnx.Module):
         causal: bool = False,
         window: int | None = None,
         rotary_base: float | None = None,
-        rotary_scaling: RotaryScaling | None = None,
-        qk_norm: bool = False,
+        rotary_scaling: Scaling | None = None,
+        qk_norm: bool | type[nnx.Module] = False,
         norm_epsilon: float = 1e-6,
+        scale: float | None = None,
+        softcap: float | None = None,
         bias: bool = False,
         out_bias: bool = False,
         implementation: Literal["xla", "cudnn"] | None = None,
@@ -98,6 +103,7 @@ class Attention(nnx.Module):
         self.head_dim = width // heads if head_dim is None else head_dim
         self.memory_width = width if memory_width is None else memory_width
         self.causal, self.window = causal, window
+        self.scale, self.softcap = scale, softcap
         self.implementation, self.chunks = implementation, chunks
         self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
         self.heads_axes, self.kv_heads_axes = tuple(query_axes[-1:]), tuple(kv_axes[-1:])
@@ -130,8 +136,9 @@ class Attention(nnx.Module):
         self.out = Linear(heads * self.head_dim, width, kernel_axes=out_axes, rngs=rngs, **out)
         if qk_norm:
             norm = dict(epsilon=norm_epsilon, scale_axes=(None,), rngs=rngs, **types)
-            self.query_norm, self.key_norm = RMSNorm(self.head_dim, **norm), RMSNorm(self.head_dim, **norm)
-        self.qk_norm = qk_norm
+            make: Any = RMSNorm if qk_norm is True else qk_norm
+            self.query_norm, self.key_norm = make(self.head_dim, **norm), make(self.head_dim, **norm)
+        self.qk_norm = bool(qk_norm)
 
     def init_cache(self, batch: int, capacity: int, dtype: Any = None) -> KVCache:
         """An empty cache for `capacity` tokens a row, in `dtype`; default: `dtype`, else `param_dtype`."""
@@ -165,6 +172,8 @@ class Attention(nnx.Module):
             mask,
             causal=causal,
             window=window,
+            scale=self.scale,
+            softcap=self.softcap,
             chunks=1 if query.shape[1] % self.chunks else self.chunks,
             implementation=self.implementation,
         )

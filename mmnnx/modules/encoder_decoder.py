@@ -14,7 +14,7 @@ from flax import nnx
 from mmnnx.modules.attention import Attention
 from mmnnx.modules.embed import Embed
 from mmnnx.modules.linear import Linear
-from mmnnx.modules.lm import SMALL, Block, LMConfig, rms_norm, types
+from mmnnx.modules.lm import SMALL, Block, LMConfig, make_norm, types
 from mmnnx.modules.logical import constrain
 from mmnnx.modules.stack import apply_layers
 from mmnnx.sharding.incompatible_devices import advising
@@ -84,7 +84,7 @@ class DecoderBlock(Block):
 
     def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.cross_norm = rms_norm(config, rngs)
+        self.cross_norm = make_norm(config, rngs)
         self.cross_attention = attention(config, rngs)
 
     def __call__(self, x: jax.Array, memory: jax.Array, mask: jax.Array) -> jax.Array:  # type: ignore[override]
@@ -133,9 +133,9 @@ class EncoderDecoder(nnx.Module):
         init = SMALL if config.tied else nnx.initializers.normal(0.2)
         self.embed = Embed(config.vocab, config.width, embedding_init=init, rngs=rngs, **types(config))
         encoder = [self.make_encoder_block(n, rngs) for n in range(config.encoder_layers)]
-        self.encoder = Side(encoder, rms_norm(config.block, rngs))
+        self.encoder = Side(encoder, make_norm(config.block, rngs))
         decoder = [self.make_decoder_block(n, rngs) for n in range(config.decoder_layers)]
-        self.decoder = Side(decoder, rms_norm(config.block, rngs))
+        self.decoder = Side(decoder, make_norm(config.block, rngs))
         if not config.tied:
             self.head = Linear(
                 config.width,

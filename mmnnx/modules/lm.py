@@ -7,7 +7,7 @@ axes (`vocab`, `embed`, `heads`, `kv_heads`, `mlp`), which a `mmnnx.Task` maps t
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from mmnnx.modules.logical import constrain
 from mmnnx.modules.mlp import SwiGLU
 from mmnnx.modules.norm import RMSNorm
 from mmnnx.modules.presets import PRESETS
-from mmnnx.modules.rotary import RotaryScaling
+from mmnnx.modules.rotary import Scaling
 from mmnnx.modules.stack import Stack, apply_layers
 from mmnnx.sharding.incompatible_devices import advising
 
@@ -48,7 +48,8 @@ class LMConfig:
       norm_eps: the epsilon of norms.
       bias: queries, keys and values have biases (Qwen2).
       qk_norm: queries and keys are normalised (Qwen3).
-      window: each token sees the last `window` tokens, itself included. Default: all.
+      window: each token sees the last `window` tokens, itself included. Default: all. A tuple has one for
+        each block.
       scan: blocks are stacked and scanned, which compiles one for all (see `Stack`): True, or the number of
         segments, one or more for each stage of a pipeline.
       remat: the backward computes each block again: True, or a policy of `jax.checkpoint`.
@@ -70,17 +71,18 @@ class LMConfig:
     param_dtype: Any = jnp.float32
     head_dim: int | None = None
     rotary_base: float = 10_000.0
-    rotary_scaling: RotaryScaling | None = None
+    rotary_scaling: Scaling | None = None
     norm_eps: float = 1e-6
     bias: bool = False
     qk_norm: bool = False
-    window: int | None = None
+    window: int | tuple[int | None, ...] | None = None
     scan: bool | int = False
     remat: Any = False
     loss_chunks: int = 1
     attention_chunks: int = 1
 
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
+    norm: ClassVar[Any] = RMSNorm
 
     def __post_init__(self):
         sizes = ("vocab", "layers", "width", "heads", "kv_heads", "mlp", "loss_chunks", "attention_chunks")
@@ -97,6 +99,17 @@ class LMConfig:
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads are not divisible by {self.kv_heads} key-value heads")
+        if isinstance(self.window, tuple):
+            if len(self.window) != self.layers:
+                raise ValueError(f"there are {len(self.window)} windows for {self.layers} blocks")
+            if self.scan and len(set(self.window)) > 1:
+                raise ValueError(f"scan stacks blocks of one kind, and these have windows {self.window}")
+
+    def of_block(self, index: int) -> Self:
+        """The config that block number `index` is made with: its own window."""
+        if isinstance(self.window, tuple):
+            return dataclasses.replace(self, window=(self.window[index],) * self.layers)
+        return self
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> LMConfig:
@@ -126,29 +139,13 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = rms_norm(config, rngs)
+        self.attention_norm = make_norm(config, rngs)
         self.attention: Any = self.make_attention(config, rngs)
-        self.mlp_norm = rms_norm(config, rngs)
+        self.mlp_norm = make_norm(config, rngs)
         self.mlp = self.make_mlp(config, rngs)
 
     def make_attention(self, config: LMConfig, rngs: nnx.Rngs) -> nnx.Module:
-        return Attention(
-            config.width,
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-            causal=True,
-            window=config.window,
-            rotary_base=config.rotary_base,
-            rotary_scaling=config.rotary_scaling,
-            qk_norm=config.qk_norm,
-            norm_epsilon=config.norm_eps,
-            bias=config.bias,
-            chunks=config.attention_chunks,
-            out_init=nnx.initializers.zeros,
-            rngs=rngs,
-            **types(config),
-        )
+        return causal_attention(config, rngs)
 
     def make_mlp(self, config: LMConfig, rngs: nnx.Rngs) -> nnx.Module:
         zeros = nnx.initializers.zeros
@@ -178,7 +175,7 @@ class Block(nnx.Module):
 class LM(nnx.Module):
     """Next-token model: pre-norm blocks of rotary grouped-query attention and a SwiGLU.
 
-    A subclass overrides `make_block`, or `hidden` or `logits`, the two halves of a call.
+    A subclass overrides `make_block`, or `embedded`, `hidden` or `logits`, the parts of a call.
 
     Example:
       >>> model = LM(LMConfig(layers=2), rngs=nnx.Rngs(0))
@@ -196,7 +193,7 @@ class LM(nnx.Module):
             self.blocks = Stack(make, config.layers, segments=segments, rngs=rngs, remat=config.remat)
         else:
             self.blocks = nnx.List([self.make_block(n, rngs) for n in range(config.layers)])
-        self.norm = rms_norm(config, rngs)
+        self.norm = make_norm(config, rngs)
         if not config.tied:
             names: dict[str, Any] = dict(kernel_axes=("embed", "vocab"), use_bias=False)
             self.head = Linear(
@@ -205,7 +202,7 @@ class LM(nnx.Module):
 
     def make_block(self, index: int, rngs: nnx.Rngs) -> nnx.Module:
         """Block number `index`; where blocks are scanned, all are made as number 0 is."""
-        return Block(self.config, rngs=rngs)
+        return Block(self.config.of_block(index), rngs=rngs)
 
     @advising
     def __call__(
@@ -234,9 +231,13 @@ class LM(nnx.Module):
         x, cache = x
         return self.logits(x), cache
 
+    def embedded(self, tokens: jax.Array, *, cache: Any = None, **options: Any) -> jax.Array:
+        """The input of the first block: [batch, length, width]."""
+        return constrain(self.embed(tokens), "batch", "sequence", "embed")
+
     def hidden(self, tokens: jax.Array, *, cache: Any = None, **options: Any) -> Any:
         """The output of the last block: [batch, length, width]; with a cache, (that, the next cache)."""
-        x = constrain(self.embed(tokens), "batch", "sequence", "embed")
+        x = self.embedded(tokens, cache=cache, **options)
         if self.config.scan:
             return self.blocks(x, cache=cache, **options)
         return apply_layers(self.blocks, x, cache=cache, remat=self.config.remat, **options)
@@ -260,8 +261,26 @@ class LM(nnx.Module):
         return mean_cross_entropy(self.logits, x, tokens[:, 1:], self.config.loss_chunks)
 
 
-def rms_norm(config: LMConfig, rngs: nnx.Rngs) -> RMSNorm:
-    return RMSNorm(config.width, epsilon=config.norm_eps, rngs=rngs, **types(config))
+def causal_attention(config: LMConfig, rngs: nnx.Rngs, **options: Any) -> Attention:
+    """The attention of a block, with other options of `Attention`."""
+    usual: dict[str, Any] = dict(
+        causal=True,
+        window=config.window[0] if isinstance(config.window, tuple) else config.window,
+        rotary_base=config.rotary_base,
+        rotary_scaling=config.rotary_scaling,
+        qk_norm=config.qk_norm,
+        norm_epsilon=config.norm_eps,
+        bias=config.bias,
+        chunks=config.attention_chunks,
+        out_init=nnx.initializers.zeros,
+        rngs=rngs,
+        **types(config),
+    )
+    return Attention(config.width, config.heads, config.kv_heads, config.head_dim, **(usual | options))
+
+
+def make_norm(config: LMConfig, rngs: nnx.Rngs) -> Any:
+    return config.norm(config.width, epsilon=config.norm_eps, rngs=rngs, **types(config))
 
 
 def types(config: Any) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class MoE(nnx.Module):
       experts: number of experts.
       top_k: experts for each token.
       capacity_factor: slots of an expert, as a multiple of an even share. None: dropless.
+      normalize: whether the weights of a token's experts add up to 1, for a top_k above 1.
       rngs, dtype, param_dtype: as in `nnx.Linear`. The router computes in float32 whatever `dtype` is.
       kernel_init: makes `gate` and `up`, [experts, width, mlp].
       out_init: makes `down`, [experts, mlp, width].
@@ -87,6 +88,7 @@ class MoE(nnx.Module):
         top_k: int = 2,
         *,
         capacity_factor: float | None = None,
+        normalize: bool = True,
         rngs: nnx.Rngs,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -104,6 +106,7 @@ class MoE(nnx.Module):
                 f"MoE: capacity_factor={capacity_factor} leaves no slots: use 1.25, say, or None"
             )
         self.width, self.experts, self.top_k, self.capacity_factor = width, experts, top_k, capacity_factor
+        self.normalize = normalize and top_k > 1
         self.dtype, self.param_dtype = dtype, param_dtype
         self.router = Linear(
             width,
@@ -156,7 +159,7 @@ class MoE(nnx.Module):
           (weights, numbers of experts), float32 and int32 [batch, sequence, top_k], most preferred first.
         """
         weights, chosen = jax.lax.top_k(probabilities, self.top_k)
-        return weights / weights.sum(-1, keepdims=True) if self.top_k > 1 else weights, chosen
+        return weights / weights.sum(-1, keepdims=True) if self.normalize else weights, chosen
 
     def hidden(self, x: jax.Array, equation: str) -> jax.Array:
         """The experts' hidden features. `equation` is the einsum of `x` with weights [expert, embed, mlp]."""

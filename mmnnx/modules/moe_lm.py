@@ -11,7 +11,6 @@ from flax import nnx
 
 from mmnnx.modules.cross_entropy import mean_cross_entropy
 from mmnnx.modules.lm import LM, Block, LMConfig, types
-from mmnnx.modules.logical import constrain
 from mmnnx.modules.moe import MoE, MoEAux
 from mmnnx.modules.presets import MOE_PRESETS
 from mmnnx.modules.stack import apply_layers
@@ -23,7 +22,8 @@ class MoELMConfig(LMConfig):
     """The sizes of a `MoELM`: those of `LMConfig`, and of its experts.
 
     Args:
-      experts, top_k, capacity_factor: as in `MoE`; `mlp` is the size of an expert, and of a dense layer.
+      experts, top_k, capacity_factor, normalize: as in `MoE`; `mlp` is the size of an expert, and of a dense
+        layer.
       every: block number `every` (counted from 1) and each multiple of it have experts; the others are dense.
       load_balancing: weight in the loss of the sum over blocks of their load-balancing losses.
       router_z: that of their router z-losses.
@@ -37,6 +37,7 @@ class MoELMConfig(LMConfig):
     experts: int = 8
     top_k: int = 2
     capacity_factor: float | None = None
+    normalize: bool = True
     every: int = 1
     load_balancing: float = 0.01
     router_z: float = 0.001
@@ -70,6 +71,7 @@ class MoEBlock(Block):
         return MoE(
             *sizes,
             capacity_factor=config.capacity_factor,
+            normalize=config.normalize,
             out_init=nnx.initializers.zeros,
             rngs=rngs,
             **types(config),
@@ -108,14 +110,14 @@ class MoELM(LM):
     def make_block(self, index: int, rngs: nnx.Rngs) -> nnx.Module:
         """Block number `index`."""
         sparse = (index + 1) % self.config.every == 0
-        return MoEBlock(self.config, sparse=sparse, rngs=rngs)
+        return MoEBlock(self.config.of_block(index), sparse=sparse, rngs=rngs)
 
     def routed(self, tokens: jax.Array, *, cache: Any = None, **options: Any) -> Any:
         """The output of the last block, [batch, length, width], and the sum over blocks of their `MoEAux`.
 
         With a cache, (that, the next cache). `options` are those of `Block`.
         """
-        x = constrain(self.embed(tokens), "batch", "sequence", "embed")
+        x = self.embedded(tokens, cache=cache, **options)
         zero = jnp.zeros(())
         carried = (x, MoEAux(zero, zero, jnp.zeros(self.config.experts), zero))
         if self.config.scan:

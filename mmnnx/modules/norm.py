@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from mmnnx.modules.linear import Names
@@ -46,6 +48,45 @@ class RMSNorm(nnx.RMSNorm):
     ):
         options = {"promote_dtype": _keep} | options
         super().__init__(num_features, scale_init=named(scale_init, *scale_axes), rngs=rngs, **options)
+
+
+class OffsetRMSNorm(nnx.Module):
+    """`RMSNorm` whose features are multiplied by 1 + scale, as in Gemma (arXiv:2403.08295).
+
+    Args:
+      num_features: size of the last dimension.
+      epsilon: added to the mean square.
+      scale_axes: logical names of the axis of `scale` [num_features].
+      scale_init: its initialiser.
+      rngs: whose `params` stream makes it.
+      dtype: of the result. Default: inferred from input and scale.
+      param_dtype: of the scale.
+
+    Example:
+      >>> OffsetRMSNorm(8, rngs=nnx.Rngs(0))(jnp.ones((2, 8))).shape
+      (2, 8)
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        scale_axes: Names = ("embed",),
+        scale_init: nnx.Initializer = nnx.initializers.zeros,
+        rngs: nnx.Rngs,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+    ):
+        self.scale = nnx.Param(named(scale_init, *scale_axes)(rngs.params(), (num_features,), param_dtype))
+        self.epsilon, self.dtype, self.param_dtype = epsilon, dtype, param_dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., num_features] to the same."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean_square = jnp.mean(wide**2, axis=-1, keepdims=True)
+        y = wide * jax.lax.rsqrt(mean_square + self.epsilon) * (1 + self.scale[...].astype(wide.dtype))
+        return y.astype(self.dtype or jnp.result_type(x.dtype, self.param_dtype))
 
 
 class LayerNorm(nnx.LayerNorm):

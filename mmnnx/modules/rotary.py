@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE, arXiv:2104.09864), with the scaling of frequencies of Llama 3."""
+"""Rotary positions (RoPE, arXiv:2104.09864), and the scaling of its frequencies to longer contexts."""
 
 from __future__ import annotations
 
@@ -44,9 +44,33 @@ class RotaryScaling:
         return frequencies * (kept + (1.0 - kept) / self.factor)
 
 
-def rotary_frequencies(
-    head_dim: int, base: float = 10_000.0, scaling: RotaryScaling | None = None
-) -> jax.Array:
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions as if they were `factor` times closer to each other (arXiv:2306.15595), as in Gemma 3.
+
+    Raises:
+      ValueError: a factor that is not positive.
+
+    Example:
+      >>> rotary_frequencies(4, scaling=LinearScaling(8.0)).shape
+      (2,)
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        if self.factor <= 0:
+            raise ValueError(f"the factor of {self} must be above zero")
+
+    def __call__(self, frequencies: jax.Array) -> jax.Array:
+        """`frequencies`, in radians a position, as they are for the longer context."""
+        return frequencies / self.factor
+
+
+Scaling = RotaryScaling | LinearScaling
+
+
+def rotary_frequencies(head_dim: int, base: float = 10_000.0, scaling: Scaling | None = None) -> jax.Array:
     """What each pair of features turns by from one position to the next, in radians: float32 [head_dim / 2].
 
     Pair i turns by `base ** (-2 i / head_dim)`, which `scaling` may then change.
@@ -68,7 +92,7 @@ def rotary_frequencies(
 
 
 def rotary(
-    x: jax.Array, positions: jax.Array, base: float = 10_000.0, scaling: RotaryScaling | None = None
+    x: jax.Array, positions: jax.Array, base: float = 10_000.0, scaling: Scaling | None = None
 ) -> jax.Array:
     """Turns each pair of features of `x` by an angle that grows with the position.
 

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from mmnnx import _compat
-from mmnnx.sharding.divided_array import DividedArray, PiecewiseSharding
-from mmnnx.sharding.division import starts
+from mmnnx.sharding.divided_array import DividedArray
+from mmnnx.sharding.held_parts import Bounds, array_of_parts, held_parts
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.train.checkpoint.errors import DamagedError, Path
 from mmnnx.train.checkpoint.keys import is_key, key_impl, stored_as
@@ -96,7 +96,7 @@ def read_arrays(
     reading: deque[tuple[Path, dict[Bounds, list[tuple[Path, ts.Future]]], int]] = deque()
     flying = 0
     for path, (target, source) in wanted.items():
-        bounds = set(_bounds(target).values())
+        bounds = _bounds(target)
         reading.append((path, {b: _start(stores, source, b) for b in bounds}, _nbytes(target, bounds)))
         flying += reading[-1][-1]
         while flying > IN_FLIGHT and len(reading) > 1:
@@ -106,32 +106,12 @@ def read_arrays(
     return found
 
 
-Bounds = tuple[tuple[int, int], ...]
-"""A part of an array: where it starts and stops in each dimension."""
-
-
-def _bounds(target: Target) -> dict[Any, Bounds]:
-    """The part of a target that each device of this process holds; of one in pieces, by (piece, device)."""
+def _bounds(target: Target) -> set[Bounds]:
+    """The parts of a target that this process holds."""
     shape = np.shape(target.like)
     if target.sharding is None:
-        return {None: tuple((0, size) for size in shape)}
-    if isinstance(target.sharding, PiecewiseSharding):
-        dim, pieces = target.sharding.dim, target.sharding.pieces(shape)
-        firsts = starts([piece[dim] for _, piece in pieces])
-        return {
-            (n, device): (*part[:dim], (first + part[dim][0], first + part[dim][1]), *part[dim + 1 :])
-            for n, ((sharding, piece), first) in enumerate(zip(pieces, firsts))
-            for device, part in _parts(sharding, piece).items()
-        }
-    return _parts(target.sharding, shape)
-
-
-def _parts(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Bounds]:
-    regions = sharding.addressable_devices_indices_map(shape)
-    return {
-        device: tuple(s.indices(size)[:2] for s, size in zip(region or (), shape))
-        for device, region in regions.items()
-    }
+        return {tuple((0, size) for size in shape)}
+    return set(held_parts(target.sharding, shape).values())
 
 
 def _nbytes(target: Target, parts: Iterable[Bounds]) -> int:
@@ -191,20 +171,10 @@ def _place(target: Target, hosts: Mapping[Bounds, np.ndarray]) -> Any:
     if isinstance(like, jax.Array) and not (like.committed or isinstance(like, DividedArray)):
         (host,) = hosts.values()
         return typed(wrap(jnp.asarray(host)))
-    make = functools.partial(jax.make_array_from_single_device_arrays, dtype=like.dtype)
-    kind = sharding.memory_kind
-    bounds = _bounds(target).items()
-    if isinstance(sharding, PiecewiseSharding):
-        rows: list[list[jax.Array]] = [[] for _ in sharding.pieces(like.shape)]
-        for (n, device), part in bounds:
-            rows[n].append(wrap(jax.device_put(hosts[part], device)))
-        pieces = [make(shape, s, row) for (s, shape), row in zip(sharding.pieces(like.shape), rows)]
-        return DividedArray([typed(piece) for piece in pieces], sharding)
-    parts = [
-        wrap(jax.device_put(hosts[part], SingleDeviceSharding(device, memory_kind=kind)))
-        for device, part in bounds
-    ]
-    return typed(make(like.shape, sharding, parts))
+    found = array_of_parts(like.shape, like.dtype, sharding, hosts, wrap)
+    if isinstance(found, DividedArray):
+        return DividedArray([typed(piece) for piece in found.pieces], found.sharding)
+    return typed(found)
 
 
 def _result(state: FilePath, path: Path, future: ts.Future) -> Any:

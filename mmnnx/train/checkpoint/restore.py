@@ -12,12 +12,12 @@ from jax.sharding import SingleDeviceSharding
 
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.sharding.placement import TaskSharding
+from mmnnx.sharding.state_shardings import shardings_of
 from mmnnx.train.checkpoint.errors import DamagedError, Differences, Path, StructureError
 from mmnnx.train.checkpoint.explain import explain
 from mmnnx.train.checkpoint.keys import stored_as
 from mmnnx.train.checkpoint.match import Type, match, type_of, type_text
 from mmnnx.train.checkpoint.nnx_state import arrays_of
-from mmnnx.train.checkpoint.placement import shardings_of
 from mmnnx.train.checkpoint.read import Target, open_arrays, read_arrays
 from mmnnx.train.checkpoint.rename import Rename, renamed
 from mmnnx.train.checkpoint.step_folders import STATE

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from mmnnx.inspect.locations import Homes
 from mmnnx.sharding.aligned_spec import aligned_spec
-from mmnnx.train.checkpoint.placement import shardings_of
+from mmnnx.sharding.state_shardings import shardings_of
 from tests.mpmd.parity import assert_same, pipeline, values
 from tests.slow import grid
 
