@@ -2,6 +2,7 @@
 #   make train ARGS="--steps 200 --stages 2"      make test ARGS="tests/mpmd -k dropout"
 #   make test-all runs what is slow as well, and five times as many of the random examples that are
 #   make test-cuda compiles for GPUs, which need not be here, in a .venv-cuda with their compiler (3 GB)
+#   make test-hf compares published models with transformers, in a .venv-hf with it and torch
 #   make fuzz N=1000 SEED=7 compares random train steps under mm.jit with nnx.jit
 #   make bench BENCH=schedules ARGS="--stages 2"
 
@@ -23,7 +24,7 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-8
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 endif
 
-.PHONY: train test test-all test-cuda fuzz lint bench clean
+.PHONY: train test test-all test-cuda test-hf fuzz lint bench clean
 
 train: $(INSTALLED)
 	$(BIN)/mmnnx train $(ARGS)
@@ -32,13 +33,16 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not cuda" --hypothesis-profile=all $(ARGS)
+	$(BIN)/python -m pytest -m "not cuda and not hf" --hypothesis-profile=all $(ARGS)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --examples $(N) --seed $(SEED) $(ARGS)
 
 test-cuda: .venv-cuda/installed
 	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -m cuda tests/plan $(ARGS)
+
+test-hf: $(INSTALLED) .venv-hf/installed
+	$(BIN)/python -m pytest -m hf tests/hf $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -62,4 +66,10 @@ $(INSTALLED): pyproject.toml
 .venv-cuda/installed: pyproject.toml
 	test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
 	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cuda12,dev]'
+	@touch $@
+
+# transformers and torch have their own Python: they are what is compared with, nothing that mmnnx needs.
+.venv-hf/installed: pyproject.toml
+	test -x .venv-hf/bin/python || $(PYTHON) -m venv .venv-hf
+	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "transformers>=5.24"
 	@touch $@

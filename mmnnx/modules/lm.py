@@ -177,11 +177,16 @@ class LM(nnx.Module):
 
     A subclass overrides `make_block`, or `embedded`, `hidden` or `logits`, the parts of a call.
 
+    Attributes:
+      source: the folder that its weights were loaded from, by `mmnnx.modules.hf.load`.
+
     Example:
       >>> model = LM(LMConfig(layers=2), rngs=nnx.Rngs(0))
       >>> model(jnp.zeros((1, 16), jnp.int32)).shape
       (1, 16, 256)
     """
+
+    source: str | None = None
 
     def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
         self.config = config

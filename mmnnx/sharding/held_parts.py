@@ -64,3 +64,29 @@ def array_of_parts(
         return DividedArray(pieces, sharding)
     parts = [put(part, device) for device, part in held.items()]
     return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
+
+
+def held_row(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
+    """`x[index]` in host memory, from the devices that hold it: no device holds more than before.
+
+    Args:
+      x: an array all of whose shards are in this process.
+      index: into its first dimensions.
+    """
+    if isinstance(x, DividedArray) and x.dim < len(index):
+        at = index[x.dim]
+        for piece in x.pieces:
+            if at < piece.shape[x.dim]:
+                return held_row(piece, (*index[: x.dim], at, *index[x.dim + 1 :]))
+            at -= piece.shape[x.dim]
+    if isinstance(x, DividedArray):
+        return np.concatenate([held_row(piece, index) for piece in x.pieces], axis=x.dim - len(index))
+    out = np.empty(x.shape[len(index) :], x.dtype)
+    for shard in x.addressable_shards:
+        bounds = [s.indices(size)[:2] for s, size in zip(shard.index, x.shape)]
+        if shard.replica_id == 0 and all(a <= n < b for n, (a, b) in zip(index, bounds)):
+            data = shard.data
+            for n, (a, _) in zip(index, bounds):
+                data = jax.lax.dynamic_index_in_dim(data, n - a, keepdims=False)
+            out[tuple(slice(*b) for b in bounds[len(index) :])] = data
+    return out

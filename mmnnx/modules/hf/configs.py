@@ -1,0 +1,354 @@
+"""`config.json` of a published model as a config of `mmnnx.modules`, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from mmnnx.modules.gemma import GemmaConfig
+from mmnnx.modules.gpt2 import GPT2Config
+from mmnnx.modules.lm import LMConfig
+from mmnnx.modules.moe_lm import MoELMConfig
+from mmnnx.modules.rotary import LinearScaling, RotaryScaling, Scaling
+
+CONFIG = "config.json"
+
+
+def read_config(folder: str | Path, **changes: Any) -> LMConfig:
+    """The config of the model in a folder.
+
+    Args:
+      folder: with a `config.json`.
+      **changes: fields to set otherwise: `scan=True`, `remat=True`, `param_dtype=jnp.float32`, ...
+
+    Returns:
+      An `LMConfig`, or that of `MoELM`, `Gemma` or `GPT2`. Weights are kept in the dtype that they are stored
+      in, and computed in it.
+
+    Raises:
+      FileNotFoundError: without a `config.json`.
+      ValueError: for an architecture that is not known, or a field that asks for what the modules do not
+        have; names it.
+
+    Example:
+      >>> read_config("Llama-3.2-1B", scan=True).width
+      2048
+    """
+    file = Path(folder) / CONFIG
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no {CONFIG} in {folder}: it is no folder of a published model")
+    found = _Json(json.loads(file.read_text()), file)
+    kind = found.need("model_type")
+    if kind not in READERS:
+        raise ValueError(
+            f"{file}: model_type {kind!r} is not known; there are {', '.join(map(repr, READERS))}"
+        )
+    config = READERS[kind](found)
+    return dataclasses.replace(config, **changes)
+
+
+def write_config(config: LMConfig) -> dict[str, Any]:
+    """What `config.json` says of a model: the inverse of `read_config`, as `transformers` reads it.
+
+    Raises:
+      ValueError: for a config that no published architecture has.
+
+    Example:
+      >>> write_config(LMConfig(layers=2))["model_type"]
+      'llama'
+    """
+    kind = model_type(config)
+    shared = dict(
+        architectures=[ARCHITECTURES[kind]],
+        model_type=kind,
+        dtype=jnp.dtype(config.param_dtype).name,
+        vocab_size=config.vocab,
+        tie_word_embeddings=config.tied,
+    )
+    if isinstance(config, GPT2Config):
+        own: dict[str, Any] = dict(n_embd=config.width, n_layer=config.layers, n_head=config.heads)
+        own |= dict(n_inner=config.mlp, n_positions=config.positions, layer_norm_epsilon=config.norm_eps)
+        return shared | own | dict(activation_function="gelu_new")
+    shared |= dict(
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim or config.width // config.heads,
+        intermediate_size=config.mlp,
+        rms_norm_eps=config.norm_eps,
+    )
+    windows = config.window if isinstance(config.window, tuple) else (config.window,) * config.layers
+    window = next((w for w in windows if w is not None), None)
+    rope: dict[str, Any] = _write_rope(config.rotary_base, config.rotary_scaling)
+    if kind in ("llama", "mistral", "mixtral"):
+        shared |= dict(hidden_act="silu")
+        if kind != "llama":
+            shared |= dict(sliding_window=window)
+    else:
+        names = {True: "full_attention", False: "sliding_attention"}
+        shared |= dict(layer_types=[names[w is None] for w in windows], sliding_window=window)
+        if kind.startswith("qwen"):
+            shared |= dict(hidden_act="silu", use_sliding_window=window is not None)
+    if isinstance(config, MoELMConfig):
+        shared |= dict(num_experts_per_tok=config.top_k, router_aux_loss_coef=config.load_balancing)
+        if kind == "mixtral":
+            shared |= dict(num_local_experts=config.experts)
+        else:
+            shared |= dict(num_experts=config.experts, norm_topk_prob=config.normalize)
+            shared |= dict(moe_intermediate_size=config.mlp, decoder_sparse_step=1, mlp_only_layers=[])
+    if isinstance(config, GemmaConfig):
+        shared |= dict(hidden_activation="gelu_pytorch_tanh", final_logit_softcapping=config.logits_softcap)
+        shared |= dict(attn_logit_softcapping=config.attention_softcap)
+        scale = config.attention_scale
+        head_dim = config.head_dim or config.width // config.heads
+        shared |= dict(query_pre_attn_scalar=head_dim if scale is None else round(scale**-2))
+        if kind == "gemma3_text":
+            local = config.rotary_base if config.local_rotary_base is None else config.local_rotary_base
+            rope = dict(full_attention=rope, sliding_attention=_write_rope(local, None))
+    return shared | dict(rope_parameters=rope)
+
+
+def model_type(config: LMConfig) -> str:
+    """The `model_type` of the published architecture that a config is of.
+
+    Raises:
+      ValueError: if it is of none.
+    """
+    if isinstance(config, GPT2Config):
+        kind, fits = "gpt2", config.bias and config.window is None and config.heads == config.kv_heads
+    elif isinstance(config, GemmaConfig):
+        kind, fits = "gemma3_text" if config.qk_norm else "gemma2", not config.bias
+    elif isinstance(config, MoELMConfig):
+        kind = "qwen3_moe" if config.qk_norm else "mixtral"
+        fits = not config.bias and config.every == 1 and (config.qk_norm or config.normalize)
+    elif config.bias:
+        kind, fits = "qwen2", not config.qk_norm
+    elif config.qk_norm:
+        kind, fits = "qwen3", True
+    else:
+        kind = "llama" if config.window is None else "mistral"
+        fits = not isinstance(config.window, tuple) or len(set(config.window)) == 1
+    if not fits:
+        raise ValueError(f"no published architecture has all of {config}")
+    return kind
+
+
+class _Json:
+    """The fields of a `config.json`, and what is said where one does not fit."""
+
+    def __init__(self, fields: Mapping[str, Any], file: Path):
+        self.fields, self.file = fields, file
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = self.fields.get(name)
+        return default if found is None else found
+
+    def need(self, *names: str) -> Any:
+        """The first of several names that is there."""
+        for name in names:
+            if self.fields.get(name) is not None:
+                return self.fields[name]
+        raise ValueError(f"{self.file} has no field {names[0]!r}")
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Raises ValueError if a field is there and says what the modules do not do."""
+        found = self.fields.get(name)
+        if found is not None and found not in allowed:
+            choices = " or ".join(map(repr, allowed))
+            raise ValueError(f"{self.file}: {name} is {found!r}, and mmnnx.modules have {choices} alone")
+
+
+def _dtype(json: _Json) -> Any:
+    return jnp.dtype(json.get("dtype", json.get("torch_dtype", "float32")))
+
+
+def _shared(
+    json: _Json, *, tied: bool = False, rms_norm_eps: float = 1e-6, head_dim: int | None = None
+) -> dict[str, Any]:
+    """What all but GPT-2 say in the same words."""
+    json.only("attention_bias", False)
+    json.only("mlp_bias", False)
+    json.only("hidden_act", "silu")
+    width, heads = json.need("hidden_size"), json.need("num_attention_heads")
+    base, scaling = _read_rope(json)
+    return dict(
+        vocab=json.need("vocab_size"),
+        layers=json.need("num_hidden_layers"),
+        width=width,
+        heads=heads,
+        kv_heads=json.get("num_key_value_heads", heads),
+        mlp=json.need("intermediate_size"),
+        head_dim=json.get("head_dim", head_dim or width // heads),
+        tied=json.get("tie_word_embeddings", tied),
+        norm_eps=json.get("rms_norm_eps", rms_norm_eps),
+        rotary_base=base,
+        rotary_scaling=scaling,
+        dtype=_dtype(json),
+        param_dtype=_dtype(json),
+    )
+
+
+def _read_rope(json: _Json, kind: str | None = None) -> tuple[float, Scaling | None]:
+    """Base and scaling of rotary positions; `kind` is the kind of layer, where kinds differ."""
+    said = json.get("rope_parameters", json.get("rope_scaling", {}))
+    said = said.get(kind, {}) if kind else said
+    base = float(said.get("rope_theta", json.get("rope_theta", 10_000.0)))
+    name = said.get("rope_type", said.get("type", "default"))
+    if name == "default":
+        return base, None
+    if name == "linear":
+        return base, LinearScaling(float(said["factor"]))
+    if name == "llama3":
+        return base, RotaryScaling(**{f.name: said[f.name] for f in dataclasses.fields(RotaryScaling)})
+    raise ValueError(
+        f"{json.file}: rotary positions are scaled by {name!r}, and mmnnx.modules have 'linear' and 'llama3'"
+    )
+
+
+def _write_rope(base: float, scaling: Scaling | None) -> dict[str, Any]:
+    if scaling is None:
+        return dict(rope_type="default", rope_theta=base)
+    name = "linear" if isinstance(scaling, LinearScaling) else "llama3"
+    return dict(rope_type=name, rope_theta=base, **dataclasses.asdict(scaling))
+
+
+def _windows(json: _Json, default: Callable[[int], str]) -> tuple[int | None, ...] | None:
+    """The window of each layer, by the kinds of layers."""
+    layers, window = json.need("num_hidden_layers"), json.get("sliding_window")
+    kinds = json.get("layer_types", [default(n) for n in range(layers)])
+    if window is None or "sliding_attention" not in kinds:
+        return None
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _llama(json: _Json) -> LMConfig:
+    return LMConfig(**_shared(json))
+
+
+def _mistral(json: _Json) -> LMConfig:
+    return LMConfig(**_shared(json), window=json.get("sliding_window"))
+
+
+def _mixtral(json: _Json) -> MoELMConfig:
+    return MoELMConfig(
+        **_shared(json, rms_norm_eps=1e-5),
+        window=json.get("sliding_window"),
+        experts=json.need("num_local_experts"),
+        top_k=json.need("num_experts_per_tok"),
+        load_balancing=json.get("router_aux_loss_coef", 0.001),
+        router_z=0.0,
+    )
+
+
+def _qwen_windows(json: _Json) -> tuple[int | None, ...] | None:
+    if not json.get("use_sliding_window", False):
+        return None
+    first = json.get("max_window_layers", 28)
+    return _windows(json, lambda n: "sliding_attention" if n >= first else "full_attention")
+
+
+def _qwen2(json: _Json) -> LMConfig:
+    return LMConfig(**_shared(json), window=_qwen_windows(json), bias=True)
+
+
+def _qwen3(json: _Json) -> LMConfig:
+    return LMConfig(**_shared(json, head_dim=128), window=_qwen_windows(json), qk_norm=True)
+
+
+def _qwen3_moe(json: _Json) -> MoELMConfig:
+    json.only("decoder_sparse_step", 1)
+    json.only("mlp_only_layers", [])
+    shared = _shared(json, head_dim=128) | dict(mlp=json.need("moe_intermediate_size"))
+    return MoELMConfig(
+        **shared,
+        window=_qwen_windows(json),
+        qk_norm=True,
+        experts=json.need("num_experts", "num_local_experts"),
+        top_k=json.need("num_experts_per_tok"),
+        normalize=json.get("norm_topk_prob", False),
+        load_balancing=json.get("router_aux_loss_coef", 0.001),
+        router_z=0.0,
+    )
+
+
+def _gemma(json: _Json, windows: Any, **changes: Any) -> GemmaConfig:
+    json.only("hidden_activation", "gelu_pytorch_tanh")
+    json.only("use_bidirectional_attention", False)
+    shared = _shared(json, tied=True, head_dim=256) | changes
+    scalar = json.get("query_pre_attn_scalar", 256)
+    return GemmaConfig(
+        **shared,
+        window=windows,
+        attention_scale=None if scalar == shared["head_dim"] else scalar**-0.5,
+        attention_softcap=json.get("attn_logit_softcapping"),
+        logits_softcap=json.get("final_logit_softcapping"),
+    )
+
+
+def _gemma2(json: _Json) -> GemmaConfig:
+    return _gemma(json, _windows(json, lambda n: "full_attention" if n % 2 else "sliding_attention"))
+
+
+def _gemma3(json: _Json) -> GemmaConfig:
+    every = json.get("sliding_window_pattern", json.get("_sliding_window_pattern", 6))
+    windows = _windows(json, lambda n: "sliding_attention" if (n + 1) % every else "full_attention")
+    if "rope_parameters" in json.fields:
+        base, scaling = _read_rope(json, "full_attention")
+        local, _ = _read_rope(json, "sliding_attention")
+    else:  # as older versions wrote it
+        base, scaling = _read_rope(json)
+        local = json.get("rope_local_base_freq", 10_000.0)
+    own = dict(qk_norm=True, rotary_base=base, rotary_scaling=scaling, local_rotary_base=local)
+    return _gemma(json, windows, **own)
+
+
+def _gpt2(json: _Json) -> GPT2Config:
+    json.only("activation_function", "gelu_new")
+    json.only("scale_attn_weights", True)
+    json.only("scale_attn_by_inverse_layer_idx", False)
+    json.only("add_cross_attention", False)
+    width, heads = json.need("n_embd"), json.need("n_head")
+    return GPT2Config(
+        vocab=json.need("vocab_size"),
+        layers=json.need("n_layer"),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        mlp=json.get("n_inner", 4 * width),
+        positions=json.need("n_positions"),
+        norm_eps=json.get("layer_norm_epsilon", 1e-5),
+        tied=json.get("tie_word_embeddings", True),
+        dtype=_dtype(json),
+        param_dtype=_dtype(json),
+    )
+
+
+READERS: dict[str, Callable[[_Json], LMConfig]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "gpt2": _gpt2,
+}
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}

@@ -1,0 +1,161 @@
+"""A model as a folder that `transformers` and others load."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from mmnnx.modules.hf.configs import CONFIG, read_config, write_config
+from mmnnx.modules.hf.tensors import Path, Piece, pieces_of, tensor_shapes
+from mmnnx.modules.hf.weights import INDEX, ONE_FILE, Weights
+from mmnnx.modules.lm import LM
+from mmnnx.mpmd.distributed.fetch import fetch
+from mmnnx.sharding.held_parts import held_row
+
+FILE_BYTES = 5 * 10**9
+"""The most that is in one file, as `transformers` has it."""
+
+COMPANIONS = (".json", ".jinja", ".model", ".txt")  # a tokenizer's files, and how text is generated
+
+
+def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = None, dtype: Any = None) -> None:
+    """Writes a model as a folder of the Hugging Face hub.
+
+    Names of tensors, their dtypes, the files that they are in, and the fields of `config.json` are those of
+    the folder that the model was loaded from, whose tokenizer is copied as well. What was loaded and not
+    changed is equal byte by byte. Of a model that was not loaded, files hold up to 5 GB.
+
+    In several processes each must call it; the first writes.
+
+    Args:
+      model: an `LM`, `MoELM`, `Gemma` or `GPT2`, wherever its weights live.
+      folder: a new or empty one. It is there when all of it is.
+      like: another folder to take these from than the one that it was loaded from (`model.source`).
+      dtype: what all weights are written in. Default: as in `like`, else as they are kept.
+
+    Raises:
+      FileExistsError: for a folder that holds something.
+      ValueError: for a model that is none of a published architecture, or another one than that of `like`.
+
+    Example:
+      >>> hf.save(model, "fine-tuned")
+    """
+    target = FilePath(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} is there and is not empty: name a new folder")
+    source = like if like is not None else getattr(model, "source", None)
+    weights = None if source is None else Weights(source)
+    pieces = pieces_of(model, None if weights is None else weights.files)
+    shapes = tensor_shapes(pieces)
+    if weights is not None and (wrong := _difference(shapes, weights)):
+        raise ValueError(f"the model is not of the shape of the one in {source}: {wrong}")
+    kept = _kept_dtypes(model, pieces)
+    if dtype is not None:
+        dtypes = dict.fromkeys(shapes, jnp.dtype(dtype))
+    else:
+        dtypes = kept if weights is None else {name: weights.dtype(name) for name in shapes}
+    config = _config(model, source, dtypes)
+    files = _files(shapes, dtypes) if weights is None else {name: weights.files[name] for name in shapes}
+    first = jax.process_index() == 0
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+        written = FilePath(scratch) / "model"
+        written.mkdir()
+        for file in dict.fromkeys(files.values()):
+            names = [name for name in shapes if files[name] == file]
+            tensors = dict(_tensors(model, pieces, names, shapes, dtypes))
+            if first:
+                save_file(tensors, written / file, metadata={"format": "pt"})
+        if not first:
+            return
+        if set(files.values()) != {ONE_FILE}:
+            total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
+            metadata = ({} if weights is None else weights.metadata) | {"total_size": total}
+            (written / INDEX).write_text(_json({"metadata": metadata, "weight_map": files}))
+        (written / CONFIG).write_text(_json(config))
+        for path in sorted(FilePath(source).iterdir()) if source is not None else ():
+            if path.suffix in COMPANIONS and path.name not in (CONFIG, INDEX):
+                shutil.copy(path, written / path.name)
+        written.replace(target)
+
+
+def _difference(shapes: Mapping[str, tuple[int, ...]], weights: Weights) -> str:
+    """The first tensor of a model that the files hold otherwise."""
+    for name, shape in shapes.items():
+        if name not in weights.files:
+            return f"there is no {name}"
+        if weights.shape(name) != shape:
+            return f"{name} is {weights.shape(name)} there and {shape} here"
+    return ""
+
+
+def _config(model: LM, source: Any, dtypes: Mapping[str, np.dtype]) -> dict[str, Any]:
+    """The fields of `config.json`: those of the source, or the model's own, and the dtype of most weights."""
+    written = jnp.dtype(max(dtypes.values(), key=list(dtypes.values()).count)).name
+    if source is None:
+        return write_config(model.config) | {"dtype": written}
+    found = json.loads((FilePath(source) / CONFIG).read_text())
+    if jnp.dtype(read_config(source).param_dtype).name == written:
+        return found
+    return found | {"torch_dtype" if "torch_dtype" in found else "dtype": written}
+
+
+def _json(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
+
+
+def _kept_dtypes(model: LM, pieces: Mapping[Path, tuple[Piece, ...]]) -> dict[str, np.dtype]:
+    variables = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    return {p.tensor: variables[path].get_raw_value().dtype for path, own in pieces.items() for p in own}
+
+
+def _files(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, np.dtype]) -> dict[str, str]:
+    """The file of each tensor, where no folder says it."""
+    numbers, number, filled = {}, 1, 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * dtypes[name].itemsize
+        if filled and filled + size > FILE_BYTES:
+            number, filled = number + 1, 0
+        numbers[name], filled = number, filled + size
+    if number == 1:
+        return dict.fromkeys(shapes, ONE_FILE)
+    return {name: f"model-{n:05}-of-{number:05}.safetensors" for name, n in numbers.items()}
+
+
+def _tensors(
+    model: LM,
+    pieces: Mapping[Path, tuple[Piece, ...]],
+    names: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, np.dtype],
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of some names, in host memory."""
+    variables = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    parts: dict[str, list[tuple[Path, Piece]]] = {name: [] for name in names}
+    for path, own in pieces.items():
+        for piece in own:
+            if piece.tensor in parts:
+                parts[piece.tensor].append((path, piece))
+    for name, found in parts.items():
+        values = []
+        for path, piece in sorted(found, key=lambda f: f[1].start):
+            row = _row(variables[path].get_raw_value(), piece.index)
+            values.append(row.T if piece.transposed else row)
+        whole = np.concatenate(values, axis=-1) if len(values) > 1 else values[0]
+        yield name, np.ascontiguousarray(whole, dtypes[name])
+
+
+def _row(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
+    """`x[index]` in host memory; in several processes of all of them."""
+    return held_row(x, index) if x.is_fully_addressable else np.asarray(fetch(x))[index]

@@ -1,0 +1,84 @@
+"""The safetensors files of a folder: which tensors there are, and parts of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class Weights:
+    """The tensors in a folder. Only what is asked for is read.
+
+    Attributes:
+      folder: the folder.
+      files: for each tensor the name of its file, in the order of the folder's index.
+      metadata: what the index says besides; nothing where there is none.
+
+    Raises:
+      FileNotFoundError: for a folder without safetensors, or without one of its files.
+      ValueError: for a file that is damaged.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.metadata: dict[str, Any] = {}
+        self._open: dict[str, Any] = {}
+        index = self.folder / INDEX
+        if index.is_file():
+            said = json.loads(index.read_text())
+            self.files: dict[str, str] = said["weight_map"]
+            self.metadata = said.get("metadata", {})
+            for file in dict.fromkeys(self.files.values()):
+                held = set(self._handle(file).keys())
+                lost = [name for name, own in self.files.items() if own == file and name not in held]
+                if lost:
+                    raise ValueError(f"{index} says that {lost[0]} is in {file}, which does not hold it")
+        elif (self.folder / ONE_FILE).is_file():
+            self.files = dict.fromkeys(self._handle(ONE_FILE).keys(), ONE_FILE)
+        else:
+            raise FileNotFoundError(
+                f"{self.folder} has neither {ONE_FILE} nor {INDEX}: the weights are missing"
+            )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> np.dtype:
+        """The dtype of a tensor.
+
+        Raises:
+          ValueError: for one that is not computed with, such as the eight bits of quantised weights.
+        """
+        found = self._slice(name).get_dtype()
+        if found not in DTYPES:
+            raise ValueError(f"{name} in {self.folder} is {found}: weights are {', '.join(DTYPES)}")
+        return jnp.dtype(DTYPES[found])
+
+    def read(self, name: str, region: tuple[slice, ...]) -> np.ndarray:
+        """A part of a tensor."""
+        return self._slice(name)[region]
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(self.files[name]).get_slice(name)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            path = self.folder / file
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} is missing: {INDEX} names it")
+            try:
+                self._open[file] = safe_open(path, "np")
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged: {error}") from error
+        return self._open[file]
