@@ -1,0 +1,272 @@
+"""Folders of published models: what is read, what is written, and what is said of one that does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import mmnnx as mm
+from mmnnx.modules import GemmaConfig, GPT2Config, LinearScaling, LMConfig, MoELMConfig, RotaryScaling, hf
+from mmnnx.modules.hf import saving
+from mmnnx.modules.hf.loading import build
+from mmnnx.modules.hf.weights import Weights
+
+SIZES = dict(vocab=64, layers=4, width=16, heads=4, kv_heads=2, mlp=24, head_dim=8)
+MOE = dict(experts=3, top_k=2, load_balancing=0.001, router_z=0.0)
+CONFIGS = {
+    "llama": LMConfig(**SIZES, rotary_scaling=RotaryScaling(), rotary_base=5e5),
+    "tied llama": LMConfig(**SIZES, tied=True, rotary_scaling=LinearScaling(2.0)),
+    "mistral": LMConfig(**SIZES, window=3),
+    "mixtral": MoELMConfig(**SIZES, **MOE),
+    "qwen2": LMConfig(**SIZES, bias=True, window=(None, None, 3, 3)),
+    "qwen3": LMConfig(**SIZES, qk_norm=True),
+    "qwen3_moe": MoELMConfig(**SIZES, **MOE, qk_norm=True, normalize=False),
+    "gemma2": GemmaConfig(**SIZES, window=(3, None, 3, None), attention_softcap=3.0, logits_softcap=5.0),
+    "gemma3": GemmaConfig(**SIZES, window=(3, 3, None, 3), qk_norm=True, local_rotary_base=1e3),
+    "gpt2": GPT2Config(vocab=64, layers=4, width=16, heads=4, kv_heads=4, mlp=64, positions=32),
+}
+
+
+@functools.cache
+def make(name: str):
+    random = np.random.default_rng(0)
+    draw = lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype)
+    return jax.tree.map(draw, nnx.state(build(CONFIGS[name])))
+
+
+def model_of(name: str):
+    """A model of a family; the same at each call."""
+    model = build(CONFIGS[name])
+    nnx.update(model, make(name))
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a Llama."""
+    hf.save(model_of("llama"), tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def stages(count: int = 2) -> mm.MultiMesh:
+    return mm.MultiMesh(axis_sizes=(count, 2), axis_names=("stage", "model"))
+
+
+def tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def assert_equal_files(got: pathlib.Path, expected: pathlib.Path) -> None:
+    assert sorted(f.name for f in got.iterdir()) == sorted(f.name for f in expected.iterdir())
+    for file in expected.iterdir():
+        assert (got / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_there_and_back(name, tmp_path):
+    model = model_of(name)
+    hf.save(model, tmp_path / "one")
+    with stages():
+        place = lambda model: mm.pipeline_sharding(model, 2, rules=mm.logical_rules("tensor"))
+        again = hf.load(tmp_path / "one", placement=place)
+        assert again.config == model.config
+        for path, variable in nnx.to_flat_state(nnx.state(again)):
+            own = make(name)
+            for key in path:
+                own = own[key]
+            np.testing.assert_array_equal(mm.fetch(variable.get_raw_value()), own.get_raw_value())
+        hf.save(again, tmp_path / "two")
+    assert_equal_files(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_stack_in_pieces(kind, layers, tmp_path, monkeypatch):
+    """Equal pieces are one array of JAX, others a DividedArray; files hold some layers each."""
+    monkeypatch.setattr(saving, "FILE_BYTES", 6000)
+    config = dataclasses.replace(CONFIGS[kind], layers=layers)
+    hf.save(build(config), tmp_path / "one")
+    assert len(list((tmp_path / "one").glob("*.safetensors"))) > 3
+    with stages():
+        rules = mm.logical_rules("tensor")
+        place = lambda model: mm.pipeline_sharding(model, 2, rules=rules)
+        model = hf.load(tmp_path / "one", placement=place, scan=True)
+        kernel = model.blocks.segments[0].layers.attention.query.kernel.get_raw_value()
+        assert isinstance(kernel, mm.DividedArray) == (layers == 5)
+        hf.save(model, tmp_path / "two")
+    assert_equal_files(tmp_path / "two", tmp_path / "one")
+
+
+def test_each_device_reads_its_own_part(folder, monkeypatch):
+    read = []
+    own = Weights.read
+    monkeypatch.setattr(Weights, "read", lambda self, *args: read.append(own(self, *args)) or read[-1])
+    with stages():
+        rules = mm.logical_rules("tensor")
+        model = hf.load(folder, placement=lambda model: mm.pipeline_sharding(model, 2, rules=rules))
+    arrays = [v.get_raw_value() for _, v in nnx.to_flat_state(nnx.state(model))]
+    shards = [s.data for x in arrays for s in x.addressable_shards if s.replica_id == 0]
+    assert sorted(x.nbytes for x in read) == sorted(x.nbytes for x in shards)
+    assert len(shards) > 1.5 * len(arrays)
+
+
+def test_types(folder, tmp_path):
+    model = hf.load(folder, dtype=jnp.bfloat16)
+    assert (model.config.dtype, model.config.param_dtype) == (jnp.bfloat16, jnp.float32)
+    hf.save(model, tmp_path / "half", dtype=jnp.bfloat16)
+    half = hf.load(tmp_path / "half", param_dtype=jnp.float32)
+    assert hf.read_config(tmp_path / "half").dtype == jnp.bfloat16
+    assert half.head.kernel.get_raw_value().dtype == jnp.float32
+    hf.save(half, tmp_path / "again")  # as it was stored
+    assert_equal_files(tmp_path / "again", tmp_path / "half")
+
+
+def test_a_tokenizer_goes_along(folder, tmp_path):
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "pytorch_model.bin").write_bytes(b"weights of another kind")
+    hf.save(hf.load(folder), tmp_path / "new")
+    assert sorted(f.name for f in (tmp_path / "new").iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+def rewrite(folder: pathlib.Path, change) -> None:
+    """Changes the tensors of a folder."""
+    found = tensors(folder)
+    change(found)
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def reconfigure(folder: pathlib.Path, **changes) -> None:
+    file = folder / "config.json"
+    fields = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in fields.items() if v is not ...}))
+
+
+def test_names_without_a_prefix_and_buffers(tmp_path):
+    """As the first checkpoints of GPT-2 are."""
+    model = model_of("gpt2")
+    hf.save(model, tmp_path / "gpt2")
+
+    def change(found):
+        for name in list(found):
+            found[name.removeprefix("transformer.")] = found.pop(name)
+        found["h.0.attn.bias"] = np.ones((1, 1, 32, 32), np.float32)
+
+    rewrite(tmp_path / "gpt2", change)
+    again = hf.load(tmp_path / "gpt2")
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
+    hf.save(again, tmp_path / "new")
+    assert tensors(tmp_path / "new").keys() == tensors(tmp_path / "gpt2").keys() - {"h.0.attn.bias"}
+
+
+def test_an_embedding_that_is_stored_twice(tmp_path):
+    hf.save(model_of("tied llama"), tmp_path / "one")
+    rewrite(tmp_path / "one", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
+    hf.save(hf.load(tmp_path / "one"), tmp_path / "two")
+    assert tensors(tmp_path / "two").keys() == tensors(tmp_path / "one").keys()
+
+
+def test_fields_as_they_once_were(folder, tmp_path):
+    scaling = dict(type="linear", factor=4.0)
+    reconfigure(
+        folder, rope_parameters=..., rope_theta=2e4, rope_scaling=scaling, dtype=..., torch_dtype="bfloat16"
+    )
+    config = hf.read_config(folder)
+    assert (config.rotary_base, config.rotary_scaling) == (2e4, LinearScaling(4.0))
+    assert config.dtype == jnp.bfloat16
+    hf.save(model_of("gemma3"), tmp_path / "gemma")
+    old = dict(
+        rope_parameters=...,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        layer_types=...,
+        sliding_window_pattern=2,
+    )
+    reconfigure(tmp_path / "gemma", **old)
+    config = hf.read_config(tmp_path / "gemma")
+    assert (config.rotary_base, config.local_rotary_base, config.window) == (1e6, 1e4, (3, None, 3, None))
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (dict(model_type="mamba"), "model_type 'mamba' is not known; there are 'llama'"),
+        (dict(model_type=...), "has no field 'model_type'"),
+        (dict(hidden_act="relu"), "hidden_act is 'relu', and mmnnx.modules have 'silu' alone"),
+        (dict(attention_bias=True), "attention_bias is True"),
+        (
+            dict(rope_parameters=dict(rope_type="yarn")),
+            "scaled by 'yarn', and mmnnx.modules have 'linear' and",
+        ),
+        (dict(num_key_value_heads=3), "4 heads are not divisible by 3 key-value heads"),
+        (dict(vocab_size=65), "model.embed_tokens.weight is .64, 16. and not .65, 16."),
+        (dict(num_hidden_layers=5), "it has no model.layers.4.self_attn.k_proj.weight, .* and 5 more"),
+        (dict(num_hidden_layers=3), "it has model.layers.3.*, which the model has not"),
+        (dict(tie_word_embeddings=True, num_hidden_layers=3), "which the model has not"),
+    ],
+)
+def test_what_does_not_fit_is_named(folder, changes, said):
+    reconfigure(folder, **changes)
+    with pytest.raises(ValueError, match=said):
+        hf.load(folder, placement=lambda model: pytest.fail("nothing is placed before it is checked"))
+
+
+def test_files_that_are_not_as_they_should_be(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no config.json in"):
+        hf.load(tmp_path)
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged"):
+        hf.load(folder)
+    file.write_bytes(whole)
+    rewrite(folder, lambda found: found.update({"lm_head.weight": found["lm_head.weight"].astype(np.int8)}))
+    with pytest.raises(ValueError, match="lm_head.weight in .* is I8: weights are F64, F32, F16, BF16"):
+        hf.load(folder)
+    index = {"weight_map": dict.fromkeys(tensors(folder), "model-00001-of-00002.safetensors")}
+    file.rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor model.safetensors.index.json"):
+        hf.load(folder)
+    index["weight_map"]["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match="model-00002-of-00002.safetensors is missing"):
+        hf.load(folder)
+    save_file({"other": np.ones(1)}, folder / "model-00002-of-00002.safetensors")
+    with pytest.raises(
+        ValueError, match="lm_head.weight is in model-00002-of-00002.*, which does not hold it"
+    ):
+        hf.load(folder)
+
+
+def test_where_it_cannot_be_written(folder, tmp_path):
+    model = hf.load(folder)
+    with pytest.raises(FileExistsError, match="is not empty"):
+        hf.save(model, folder)
+    with pytest.raises(
+        ValueError, match="not of the shape of the one in .*: there is no model.layers.0.self_attn.k_norm"
+    ):
+        hf.save(model_of("qwen3"), tmp_path / "new", like=folder)
+    with pytest.raises(ValueError, match="no published architecture has all of LMConfig"):
+        hf.save(build(LMConfig(**SIZES, bias=True, qk_norm=True)), tmp_path / "new")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["llama"]
+
+
+def test_a_placement_that_leaves_weights_out(folder):
+    with stages():
+        rules = mm.TaskSharding({mm.path("embed"): mm.Task("stage0", mesh_slice={"stage": 0})})
+        with pytest.raises(mm.PlacementError, match="blocks"):
+            hf.load(folder, placement=rules)
