@@ -1,5 +1,5 @@
-"""A published model of some gigabytes, loaded over four stages of two devices and written back: seconds, and the
-host memory that it takes besides the weights. (Devices are virtual CPU devices, whose memory is the host's.)
+"""A published model of some gigabytes, loaded over four stages of two devices and written back: seconds, and
+the host memory that it takes besides the weights. (The memory of virtual CPU devices is the host's.)
 
 python benchmarks/published.py --gigabytes 2
 """
@@ -55,12 +55,9 @@ def main(options: Options) -> None:
         model, *read = measured(lambda: hf.load(folder / "one", placement=place, scan=options.scan))
         weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
         _, *written = measured(lambda: hf.save(model, folder / "two"))
-        files = sum(file.stat().st_size for file in (folder / "two").glob("*.safetensors"))
-    print(f"{layers} layers, {weights / 1e9:.2f} GB of weights, {os.cpu_count()} cores")
+    print(f"{layers} layers, {weights / 1e9:.2f} GB, {os.cpu_count()} cores")
     print(f"load  {read[0]:6.1f} s   {(read[1] - weights) / 1e6:8.0f} MB of host memory besides the weights")
-    print(
-        f"save  {written[0]:6.1f} s   {written[1] / 1e6:8.0f} MB of host memory for {files / 1e9:.2f} GB of files"
-    )
+    print(f"save  {written[0]:6.1f} s   {written[1] / 1e6:8.0f} MB of host memory")
 
 
 def measured(run: Callable[[], Any]) -> tuple[Any, float, int]:
