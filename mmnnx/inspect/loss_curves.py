@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -11,19 +10,18 @@ if TYPE_CHECKING:
 
 
 def draw_loss(rows: Iterable[Mapping[str, float]]) -> Figure:
-    """Training and validation loss, in bits per byte, over the steps.
+    """Training and validation loss, in nats per token, over the steps.
 
-    ``rows`` are those of metrics.jsonl: with ``step``, and ``loss`` (nats per byte) or ``val_bits_per_byte``.
+    ``rows`` are those of metrics.jsonl: with ``step``, and ``loss`` or ``val_loss`` (nats per token).
 
-    >>> draw_loss([{"step": 1, "loss": 5.5}, {"step": 1, "val_bits_per_byte": 7.9}]).savefig("loss.png")
+    >>> draw_loss([{"step": 1, "loss": 5.5}, {"step": 1, "val_loss": 5.6}]).savefig("loss.png")
     """
     from matplotlib.figure import Figure  # slow to import
 
     rows = list(rows)
-    train = [(row["step"], row["loss"] / math.log(2)) for row in rows if "loss" in row]
-    valid = [(row["step"], row["val_bits_per_byte"]) for row in rows if "val_bits_per_byte" in row]
+    train, valid = ([(row["step"], row[key]) for row in rows if key in row] for key in ("loss", "val_loss"))
     figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=120)
-    axes = figure.add_subplot(xlabel="step", ylabel="bits per byte")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     axes.plot(*zip(*train, strict=True), color="#9db4d3", linewidth=1.2, label="training")
     if valid:
         axes.plot(*zip(*valid, strict=True), "o-", color="#c8553d", markersize=4, label="validation")

@@ -11,10 +11,12 @@ from typing import Literal
 
 from mmnnx.train.errors import UserError
 
+SIZES = ("layers", "width", "heads", "kv_heads", "mlp", "tied")
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Train a byte-level language model, pipelined over stages of devices."""
+    """Train a language model of bytes, or fine-tune a published one, pipelined over stages of devices."""
 
     # --- the run
 
@@ -31,16 +33,17 @@ class TrainConfig:
     eval_every: int = 50
     """Steps between two validations, each of which saves a checkpoint too."""
     sample: int = 200
-    """Bytes of text to generate at the end; 0 for none."""
+    """Bytes (tokens, with a model) of text to generate at the end; 0 for none."""
 
     # --- the data
 
     data: Path | None = None
-    """A file or a folder of UTF-8 text. Default: the source text of Python's standard library."""
+    """A file or a folder of UTF-8 text or of JSON Lines (.jsonl), whose records have a "text", or "messages"
+    for the model's chat template. Default: the source text of Python's standard library."""
     batch: int = 16
     """Sequences in a step."""
     sequence: int = 128
-    """Bytes in a sequence."""
+    """Bytes (tokens, with a model) in a sequence."""
 
     # --- the devices
 
@@ -61,6 +64,9 @@ class TrainConfig:
 
     # --- the model
 
+    model: Path | None = None
+    """A folder of the Hugging Face hub with a published model to start from: its sizes, weights and
+    tokenizer. Without one, a new model of bytes is made, of the sizes below."""
     layers: int = 8
     """Transformer blocks."""
     width: int = 96
@@ -122,19 +128,32 @@ class TrainConfig:
             raise UserError(f"--out {self.out}: a run is kept on a file system, local or shared, not by URL")
         if re.search(r"[*?[]", where := os.path.abspath(self.folder())):
             raise UserError(f"{where}: orbax would take *, ? and [ for a pattern; choose another --out")
+        self._check_multiple("batch", "microbatches")
+        if self.model is None:
+            self._check_sizes()
+        else:
+            changed = [n for n in SIZES if getattr(self, n) != type(self).__dataclass_fields__[n].default]
+            if changed:
+                raise UserError(
+                    f"{_option(changed[0])} is for a new model: that in --model has its own sizes"
+                )
+        if self.cluster and self.processes > 1:
+            raise UserError(
+                f"--cluster joins processes that were started elsewhere, --processes {self.processes} starts "
+                "some here: give one of them"
+            )
+        share_of_devices(self.stages * self.tensor, self.processes)
+
+    def _check_sizes(self) -> None:
+        """Raises UserError for sizes of a new model that do not fit each other or the devices."""
         for whole, part in (
-            ("batch", "microbatches"),
             ("width", "heads"),
             ("heads", "kv_heads"),
             ("heads", "tensor"),
             ("kv_heads", "tensor"),
             ("mlp", "tensor"),
         ):
-            if getattr(self, whole) % getattr(self, part):
-                raise UserError(
-                    f"{_option(whole)} {getattr(self, whole)} must be a multiple of "
-                    f"{_option(part)} {getattr(self, part)}"
-                )
+            self._check_multiple(whole, part)
         if self.width // self.heads % 2:
             raise UserError(
                 f"--width {self.width} over --heads {self.heads} leaves {self.width // self.heads} features "
@@ -144,12 +163,13 @@ class TrainConfig:
             raise UserError(f"--tensor {self.tensor} must divide the 256 byte values of the vocabulary")
         if self.stages > self.layers:
             raise UserError(f"--stages {self.stages} is more than there are blocks: --layers {self.layers}")
-        if self.cluster and self.processes > 1:
+
+    def _check_multiple(self, whole: str, part: str) -> None:
+        if getattr(self, whole) % getattr(self, part):
             raise UserError(
-                f"--cluster joins processes that were started elsewhere, --processes {self.processes} starts "
-                "some here: give one of them"
+                f"{_option(whole)} {getattr(self, whole)} must be a multiple of "
+                f"{_option(part)} {getattr(self, part)}"
             )
-        share_of_devices(self.stages * self.tensor, self.processes)
 
     def to_json(self) -> str:
         """The config as JSON; its paths are absolute, so that a run can be resumed from any folder."""
@@ -160,13 +180,14 @@ class TrainConfig:
         """The config that ``to_json`` wrote. Raises ValueError if the text is anything else."""
         values = json.loads(text)
         usual = {field.name: field.default for field in dataclasses.fields(cls)}
-        if not isinstance(values, dict) or set(values) != set(usual):
+        if not isinstance(values, dict) or not values.keys() <= usual.keys() or "steps" not in values:
             raise ValueError("not the config of a run")
         for name, value in values.items():
             kind = type(usual[name])
             if type(value) not in {float: (float, int), type(None): (type(None), str)}.get(kind, (kind,)):
                 raise ValueError(f"{name} is {value!r}")
-        paths = {name: Path(values[name]) for name in ("data", "out") if values[name] is not None}
+        named = ("data", "out", "model")
+        paths = {name: Path(values[name]) for name in named if values.get(name) is not None}
         return cls(**{**values, **paths})
 
     def check_resumes(self, saved: TrainConfig) -> None:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 from flax import nnx
 
 import mmnnx as mm
@@ -24,7 +23,8 @@ from mmnnx.train.progress import Display
 from mmnnx.train.run_folder import RunFolder
 from mmnnx.train.sample import sample
 from mmnnx.train.signals import Stop
-from mmnnx.train.step import create, make_abstract, make_train_step, make_validate, place
+from mmnnx.train.step import create, make_abstract, make_train_step, make_validate, model_config, place
+from mmnnx.train.tokens import codec_of
 
 
 def train(config: TrainConfig) -> RunFolder:
@@ -42,7 +42,13 @@ def train(config: TrainConfig) -> RunFolder:
     first, claimed = is_first(), contextlib.ExitStack()
     with raise_in_all(UserError):
         config.validate()
-        corpus = load_corpus(config.data)
+        codec, sizes = codec_of(config.model), model_config(config)
+        if codec.vocab > sizes.vocab:
+            raise UserError(
+                f"{config.model} has {sizes.vocab} tokens, and its tokenizer {codec.vocab} (without a "
+                "tokenizer.json a token is a byte)"
+            )
+        corpus = load_corpus(config.data, codec)
         batches = train_batches(corpus, config.batch, config.sequence, config.seed)
         held_out = valid_batches(corpus, config.batch, config.sequence)
     with raise_in_all(UserError):  # JAX starts here, which needs all processes
@@ -59,7 +65,8 @@ def train(config: TrainConfig) -> RunFolder:
             claimed.callback(folder.claim().release)
 
     with claimed, mesh, Checkpoints(folder.checkpoints, best="val_bits_per_byte") as checkpoints:
-        model, optimizer = make_abstract(config) if start else create(config, placement)
+        with raise_in_all(UserError):
+            model, optimizer = make_abstract(config) if start else create(config, placement)
         nodes = {"model": model, "optimizer": optimizer}
         if start:
             with raise_in_all(UserError, CheckpointError):
@@ -82,12 +89,15 @@ def train(config: TrainConfig) -> RunFolder:
             size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
             display.say(
                 f"{size:,} parameters on {config.stages} x {config.tensor} {describe_devices(mesh)}, "
-                f"{len(corpus.train) + len(corpus.valid):,} bytes of text in {corpus.files:,} files, "
+                f"{len(corpus.train) + len(corpus.valid):,} {corpus.unit}s of text in {corpus.files:,} "
+                f"{'files' if corpus.unit == 'byte' else 'documents'}, "
                 f"run in {folder.path}"
             )
             if config.resume and not start:
                 display.say("there is no checkpoint to resume: this run begins at its first step")
-            meter = Meter(folder if first else None, display, tokens=config.batch * config.sequence)
+            meter = Meter(
+                folder if first else None, display, config.batch * config.sequence, corpus.bytes_per_token
+            )
             if not start:
                 meter.validation(0, validate(model))
             for step in range(start + 1, config.steps + 1):
@@ -95,8 +105,7 @@ def train(config: TrainConfig) -> RunFolder:
                 stopping = stop(step)
                 if stopping or step % config.eval_every == 0 or step == config.steps:
                     meter.flush()
-                    bits = validate(model)
-                    meter.validation(step, bits)
+                    bits = meter.validation(step, validate(model))
                     checkpoints.save(
                         step,
                         nodes,
@@ -113,12 +122,13 @@ def train(config: TrainConfig) -> RunFolder:
                 draw_loss(folder.rows()).savefig(folder.path / "loss.png")
                 draw_timeline(timeline).savefig(folder.path / "timeline.png")
         if config.sample:
-            prompt = held_out[0, 0, : config.sequence // 4].astype(np.uint8).tobytes()
-            text = sample(model, prompt, config.sample, config.sequence, seed=config.seed)
-            display.say(f"--- a sample of its text:\n{text.decode(errors='replace')}\n---")
+            prompt = held_out[0, 0, : max(1, config.sequence // 4)]
+            tokens = sample(model, prompt, config.sample, config.sequence, seed=config.seed)
+            text = codec.decode(tokens)
+            display.say(f"--- a sample of its text:\n{text}\n---")
             if first:
                 with folder.written():
-                    (folder.path / "sample.txt").write_bytes(text)
+                    (folder.path / "sample.txt").write_text(text)
     return folder
 
 

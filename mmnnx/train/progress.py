@@ -32,7 +32,7 @@ class Display:
         self._bar.stop()
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Show that a step is done; ``loss`` in nats per byte."""
+        """Show that a step is done; ``loss`` in nats per token."""
         if step == self._start + 1:  # it included compilation, so its time says nothing about later steps
             self._began = time.monotonic()
             left = "?"

@@ -21,7 +21,8 @@ class RunFolder:
     """A folder with config.json, metrics.jsonl, the checkpoints and the pictures of one run.
 
     metrics.jsonl has a row for each step, ``{"step", "loss", "tokens_per_second"}``, the loss in nats per
-    byte, and one for each validation, ``{"step", "val_bits_per_byte"}``. Only one process of a run writes it.
+    token, and one for each validation, ``{"step", "val_loss", "val_bits_per_byte"}``. Only one process of a
+    run writes it.
     """
 
     def __init__(self, path: Path):

@@ -11,19 +11,24 @@ from mmnnx.modules.generate import generate
 
 
 def sample(
-    model: nnx.Module, prompt: bytes, count: int, window: int, *, seed: int = 0, temperature: float = 0.8
-) -> bytes:
-    """`prompt` and the `count` bytes that the model generates after it, from at most `window` bytes before.
+    model: nnx.Module, prompt: np.ndarray, count: int, window: int, *, seed: int = 0, temperature: float = 0.8
+) -> np.ndarray:
+    """The tokens of a prompt, and `count` that the model generates after it, from at most `window` before.
 
-    When the window is full, its second half is the next prompt. An empty prompt stands for the start of a
-    line. Every process gets the same text.
+    When the window is full, its second half is the next prompt. Every process gets the same.
+
+    Args:
+      prompt: integers [at least 1].
+
+    Returns:
+      int32 [len(prompt) + count].
     """
-    text, key = bytearray(prompt or b"\n"), jax.random.key(seed)
-    total = len(text) + count
-    while len(text) < total:
+    tokens, key = prompt.astype(np.int32), jax.random.key(seed)
+    total = len(tokens) + count
+    while len(tokens) < total:
         key, rng = jax.random.split(key)
-        recent = np.frombuffer(bytes(text[-max(1, window // 2) :]), np.uint8).astype(np.int32)
+        recent = tokens[-max(1, window // 2) :]
         room = max(1, window - len(recent))
-        tokens = mm.fetch(generate(model, recent[None], room, temperature=temperature, rng=rng))
-        text += tokens[0].astype(np.uint8).tobytes()
-    return bytes(text[:total])[0 if prompt else 1 :]
+        made = mm.fetch(generate(model, recent[None], room, temperature=temperature, rng=rng))
+        tokens = np.concatenate([tokens, made[0].astype(np.int32)])
+    return tokens[:total]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,12 @@ import optax
 from flax import nnx
 
 import mmnnx as mm
-from mmnnx.modules import LM, LMConfig
+from mmnnx.modules import GPT2, LM, Gemma, GemmaConfig, GPT2Config, LMConfig, MoELM, MoELMConfig
 from mmnnx.mpmd.jit.jit import Jit
 from mmnnx.sharding.pipeline import pipeline_sharding
 from mmnnx.sharding.rules import logical_rules
 from mmnnx.train.config import TrainConfig
+from mmnnx.train.errors import UserError
 
 
 def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.TaskSharding]:
@@ -36,23 +37,67 @@ def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.Ta
 
 
 def model_config(config: TrainConfig) -> LMConfig:
-    """The sizes of the model that is trained."""
-    return LMConfig(
-        vocab=256,
-        layers=config.layers,
-        width=config.width,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        mlp=config.mlp,
-        tied=config.tied,
-        scan=config.scan,
-        dtype=jnp.dtype(config.precision),
-    )
+    """The sizes of the model that is trained.
+
+    Raises:
+      UserError: for a published model that is not known, or does not go on the devices.
+    """
+    dtype = jnp.dtype(config.precision)
+    if config.model is None:
+        return LMConfig(
+            vocab=256,
+            layers=config.layers,
+            width=config.width,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            mlp=config.mlp,
+            tied=config.tied,
+            scan=config.scan,
+            dtype=dtype,
+        )
+    try:
+        found = published().read_config(config.model, scan=config.scan, dtype=dtype, param_dtype=jnp.float32)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {config.model}: {error}") from error
+    where = f"of {config.model}"
+    if config.stages > found.layers:
+        raise UserError(f"--stages {config.stages} is more than the {found.layers} blocks {where}")
+    for name in ("vocab", "heads", "kv_heads", "mlp"):
+        if (size := getattr(found, name)) % config.tensor:
+            raise UserError(f"--tensor {config.tensor} does not divide the {name} {where}, {size}")
+    longest = getattr(found, "positions", config.sequence)
+    if config.sequence > longest:
+        raise UserError(f"--sequence {config.sequence} is more than the {longest} positions {where}")
+    return found
+
+
+def published() -> Any:
+    """`mmnnx.modules.hf`.
+
+    Raises:
+      UserError: if what it needs is not installed.
+    """
+    try:
+        from mmnnx.modules import hf
+    except ImportError as error:
+        raise UserError(f'--model needs more packages: pip install "mmnnx[hf]" ({error})') from error
+    return hf
 
 
 def create(config: TrainConfig, placement: mm.TaskSharding) -> tuple[LM, nnx.Optimizer]:
-    """A new model and its optimizer, each array initialised on its devices. Call it inside the mesh."""
-    model = mm.jit(lambda: make_model(config), out_shardings=placement)()
+    """A model and its optimizer, each array made or read on its devices. Call it inside the mesh.
+
+    Raises:
+      UserError: for a published model whose weights cannot be read.
+    """
+    if config.model is None:
+        model = mm.jit(lambda: make_model(config), out_shardings=placement)()
+    else:
+        types = dict(dtype=config.precision, param_dtype=jnp.float32)
+        try:
+            model = published().load(config.model, placement=placement, scan=config.scan, **types)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--model {config.model}: {error}") from error
     return model, mm.jit(lambda model: make_optimizer(config, model))(model)
 
 
@@ -63,7 +108,9 @@ def make_abstract(config: TrainConfig) -> tuple[LM, nnx.Optimizer]:
 
 
 def make_model(config: TrainConfig) -> LM:
-    return LM(model_config(config), rngs=nnx.Rngs(config.seed))
+    sizes = model_config(config)
+    kinds: dict[type[LMConfig], type[LM]] = {MoELMConfig: MoELM, GemmaConfig: Gemma, GPT2Config: GPT2}
+    return kinds.get(type(sizes), LM)(sizes, rngs=nnx.Rngs(config.seed))
 
 
 def make_optimizer(config: TrainConfig, model: LM) -> nnx.Optimizer:
@@ -120,11 +167,11 @@ def make_train_step(config: TrainConfig) -> Jit:
 
 
 def make_validate(held_out: np.ndarray) -> Callable[[LM], float]:
-    """``validate(model)``: mean loss in bits per byte over ``held_out`` [count, batch, length + 1]."""
+    """``validate(model)``: mean loss in nats per token over ``held_out`` [count, batch, length + 1]."""
     eval_step = mm.jit(loss_fn)
 
     def validate(model: LM) -> float:
         losses = [eval_step(model, batch) for batch in held_out]
-        return float(np.mean(mm.fetch(losses))) / math.log(2)
+        return float(np.mean(mm.fetch(losses)))
 
     return validate

@@ -86,7 +86,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text, environment):
             _, errors = process.communicate(timeout=120)
         assert process.returncode == status
         taken = len(losses(out))
-        assert before + 3 <= taken < 300 and rows(out)[-1].keys() == {"step", "val_bits_per_byte"}
+        assert before + 3 <= taken < 300 and rows(out)[-1].keys() == {"step", "val_loss", "val_bits_per_byte"}
         assert errors == f"mmnnx: stopped after step {taken}; to go on: mmnnx train --resume --out '{out}'\n"
 
 

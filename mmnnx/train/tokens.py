@@ -1,0 +1,146 @@
+"""Text to tokens and back: bytes, or the tokenizer of a published model with its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mmnnx.train.errors import UserError
+
+
+class Codec(Protocol):
+    """How text is made of tokens.
+
+    Attributes:
+      vocab: tokens are below it.
+      unit: what a token is called: "byte" or "token".
+    """
+
+    vocab: int
+    unit: str
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The tokens of a document of UTF-8, integers [count], with what ends it."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens."""
+
+    def chat(self, messages: list[Mapping[str, Any]]) -> str:
+        """The text of a conversation."""
+
+
+class Bytes:
+    """A token for each byte.
+
+    Example:
+      >>> Bytes().encode("hé".encode())
+      array([104, 195, 169], dtype=uint8)
+    """
+
+    vocab, unit = 256, "byte"
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The bytes, uint8 [count]."""
+        return np.frombuffer(text, np.uint8)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of bytes; those that are no text show as �."""
+        return bytes(min(int(token), 255) for token in tokens).decode(errors="replace")
+
+    def chat(self, messages: list[Mapping[str, Any]]) -> str:
+        """Refused: which bytes a model takes for a turn of a conversation is its tokenizer's to say.
+
+        Raises:
+          UserError: always.
+        """
+        raise UserError("records with messages need the chat template of a --model, and there is none")
+
+
+class HubTokenizer:
+    """The tokenizer in the folder of a published model, by the `tokenizers` library.
+
+    Args:
+      folder: with `tokenizer.json`, and perhaps a chat template in `chat_template.jinja` or
+        `tokenizer_config.json`.
+
+    Raises:
+      UserError: for files that are missing or cannot be read.
+    """
+
+    unit = "token"
+
+    def __init__(self, folder: Path):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise UserError(f'--model needs more packages: pip install "mmnnx[hf]" ({error})') from error
+        self.folder = folder
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing more special
+            raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
+        self.vocab = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._fields = _json(folder / "tokenizer_config.json")
+        self._end = self._special("eos_token")
+        end = None if self._end is None else self._tokenizer.token_to_id(self._end)
+        self._ends = [] if end is None else [end]
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The tokens, int32 [count]; the token that ends a text is the last."""
+        found = self._tokenizer.encode(text.decode(), add_special_tokens=False).ids
+        return np.array(found if found[-1:] == self._ends else found + self._ends, np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def chat(self, messages: list[Mapping[str, Any]]) -> str:
+        """The text of a conversation, by the model's chat template.
+
+        Raises:
+          UserError: without a template, or for messages that it refuses.
+        """
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        file, template = self.folder / "chat_template.jinja", self._fields.get("chat_template")
+        template = file.read_text() if file.is_file() else template
+        if not isinstance(template, str):
+            raise UserError(f"{self.folder} has no chat template, which records with messages need")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        names = {name: self._special(name) or "" for name in ("bos_token", "eos_token")}
+        try:
+            return environment.from_string(template).render(messages=messages, **names)
+        except TemplateError as error:
+            raise UserError(f"the chat template of {self.folder} refuses messages: {error}") from error
+
+    def _special(self, name: str) -> str | None:
+        found = self._fields.get(name)
+        return found["content"] if isinstance(found, dict) else found
+
+
+def codec_of(model: Path | None) -> Codec:
+    """The tokenizer of a published model; bytes without a model, or for one that has no tokenizer."""
+    if model is None or not (model / "tokenizer.json").exists():
+        return Bytes()
+    return HubTokenizer(model)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON: {error}") from error
+
+
+def _refuse(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
