@@ -9,12 +9,14 @@ from rich.console import Console
 
 USAGE = """usage: mmnnx train [OPTIONS]
        mmnnx launch --hosts HOST ... -- COMMAND
+       mmnnx export RUN FOLDER
        mmnnx inspect PATH
        mmnnx schedule [OPTIONS]
        mmnnx plan --target CHIP:TOPOLOGY [OPTIONS]
 
 Commands:
-  train     train a language model as a pipeline over devices, in one process or several
+  train     train or fine-tune a language model as a pipeline over devices, in one process or several
+  export    write the model of a run as a folder of the Hugging Face hub
   launch    print what to run on each host, to train or to run a script in a process on each
   inspect   show what a checkpoint holds, without loading it
   schedule  compare pipeline schedules: step time, bubble, saved activations; needs no devices
@@ -40,6 +42,10 @@ def main(args: Sequence[str] | None = None) -> int:
         from mmnnx.train.cli import run as run_train
 
         return run_train(options, print_error)
+    if command == "export":
+        from mmnnx.train.export_cli import run as run_export
+
+        return run_export(options, print_error)
     if command == "launch":
         from mmnnx.launch import run as run_launch
 

@@ -132,11 +132,10 @@ class TrainConfig:
         if self.model is None:
             self._check_sizes()
         else:
-            changed = [n for n in SIZES if getattr(self, n) != type(self).__dataclass_fields__[n].default]
+            usual = type(self).__dataclass_fields__
+            changed = [name for name in SIZES if getattr(self, name) != usual[name].default]
             if changed:
-                raise UserError(
-                    f"{_option(changed[0])} is for a new model: that in --model has its own sizes"
-                )
+                raise UserError(f"{_option(changed[0])} is for a new model: --model has sizes of its own")
         if self.cluster and self.processes > 1:
             raise UserError(
                 f"--cluster joins processes that were started elsewhere, --processes {self.processes} starts "

@@ -2,10 +2,12 @@
 
 python reference.py FOLDER            makes models, and beside each what it computes
 python reference.py FOLDER --check    compares what `transformers` computes with models written to FOLDER
+python reference.py FOLDER --answer   writes what a model with a tokenizer makes of FOLDER/question.json
 """
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 
@@ -105,6 +107,20 @@ def as_stored(name: str, x: np.ndarray) -> list[tuple[str, np.ndarray]]:
     return [(name, x)]
 
 
+def answer(folder: pathlib.Path) -> None:
+    """Tokens of a text, the text of a conversation, and logits."""
+    question = json.loads((folder / "question.json").read_text())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = dict(
+        tokens=tokenizer(question["text"], add_special_tokens=False)["input_ids"],
+        chat=tokenizer.apply_chat_template(question["messages"], tokenize=False),
+    )
+    with torch.no_grad():
+        found["logits"] = model(torch.tensor([found["tokens"]])).logits[0].tolist()
+    (folder / "answer.json").write_text(json.dumps(found))
+
+
 def main(folder: pathlib.Path, check: bool) -> None:
     for name, config in CONFIGS.items():
         own = folder / name
@@ -123,5 +139,7 @@ def main(folder: pathlib.Path, check: bool) -> None:
         np.savez(own / "computed.npz", **compute(model, name in WITH_GRADIENTS))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and "--answer" in sys.argv:
+    answer(pathlib.Path(sys.argv[1]))
+elif __name__ == "__main__":
     main(pathlib.Path(sys.argv[1]), "--check" in sys.argv)

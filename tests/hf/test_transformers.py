@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import shutil
 
@@ -15,8 +16,13 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 import mmnnx as mm
+from mmnnx.cli import main
 from mmnnx.modules import hf
+from mmnnx.train.config import TrainConfig
+from mmnnx.train.loop import train
+from mmnnx.train.tokens import HubTokenizer
 from tests.hf.conftest import transformers
+from tests.train.published import publish, records
 
 pytestmark = pytest.mark.hf
 
@@ -175,3 +181,24 @@ def test_specs_of_its_own(published):
         model = hf.load(published / "llama2", placement=rules, scan=True)
         logits = mm.fetch(mm.jit(lambda model, tokens: model(tokens))(model, tokens()))
     np.testing.assert_allclose(logits, computed(published / "llama2")["logits"], rtol=0, atol=1e-4)
+
+
+def test_a_model_that_was_fine_tuned(tmp_path):
+    """Trained over 4 stages x 2 on records, exported, and read with its tokenizer."""
+    publish(tmp_path / "model")
+    data = records(tmp_path / "data.jsonl")
+    options = dict(steps=4, sequence=16, batch=8, microbatches=4, warmup=1, sample=0)
+    run = TrainConfig(model=tmp_path / "model", data=data, out=tmp_path / "run", **options)
+    losses = [row["val_loss"] for row in train(run).rows() if "val_loss" in row]
+    assert losses[-1] < losses[0]
+    assert main(["export", str(run.out), str(tmp_path / "new")]) == 0
+    question = {"text": "the cat sat", "messages": [{"role": "user", "content": "hé"}] * 2}
+    (tmp_path / "new/question.json").write_text(json.dumps(question))
+    transformers(tmp_path / "new", "--answer")
+    answer = json.loads((tmp_path / "new/answer.json").read_text())
+    tokenizer = HubTokenizer(tmp_path / "new")
+    tokens = tokenizer.encode(question["text"].encode())[:-1]
+    assert tokens.tolist() == answer["tokens"]
+    assert tokenizer.chat(question["messages"]) == answer["chat"]
+    logits = hf.load(tmp_path / "new")(jnp.asarray(tokens)[None])
+    np.testing.assert_allclose(logits[0], answer["logits"], rtol=0, atol=1e-4)

@@ -178,3 +178,58 @@ def test_too_little_text():
         train_batches(counting(30), 4, 8, seed=0)
     with pytest.raises(UserError, match="8 bytes held out .* less than one sequence of 8"):
         valid_batches(counting(8), 4, 8)
+
+
+RECORDS = '{"text": "one"}\n\n{"text": "two", "other": 1}\n{"text": "one"}\n'
+
+
+def test_records_are_documents(tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_text(RECORDS)
+    corpus = load_corpus(file)
+    assert corpus.files == 3 and corpus.valid_bytes == len(corpus.valid)
+    both = sorted([bytes(corpus.train), bytes(corpus.valid)], key=len)
+    assert both in ([b"two", b"oneone"], [b"one", b"onetwo"], [b"one", b"twoone"])
+    (tmp_path / "notes.txt").write_text("and text")
+    (tmp_path / "image").write_bytes(b"\0\1\2")
+    assert load_corpus(tmp_path).files == 4
+
+
+def test_other_records_do_not_move_what_is_held_out(tmp_path):
+    file = tmp_path / "some.jsonl"
+    lines = [json.dumps({"text": f"record number {n};"}) for n in range(300)]
+    file.write_text("\n".join(lines[100:]))
+    before = bytes(load_corpus(file).valid).split(b";")
+    file.write_text("\n".join(lines))
+    after = bytes(load_corpus(file).valid).split(b";")
+    assert 3 < len(before) < 20 and set(before) < set(after)
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("{text", "line 3: this is no JSON"),
+        ("[1]", 'line 3: a record is a JSON object with "text" or "messages", not .1.'),
+        ('{"question": 1, "answer": 2}', 'neither "text" nor "messages", but question, answer'),
+        ('{"messages": []}', "need the chat template of a --model"),
+    ],
+)
+def test_lines_that_are_no_records(tmp_path, line, said):
+    file = tmp_path / "some.jsonl"
+    file.write_text(f'{{"text": "one"}}\n{{"text": "two"}}\n{line}\n')
+    with pytest.raises(UserError, match=said):
+        load_corpus(file)
+
+
+def test_one_record_cannot_be_held_out_and_trained_on(tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"text": "one"}\n')
+    with pytest.raises(UserError, match="there is one record; one more is needed"):
+        load_corpus(file)
+
+
+def test_a_text_is_not_cut_within_a_character(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text("é" * 41)
+    corpus = load_corpus(file)
+    assert bytes(corpus.valid).decode() == "é" * (corpus.valid_bytes // 2)

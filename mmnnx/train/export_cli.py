@@ -1,0 +1,63 @@
+"""The command ``mmnnx export``: the model of a run as a folder that other programs load."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+import tyro
+from flax import nnx
+
+from mmnnx.train.checkpoint import CheckpointError, Checkpoints
+from mmnnx.train.errors import UserError
+from mmnnx.train.local_processes import MISTAKE
+from mmnnx.train.run_folder import RunFolder
+from mmnnx.train.step import make_model, published
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Write the model of a run as a folder of the Hugging Face hub: safetensors, config and tokenizer."""
+
+    run: tyro.conf.Positional[Path]
+    """The folder of the run."""
+    folder: tyro.conf.Positional[Path]
+    """The folder to write, new or empty."""
+    step: int | None = None
+    """Step of the checkpoint. Default: the latest."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights. Default: as in the model that the run started from, else float32."""
+
+
+def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
+    """Run ``mmnnx export`` with these options; errors are passed to `print_error`.
+
+    Returns the exit status: 0, or 2 for a mistake in the options.
+    """
+    config = tyro.cli(ExportConfig, args=options, prog="mmnnx export")
+    try:
+        step = export(config)
+    except (UserError, CheckpointError, OSError, ValueError) as error:
+        print_error(str(error))
+        return MISTAKE
+    print(f"wrote the model of step {step} to {config.folder}")
+    return 0
+
+
+def export(config: ExportConfig) -> int:
+    """Writes the folder; returns the step. The model is read to the memory of this host.
+
+    Raises:
+      UserError: for a folder that is no run, or one without such a checkpoint.
+      FileExistsError: if the folder to write holds something.
+    """
+    folder, trained = RunFolder.open(config.run)
+    model = nnx.eval_shape(lambda: make_model(trained))
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        restored = checkpoints.restore({"model": model}, config.step)
+    dtype = None if config.dtype is None else jnp.dtype(config.dtype)
+    published().save(model, config.folder, like=trained.model, dtype=dtype)
+    return restored.step

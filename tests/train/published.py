@@ -1,0 +1,49 @@
+"""A tiny published model with a tokenizer and a chat template, and records to fine-tune it on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from mmnnx.modules import LM, LMConfig, hf
+
+TEXT = ["the cat sat on the mat", "a dog ran to the cat", "the mat was on the floor", "hé, a hat"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}\n"
+    "{% if m.role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}\n"
+    "<{{ m.role }}>{{ m.content }}\n"
+    "{% endfor %}\n"
+)
+
+
+def publish(folder: Path, **sizes) -> Path:
+    """Writes the model."""
+    config = dataclasses.replace(
+        LMConfig(vocab=300, layers=4, width=16, heads=4, kv_heads=2, mlp=32, tied=True), **sizes
+    )
+    hf.save(LM(config, rngs=nnx.Rngs(0)), folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    options = dict(vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(TEXT, trainers.BpeTrainer(initial_alphabet=alphabet, **options))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    fields = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def records(file: Path, count: int = 200) -> Path:
+    """Writes records of both kinds."""
+    lines = []
+    for n in range(count):
+        text = f"{TEXT[n % 3]} and {TEXT[(n + 1) % 3]} {n % 7} times"
+        chat = {"messages": [{"role": "user", "content": TEXT[n % 3]}, {"role": "model", "content": text}]}
+        lines.append(json.dumps({"text": text} if n % 2 else chat))
+    file.write_text("\n".join(lines) + "\n")
+    return file

@@ -1,0 +1,125 @@
+"""A published model is fine-tuned on records over stages, resumed, and exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmnnx.cli import main
+from mmnnx.modules import GPT2, GPT2Config, hf
+from mmnnx.train.config import TrainConfig
+from mmnnx.train.errors import UserError
+from mmnnx.train.loop import train
+from mmnnx.train.metrics import Meter
+from mmnnx.train.run_folder import RunFolder
+from tests.slow import all_but
+from tests.train.published import publish, records
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("published")
+    publish(found / "model")
+    records(found / "data.jsonl")
+    return found
+
+
+def config(folder, out, **options) -> TrainConfig:
+    usual = dict(model=folder / "model", data=folder / "data.jsonl", out=out, steps=12, eval_every=6)
+    usual |= dict(sequence=16, batch=8, microbatches=4, learning_rate=1e-2, warmup=2, sample=8, tensor=2)
+    return TrainConfig(**(usual | options))
+
+
+def killed(step: int) -> None:
+    """As Ctrl-C at a step that no checkpoint has."""
+    if step == 8:
+        raise KeyboardInterrupt
+
+
+def validations(out) -> list[float]:
+    return [row["val_loss"] for row in RunFolder(out).rows() if "val_loss" in row]
+
+
+@pytest.mark.parametrize("scan", all_but([True], [False, True]))
+def test_it_learns_is_resumed_and_exported(folder, tmp_path, scan, capsys, monkeypatch):
+    whole, halves = (config(folder, tmp_path / name, scan=scan) for name in ("whole", "halves"))
+    train(whole)
+    found = validations(whole.out)
+    assert len(found) == 3 and found[-1] < found[0] - 1
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Meter, "step", lambda self, step, loss: killed(step))
+        train(halves)
+    train(dataclasses.replace(halves, resume=True))
+    np.testing.assert_allclose(validations(halves.out), found, rtol=1e-5)
+    assert main(["export", str(whole.out), str(tmp_path / "new")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("wrote the model of step 12 to ")
+    assert json.loads((tmp_path / "new/config.json").read_text()) == json.loads(
+        (folder / "model/config.json").read_text()
+    )
+    assert (tmp_path / "new/tokenizer.json").read_bytes() == (folder / "model/tokenizer.json").read_bytes()
+    again = config(folder, tmp_path / "again", scan=scan, model=tmp_path / "new", steps=1)
+    train(again)
+    assert validations(again.out)[0] == pytest.approx(found[-1], rel=1e-5)
+
+
+def test_rows_are_in_nats_and_bits(folder, tmp_path):
+    train(config(folder, tmp_path / "run", steps=1, stages=2))
+    (first, *_) = (row for row in RunFolder(tmp_path / "run").rows() if "val_loss" in row)
+    bits_per_token = first["val_loss"] / np.log(2)
+    assert 0 < first["val_bits_per_byte"] < bits_per_token  # a token is several bytes
+    assert "</s>" in (tmp_path / "run/sample.txt").read_text() or (tmp_path / "run/sample.txt").read_text()
+
+
+def test_exports_of_a_step_and_a_type(folder, tmp_path, capsys):
+    train(config(folder, tmp_path / "run", steps=2, eval_every=1, stages=2))
+    line = ["export", str(tmp_path / "run"), str(tmp_path / "new")]
+    assert main([*line, "--step", "2", "--dtype", "bfloat16"]) == 0
+    assert hf.read_config(tmp_path / "new").param_dtype == jnp.bfloat16
+    assert main(line) == 2
+    assert "is not empty: name a new folder" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "other"), "--step", "7"]) == 2
+    assert "7" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+def test_a_model_of_bytes_is_exported(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("all work and no play " * 200)
+    sizes = dict(layers=2, width=16, heads=2, kv_heads=2, mlp=32, stages=2, tensor=1)
+    train(config(tmp_path, tmp_path / "run", model=None, data=text, steps=1, **sizes))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "new")]) == 0
+    assert hf.read_config(tmp_path / "new").vocab == 256
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (dict(stages=5), "--stages 5 is more than the 4 blocks of"),
+        (dict(tensor=4), "--tensor 4 does not divide the kv_heads of .*, 2"),
+        (dict(width=32), "--width is for a new model: --model has sizes of its own"),
+        (dict(model="nowhere"), "there is no config.json in"),
+    ],
+)
+def test_what_does_not_go_together(folder, tmp_path, options, said):
+    if "model" in options:
+        options = dict(model=folder / options["model"])
+    with pytest.raises(UserError, match=said):
+        train(config(folder, tmp_path / "run", **options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(folder, tmp_path):
+    publish(tmp_path / "model", vocab=280)
+    with pytest.raises(UserError, match="has 280 tokens, and its tokenizer 29"):
+        train(config(folder, tmp_path / "run", model=tmp_path / "model"))
+
+
+def test_sequences_longer_than_learned_positions(folder, tmp_path):
+    sizes = dict(vocab=256, layers=2, width=16, heads=2, kv_heads=2, mlp=64, positions=12)
+    hf.save(GPT2(GPT2Config(**sizes), rngs=nnx.Rngs(0)), tmp_path / "model")
+    with pytest.raises(UserError, match="--sequence 16 is more than the 12 positions of"):
+        train(config(folder, tmp_path / "run", model=tmp_path / "model", stages=2))

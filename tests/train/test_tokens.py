@@ -1,0 +1,77 @@
+"""Tokens of a published model's tokenizer, and of bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mmnnx.train.errors import UserError
+from mmnnx.train.tokens import Bytes, HubTokenizer, codec_of
+from tests.train.published import TEXT, publish
+
+CHAT = [{"role": "user", "content": "the cat"}, {"role": "model", "content": "sat"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return publish(tmp_path_factory.mktemp("published") / "model")
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return HubTokenizer(folder)
+
+
+def test_text_is_there_again_with_its_end(tokenizer):
+    for text in TEXT:
+        tokens = tokenizer.encode(text.encode())
+        assert (
+            tokens.dtype == np.int32 and len(tokens) < len(text.encode()) and tokens.max() < tokenizer.vocab
+        )
+        assert tokenizer.decode(tokens) == text + "</s>"
+    once = tokenizer.encode(b"a cat</s>")
+    assert tokenizer.decode(once) == "a cat</s>"
+
+
+def test_a_conversation(tokenizer):
+    assert tokenizer.chat(CHAT) == "<s><user>the cat\n<model>sat\n"
+
+
+def test_a_template_in_a_file_of_its_own(folder, tmp_path):
+    other = publish(tmp_path / "model")
+    (other / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    assert HubTokenizer(other).chat(CHAT) == "[the cat][sat]"
+
+
+def test_what_a_template_refuses(tokenizer):
+    with pytest.raises(UserError, match="the chat template of .* refuses messages: who?"):
+        tokenizer.chat([{"role": "nobody", "content": ""}])
+
+
+def test_a_template_cannot_run_programs(folder, tmp_path):
+    other = publish(tmp_path / "model")
+    (other / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(UserError, match="refuses messages: .*unsafe"):
+        HubTokenizer(other).chat(CHAT)
+
+
+def test_folders_without_what_it_needs(folder, tmp_path):
+    other = publish(tmp_path / "model")
+    (other / "tokenizer_config.json").unlink()
+    without_end, with_end = (HubTokenizer(own).encode(b"the cat") for own in (other, folder))
+    assert without_end.tolist() == with_end[:-1].tolist()
+    with pytest.raises(UserError, match="has no chat template"):
+        HubTokenizer(other).chat(CHAT)
+    (other / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer.json cannot be read"):
+        codec_of(other)
+    (other / "tokenizer.json").unlink()
+    assert isinstance(codec_of(other), Bytes) and isinstance(codec_of(None), Bytes)
+
+
+def test_bytes():
+    tokens = Bytes().encode("hé".encode())
+    assert tokens.tolist() == [104, 195, 169]
+    assert Bytes().decode(tokens) == "hé" and Bytes().decode([104, 300]) == "h�"
+    with pytest.raises(UserError, match="need the chat template of a --model"):
+        Bytes().chat(CHAT)
