@@ -33,7 +33,8 @@ def publish(folder: Path, **sizes) -> Path:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(TEXT, trainers.BpeTrainer(initial_alphabet=alphabet, **options))
     tokenizer.save(str(folder / "tokenizer.json"))
-    fields = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+    end = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False, "normalized": False}
+    fields = {"bos_token": "<s>", "eos_token": end, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
     return folder
 
