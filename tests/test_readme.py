@@ -55,6 +55,13 @@ def test_the_program_about_scanned_stacks(tmp_path):
     assert float(losses[0].split()[1]) > float(losses[2].split()[1])
 
 
+def test_the_program_about_published_models(tmp_path):
+    *losses, last = run_document("docs/published-models.md", tmp_path).splitlines()
+    assert last == "LM 8" and len(losses) == 3
+    assert float(losses[0].split()[1]) > float(losses[2].split()[1])
+    assert (tmp_path / "tiny-llama-tuned/model.safetensors").exists()
+
+
 def test_the_programs_written_for_multimesh(tmp_path):
     printed = run_document("docs/multimesh.md", tmp_path).splitlines()
     assert printed[:2] == ["P('model',) [0, 1, 2, 3]", "P(None, 'model') [4, 5, 6, 7]"]
