@@ -23,7 +23,7 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.modules import LMConfig, hf
-from mmnnx.modules.hf.loading import build
+from mmnnx.modules.build import build
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,11 @@ from flax import nnx
 
 from mmnnx.inspect.schedules import by_name
 from mmnnx.modules import LMConfig
+from mmnnx.modules.build import build
 from mmnnx.plan.chips import CHIPS, Chip
 from mmnnx.plan.flops import Flops, count_flops, count_moved
 from mmnnx.plan.fragments import OF_BANDWIDTH, OF_FLOPS
-from mmnnx.plan.language_models import TrainingJob, build
+from mmnnx.plan.language_models import TrainingJob
 from mmnnx.plan.planning import DISPATCH
 from mmnnx.sharding.pipeline import balance
 

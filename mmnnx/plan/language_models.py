@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 
 from mmnnx.inspect.schedules import by_name
 from mmnnx.modules import LM, LMConfig
-from mmnnx.modules.moe_lm import MoELM, MoELMConfig
+from mmnnx.modules.build import build
+from mmnnx.modules.moe_lm import MoELMConfig
 from mmnnx.mpmd.frontend.microbatch import microbatch
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.mpmd.jit.jit import Jit, jit
@@ -28,14 +29,9 @@ from mmnnx.sharding.rules import LogicalRules, logical_rules
 from mmnnx.sharding.task import Task
 
 
-def build(config: LMConfig) -> LM:
-    """The model of a config, on one device or abstract."""
-    kind = MoELM if isinstance(config, MoELMConfig) else LM
-    return kind(config, rngs=nnx.Rngs(0))
-
-
 @functools.lru_cache(maxsize=4096)
-def _meshes(schedule: str, stages: int, microbatches: int, interleave: int) -> tuple[int, ...]:
+def schedule_meshes(schedule: str, stages: int, microbatches: int, interleave: int) -> tuple[int, ...]:
+    """For each stage of a schedule, in the order of the model, the number of its mesh."""
     return by_name(schedule, stages, microbatches, interleave, UNIT_COSTS).stages.meshes
 
 
@@ -100,7 +96,7 @@ class TrainingJob:
     def meshes(self) -> tuple[int, ...]:
         """For each stage, in the order of the model, the number of its mesh."""
         few = min(self.microbatches, 2 * self.stages + 2)  # where stages live does not depend on how many
-        return _meshes(self.schedule, self.stages, few, self.interleave)
+        return schedule_meshes(self.schedule, self.stages, few, self.interleave)
 
     @property
     def config(self) -> LMConfig:
@@ -124,14 +120,8 @@ class TrainingJob:
         return self.batch * self.sequence
 
     def rules(self) -> LogicalRules:
-        """Where the axes of weights and activations go inside a stage; experts go along "model"."""
-        presets = ["tensor"] if self.tensor > 1 else []
-        if isinstance(self.config, MoELMConfig) and self.tensor > 1:
-            presets.append("expert")
-        if self.data > 1:
-            presets.append("fsdp" if self.fsdp else "data")
-        renamed = {"expert": "model"} if "expert" in presets else None
-        return logical_rules(*presets, mesh_axes=renamed)
+        """Where the axes of weights and activations go inside a stage (see `rules_of`)."""
+        return rules_of(self.config, self.data, self.tensor, self.fsdp)
 
     def devices(self) -> list[jax.Device]:
         """The devices of its machine."""
@@ -194,28 +184,42 @@ class TrainingJob:
             tokens = jax.ShapeDtypeStruct((self.batch, self.sequence + 1), jnp.int32)
             return plan(self.train_step(model), model, optimizer, tokens)
 
-    def active_parameters(self) -> int:
-        """The weights that a token meets in matrix products: no embedding, of experts the chosen ones."""
-        model, _ = nnx.eval_shape(self.make)
-        config = self.config
-        total = 0
-        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-            size = math.prod(variable.get_raw_value().shape)
-            if path[0] == "embed" and not config.tied:
-                continue
-            if isinstance(config, MoELMConfig) and _is_of_experts(variable, config):
-                size = size * config.top_k // config.experts
-            total += size
-        return total
-
     def model_flops(self) -> float:
-        """Operations of a step that the model needs, without recomputation: 6 for each weight and token, and
-        12 x layers x width x sequence for each token of attention, halved by its mask (arXiv:2204.02311)."""
-        config = self.config
-        attention = 6 * config.layers * config.heads * (config.head_dim or config.width // config.heads)
-        return float(self.tokens) * (6 * self.active_parameters() + attention * self.sequence)
+        """Operations of a step that the model needs, without recomputation (see `flops_of_token`)."""
+        return self.tokens * flops_of_token(self.config, self.sequence)
+
+
+def rules_of(config: LMConfig, data: int, tensor: int, fsdp: bool) -> LogicalRules:
+    """Where the axes of weights and activations go inside a stage; experts go along "model"."""
+    presets = ["tensor"] if tensor > 1 else []
+    if isinstance(config, MoELMConfig) and tensor > 1:
+        presets.append("expert")
+    if data > 1:
+        presets.append("fsdp" if fsdp else "data")
+    renamed = {"expert": "model"} if "expert" in presets else None
+    return logical_rules(*presets, mesh_axes=renamed)
+
+
+def flops_of_token(config: LMConfig, sequence: int) -> float:
+    """Operations of forward and backward for a token, without recomputation: 6 for each weight that it meets,
+    and 12 x layers x width x sequence for attention, halved by its mask (arXiv:2204.02311)."""
+    attention = 6 * config.layers * config.heads * (config.head_dim or config.width // config.heads)
+    return 6.0 * active_parameters(config) + attention * sequence
+
+
+def active_parameters(config: LMConfig) -> int:
+    """The weights that a token meets in matrix products: no embedding, of experts the chosen ones."""
+    total = 0
+    for path, variable in nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: build(config)), nnx.Param)):
+        size = math.prod(variable.get_raw_value().shape)
+        if path[0] in ("embed", "positions") and not (config.tied and path[0] == "embed"):
+            continue
+        if isinstance(config, MoELMConfig) and _is_of_experts(variable, config):
+            size = size * config.top_k // config.experts
+        total += size
+    return total
 
 
 def _is_of_experts(variable: nnx.Variable, config: MoELMConfig) -> bool:
     shape = variable.get_raw_value().shape
-    return len(shape) == 3 and shape[0] == config.experts
+    return len(shape) - bool(config.scan) == 3 and shape[-3] == config.experts

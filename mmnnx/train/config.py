@@ -11,6 +11,7 @@ from typing import Literal
 
 from mmnnx.train.errors import UserError
 
+DEVICES = "--stages x --data-parallel x --tensor"
 SIZES = ("layers", "width", "heads", "kv_heads", "mlp", "tied")
 
 
@@ -50,15 +51,35 @@ class TrainConfig:
     stages: int = 4
     """Pipeline stages the layers are split over."""
     tensor: int = 2
-    """Devices in a stage, over which its weights are split (tensor parallelism)."""
+    """Devices over which the weights of a stage, and its experts, are split (tensor parallelism)."""
+    data_parallel: int = 1
+    """Groups of such devices in a stage, among which the sequences of a microbatch are divided."""
+    fsdp: bool = False
+    """Divide weights and optimizer state among these groups, too."""
+    virtual_stages: int = 1
+    """Stages on the same devices, for schedules with interleaved placement."""
     processes: int = 1
     """Processes on this machine to run in, each with an equal share of the devices."""
     cluster: bool = False
     """This is one of the processes that Slurm, Open MPI or another launcher known to JAX has started."""
     microbatches: int = 8
     """Equal parts the batch is divided into, which go through the pipeline one after the other."""
-    schedule: Literal["1f1b", "gpipe", "eager-1f1b", "wavefront", "zero-bubble-h1", "zero-bubble-h2"] = "1f1b"
-    """Order in which a stage runs the microbatches' forwards and backwards."""
+    schedule: Literal[
+        "1f1b",
+        "gpipe",
+        "eager-1f1b",
+        "wavefront",
+        "zero-bubble-h1",
+        "zero-bubble-h2",
+        "interleaved-1f1b",
+        "looped-bfs",
+        "interleaved-zero-bubble",
+        "zbv",
+        "dualpipe-v",
+    ] = "1f1b"
+    """Order in which a stage runs forwards and backwards of microbatches; `mmnnx schedule` compares them."""
+    remat: bool = False
+    """Keep only what is between blocks for the backward, which computes each block again."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type to compute in. Weights and optimizer state are float32 either way."""
 
@@ -83,8 +104,10 @@ class TrainConfig:
     """Stack the blocks, one Variable for each weight, divided between the stages, and scan them: a deep model
     compiles in the time of one block."""
 
-    # --- the optimizer: AdamW
+    # --- the optimizer
 
+    optimizer: Literal["adamw", "lion", "muon", "adafactor"] = "adamw"
+    """Its rule. Each has a learning rate of its own that suits it."""
     learning_rate: float = 4e-3
     """Peak learning rate, reached after the warm-up; it then decays along a cosine to a tenth."""
     warmup: int = 20
@@ -98,6 +121,11 @@ class TrainConfig:
         """Where the run is kept."""
         return self.out or Path("runs") / self.name
 
+    @property
+    def devices(self) -> int:
+        """How many devices it runs on."""
+        return self.stages * self.data_parallel * self.tensor
+
     def validate(self) -> None:
         """Raise UserError, naming the options, for values that cannot work together."""
         for field in (
@@ -107,6 +135,8 @@ class TrainConfig:
             "sequence",
             "stages",
             "tensor",
+            "data_parallel",
+            "virtual_stages",
             "processes",
             "microbatches",
             "layers",
@@ -129,6 +159,13 @@ class TrainConfig:
         if re.search(r"[*?[]", where := os.path.abspath(self.folder())):
             raise UserError(f"{where}: orbax would take *, ? and [ for a pattern; choose another --out")
         self._check_multiple("batch", "microbatches")
+        if (rows := self.batch // self.microbatches) % self.data_parallel:
+            raise UserError(
+                f"--data-parallel {self.data_parallel} does not divide the {rows} sequences of a microbatch "
+                f"(--batch {self.batch} over --microbatches {self.microbatches})"
+            )
+        if self.fsdp and self.data_parallel == 1:
+            raise UserError("--fsdp divides weights among the groups of --data-parallel, and there is one")
         if self.model is None:
             self._check_sizes()
         else:
@@ -141,7 +178,7 @@ class TrainConfig:
                 f"--cluster joins processes that were started elsewhere, --processes {self.processes} starts "
                 "some here: give one of them"
             )
-        share_of_devices(self.stages * self.tensor, self.processes)
+        share_of_devices(self.devices, self.processes)
 
     def _check_sizes(self) -> None:
         """Raises UserError for sizes of a new model that do not fit each other or the devices."""
@@ -192,7 +229,8 @@ class TrainConfig:
     def check_resumes(self, saved: TrainConfig) -> None:
         """Raise UserError if this config changes more than how long, where or in what order it computes."""
         free = {"name", "out", "resume", "steps", "eval_every", "sample"}
-        free |= {"stages", "tensor", "processes", "cluster", "microbatches", "schedule"}
+        free |= {"stages", "tensor", "data_parallel", "fsdp", "virtual_stages", "processes", "cluster"}
+        free |= {"microbatches", "schedule", "remat"}
         for field in dataclasses.fields(self):
             before, now = _plain(getattr(saved, field.name)), _plain(getattr(self, field.name))
             if field.name not in free and before != now:
@@ -212,8 +250,7 @@ def share_of_devices(devices: int, processes: int) -> int:
         *some, last = [str(n) for n in range(1, devices + 1) if devices % n == 0]
         would = f"{', '.join(some)} or {last}" if some else last
         raise UserError(
-            f"{processes} processes cannot share {devices} devices (--stages times --tensor) equally; "
-            f"{would} would"
+            f"{processes} processes cannot share {devices} devices ({DEVICES}) equally; {would} would"
         )
     return devices // processes
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mmnnx import _compat
 from mmnnx.mpmd.distributed.threads import ensure_xla_threads
-from mmnnx.train.config import share_of_devices
+from mmnnx.train.config import DEVICES, share_of_devices
 from mmnnx.train.errors import UserError
 
 
@@ -35,11 +35,11 @@ def choose_devices(count: int) -> np.ndarray:
         return np.array(devices)
     if processes == 1:
         raise UserError(
-            f"{count} devices are needed (--stages times --tensor) and JAX has started with {len(devices)}; "
+            f"{count} devices are needed ({DEVICES}) and JAX has started with {len(devices)}; "
             "run `mmnnx train` in a process of its own"
         )
     raise UserError(
-        f"{count} devices are needed (--stages times --tensor), {share} in each of {processes} processes, "
+        f"{count} devices are needed ({DEVICES}), {share} in each of {processes} processes, "
         f"and they have {len(devices)} ({devices[0].platform}); JAX_PLATFORMS=cpu makes virtual ones"
     )
 

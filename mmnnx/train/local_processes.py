@@ -49,7 +49,7 @@ def supervise(options: Sequence[str], config: TrainConfig, print_error: Callable
         "JAX_NUM_PROCESSES": str(config.processes),
         LAUNCHER: str(os.getpid()),
     }
-    shares = share_accelerators(config.stages * config.tensor, config.processes)
+    shares = share_accelerators(config.devices, config.processes)
     processes: list[Process] = []
     received: list[signal.Signals] = []
     with contextlib.ExitStack() as stack, _forwarding_signals(processes, received):

@@ -7,23 +7,35 @@ import json
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 from flax import nnx
 
 import mmnnx as mm
 from mmnnx.inspect import draw_loss, draw_timeline
+from mmnnx.modules import LMConfig
+from mmnnx.plan.chips import chip_of
+from mmnnx.plan.language_models import flops_of_token
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
 from mmnnx.train.checkpoint.step_folders import replaced
 from mmnnx.train.config import TrainConfig
-from mmnnx.train.data import load_corpus, train_batches, valid_batches
+from mmnnx.train.data import Corpus, load_corpus, train_batches, valid_batches
 from mmnnx.train.devices import choose_devices
 from mmnnx.train.errors import Diverged, Interrupted, UserError
 from mmnnx.train.lockstep import is_first, raise_in_all
-from mmnnx.train.metrics import Meter
+from mmnnx.train.metrics import Meter, Work
 from mmnnx.train.progress import Display
 from mmnnx.train.run_folder import RunFolder
 from mmnnx.train.sample import sample
 from mmnnx.train.signals import Stop
-from mmnnx.train.step import create, make_abstract, make_train_step, make_validate, model_config, place
+from mmnnx.train.step import (
+    create,
+    learning_rate,
+    make_abstract,
+    make_train_step,
+    make_validate,
+    model_config,
+    place,
+)
 from mmnnx.train.tokens import codec_of
 
 
@@ -52,7 +64,7 @@ def train(config: TrainConfig) -> RunFolder:
         batches = train_batches(corpus, config.batch, config.sequence, config.seed)
         held_out = valid_batches(corpus, config.batch, config.sequence)
     with raise_in_all(UserError):  # JAX starts here, which needs all processes
-        mesh, placement = place(config, choose_devices(config.stages * config.tensor))
+        mesh, placement = place(config, choose_devices(config.devices))
         folder = RunFolder(config.folder())
         if first and not config.resume:
             RunFolder.create(config)
@@ -87,17 +99,17 @@ def train(config: TrainConfig) -> RunFolder:
             with_last_checkpoint(checkpoints),
         ):
             size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+            data = [config.data_parallel] if config.data_parallel > 1 else []
+            shape = " x ".join(map(str, (config.stages, *data, config.tensor)))
             display.say(
-                f"{size:,} parameters on {config.stages} x {config.tensor} {describe_devices(mesh)}, "
+                f"{size:,} parameters on {shape} {describe_devices(mesh)}, "
                 f"{len(corpus.train) + len(corpus.valid):,} {corpus.unit}s of text in {corpus.files:,} "
                 f"{'files' if corpus.unit == 'byte' else 'documents'}, "
                 f"run in {folder.path}"
             )
             if config.resume and not start:
                 display.say("there is no checkpoint to resume: this run begins at its first step")
-            meter = Meter(
-                folder if first else None, display, config.batch * config.sequence, corpus.bytes_per_token
-            )
+            meter = Meter(folder if first else None, display, work(config, sizes, corpus, mesh))
             if not start:
                 meter.validation(0, validate(model))
             for step in range(start + 1, config.steps + 1):
@@ -141,6 +153,19 @@ def with_last_checkpoint(checkpoints: Checkpoints) -> Iterator[None]:
         checkpoints.wait()
         error.saved = checkpoints.latest
         raise
+
+
+def work(config: TrainConfig, sizes: LMConfig, corpus: Corpus, mesh: mm.MultiMesh) -> Work:
+    """What a step does, for its metrics."""
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    return Work(
+        tokens=config.batch * config.sequence,
+        flops=flops_of_token(sizes, config.sequence),
+        devices=config.devices,
+        peak=None if chip is None else chip.flops[config.precision],
+        bytes_per_token=corpus.bytes_per_token,
+        learning_rate=np.asarray(learning_rate(config)(np.arange(config.steps))),
+    )
 
 
 def describe_devices(mesh: mm.MultiMesh) -> str:

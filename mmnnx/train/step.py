@@ -10,30 +10,62 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import mmnnx as mm
-from mmnnx.modules import GPT2, LM, Gemma, GemmaConfig, GPT2Config, LMConfig, MoELM, MoELMConfig
+from mmnnx.modules import LM, LMConfig
+from mmnnx.modules.build import build
 from mmnnx.mpmd.jit.jit import Jit
+from mmnnx.plan.language_models import rules_of, schedule_meshes
 from mmnnx.sharding.pipeline import pipeline_sharding
-from mmnnx.sharding.rules import logical_rules
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.errors import UserError
 
 
 def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.TaskSharding]:
-    """The mesh of ``config.stages * config.tensor`` devices, and where on it each weight of the model lives.
+    """The mesh of ``config.devices`` devices, and where on it each weight of the model lives.
 
     Each stage has consecutive blocks, their parameters balanced over stages. The first also has the
-    embedding, the last the output layer. Inside a stage the axes of tensor parallelism are split over its
-    devices.
+    embedding, the last the output layer. Inside a stage, axes are split over its devices as the options say.
+
+    Raises:
+      UserError: for a schedule that does not go with so many stages and microbatches.
     """
-    mesh = mm.MultiMesh(
-        axis_sizes=(config.stages, config.tensor),
-        axis_names=("stage", "model"),
-        devices=devices.reshape(config.stages, config.tensor),
-    )
-    model = nnx.eval_shape(lambda: make_model(config))
-    return mesh, pipeline_sharding(model, config.stages, rules=logical_rules("tensor"))
+    sizes = model_config(config)
+    shape = (config.stages, config.data_parallel, config.tensor)
+    names = ("stage", "data", "model")
+    mesh = mm.MultiMesh(axis_sizes=shape, axis_names=names, devices=devices.reshape(shape))
+    rules = rules_of(sizes, config.data_parallel, config.tensor, config.fsdp)
+    stages = [
+        mm.Task(f"stage{n}", mesh_slice={"stage": at}, logical_axes=rules)
+        for n, at in enumerate(stage_meshes(config, sizes))
+    ]
+    return mesh, pipeline_sharding(nnx.eval_shape(lambda: build(sizes)), stages)
+
+
+def stage_meshes(config: TrainConfig, sizes: LMConfig) -> tuple[int, ...]:
+    """For each stage of the model, in order, the number of the mesh that it is on.
+
+    Raises:
+      UserError: for options that do not go together.
+    """
+    try:
+        options = (config.schedule, config.stages, config.microbatches, config.virtual_stages)
+        meshes = schedule_meshes(*options)
+    except ValueError as error:
+        raise UserError(
+            f"--schedule {config.schedule} with --stages {config.stages}, --microbatches "
+            f"{config.microbatches} and --virtual-stages {config.virtual_stages}: {error}"
+        ) from error
+    on_each = len(meshes) // config.stages
+    if on_each != config.virtual_stages and config.virtual_stages > 1:
+        raise UserError(f"--schedule {config.schedule} has --virtual-stages {on_each} alone")
+    if len(meshes) > sizes.layers:
+        raise UserError(
+            f"{config.schedule} over --stages {config.stages} has {len(meshes)} stages, more than the "
+            f"{sizes.layers} blocks of the model"
+        )
+    return meshes
 
 
 def model_config(config: TrainConfig) -> LMConfig:
@@ -53,10 +85,12 @@ def model_config(config: TrainConfig) -> LMConfig:
             mlp=config.mlp,
             tied=config.tied,
             scan=config.scan,
+            remat=config.remat,
             dtype=dtype,
         )
+    changes: dict[str, Any] = dict(scan=config.scan, remat=config.remat, dtype=dtype, param_dtype=jnp.float32)
     try:
-        found = published().read_config(config.model, scan=config.scan, dtype=dtype, param_dtype=jnp.float32)
+        found = published().read_config(config.model, **changes)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {config.model}: {error}") from error
     where = f"of {config.model}"
@@ -94,8 +128,9 @@ def create(config: TrainConfig, placement: mm.TaskSharding) -> tuple[LM, nnx.Opt
         model = mm.jit(lambda: make_model(config), out_shardings=placement)()
     else:
         types = dict(dtype=config.precision, param_dtype=jnp.float32)
+        kinds = dict(scan=config.scan, remat=config.remat)
         try:
-            model = published().load(config.model, placement=placement, scan=config.scan, **types)
+            model = published().load(config.model, placement=placement, **types, **kinds)
         except (OSError, ValueError) as error:
             raise UserError(f"--model {config.model}: {error}") from error
     return model, mm.jit(lambda model: make_optimizer(config, model))(model)
@@ -108,24 +143,26 @@ def make_abstract(config: TrainConfig) -> tuple[LM, nnx.Optimizer]:
 
 
 def make_model(config: TrainConfig) -> LM:
-    sizes = model_config(config)
-    kinds: dict[type[LMConfig], type[LM]] = {MoELMConfig: MoELM, GemmaConfig: Gemma, GPT2Config: GPT2}
-    return kinds.get(type(sizes), LM)(sizes, rngs=nnx.Rngs(config.seed))
+    return build(model_config(config), config.seed)
 
 
 def make_optimizer(config: TrainConfig, model: LM) -> nnx.Optimizer:
     return nnx.Optimizer(model, optimizer(config), wrt=nnx.Param)
 
 
-def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW on clipped gradients, with linear warm-up and cosine decay of the learning rate."""
-    learning_rate = optax.warmup_cosine_decay_schedule(
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+    """Linear warm-up, and a cosine to a tenth."""
+    return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (config.warmup + 1),
         peak_value=config.learning_rate,
         warmup_steps=config.warmup,
         decay_steps=max(config.steps, config.warmup + 1),
         end_value=config.learning_rate / 10,
     )
+
+
+def optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """The optimizer's rule on clipped gradients; matrices alone decay."""
 
     def is_matrix(path, param):
         in_stack = config.scan and jax.tree_util.keystr(path[:1], simple=True) == "blocks"
@@ -134,10 +171,28 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     def matrices(params):
         return jax.tree_util.tree_map_with_path(is_matrix, params)
 
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip),
-        optax.adamw(learning_rate, b2=0.98, weight_decay=config.weight_decay, mask=matrices),
-    )
+    def dimensions(params):
+        """Muon's matrices: the last two dimensions of those in blocks; embedding and head are Adam's."""
+
+        def of(path, param):
+            in_block = jax.tree_util.keystr(path[:1], simple=True) == "blocks"
+            if not (in_block and is_matrix(path, param)):
+                return None
+            return optax.contrib.MuonDimensionNumbers(param.ndim - 2, param.ndim - 1)
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    rate, decay = learning_rate(config), config.weight_decay
+    if config.optimizer == "adamw":
+        rule = optax.adamw(rate, b2=0.98, weight_decay=decay, mask=matrices)
+    elif config.optimizer == "lion":
+        rule = optax.lion(rate, weight_decay=decay, mask=matrices)
+    elif config.optimizer == "muon":
+        options = dict(weight_decay_mask=matrices, muon_weight_dimension_numbers=dimensions)
+        rule = optax.contrib.muon(rate, weight_decay=decay, adam_weight_decay=decay, **options)
+    else:
+        rule = optax.adafactor(rate, weight_decay_rate=decay or None, weight_decay_mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(config.clip), rule)
 
 
 def loss_fn(model: LM, tokens: jax.Array) -> jax.Array:
@@ -145,9 +200,9 @@ def loss_fn(model: LM, tokens: jax.Array) -> jax.Array:
 
 
 def make_train_step(config: TrainConfig) -> Jit:
-    """``train_step(model, optimizer, tokens) -> loss``: one update in place, by the mean over microbatches.
+    """``train_step(model, optimizer, tokens) -> {"loss", "grad_norm"}``, the mean over microbatches.
 
-    The state of model and optimizer is donated.
+    It updates model and optimizer in place: their state is donated.
     """
     grad_fn = mm.microbatch(
         nnx.value_and_grad(loss_fn),
@@ -155,13 +210,15 @@ def make_train_step(config: TrainConfig) -> Jit:
         size=config.batch // config.microbatches,
         argnum=1,
         schedule=config.schedule,
+        arg_shardings=PartitionSpec("data") if config.data_parallel > 1 else None,
         reduce="mean",
     )
 
-    def train_step(model: LM, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+    def train_step(model: LM, optimizer: nnx.Optimizer, tokens: jax.Array) -> dict[str, jax.Array]:
         loss, grads = grad_fn(model, tokens)
+        grad_norm = optax.global_norm(grads)
         optimizer.update(model, grads)
-        return loss
+        return {"loss": loss, "grad_norm": grad_norm}
 
     return mm.jit(train_step, donate_argnums=(0, 1))
 

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 import mmnnx as mm
 from mmnnx.modules import GemmaConfig, GPT2Config, LinearScaling, LMConfig, MoELMConfig, RotaryScaling, hf
+from mmnnx.modules.build import build
 from mmnnx.modules.hf import saving
-from mmnnx.modules.hf.loading import build
 from mmnnx.modules.hf.weights import Weights
 
 SIZES = dict(vocab=64, layers=4, width=16, heads=4, kv_heads=2, mlp=24, head_dim=8)

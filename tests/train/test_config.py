@@ -36,7 +36,7 @@ def test_defaults_are_valid():
         (dict(processes=0), "--processes must be above zero, not 0"),
         (
             dict(processes=3),
-            "3 processes cannot share 8 devices (--stages times --tensor) equally; 1, 2, 4 or 8",
+            "3 processes cannot share 8 devices (--stages x --data-parallel x --tensor)",
         ),
         (dict(processes=2, stages=1, tensor=1), "2 processes cannot share 1 devices"),
         (dict(processes=2, cluster=True), "--cluster joins processes that were started elsewhere"),

@@ -41,8 +41,8 @@ def at_step(monkeypatch):
                 program = getattr(step, "program", None)
 
                 def __call__(self, *args):
-                    loss = step(*args)
-                    return action(loss) if next(count) == number else loss
+                    values = step(*args)
+                    return values | ({"loss": action(values["loss"])} if next(count) == number else {})
 
             return Step()
 

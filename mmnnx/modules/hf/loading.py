@@ -13,18 +13,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
-from mmnnx.modules.gemma import Gemma, GemmaConfig
-from mmnnx.modules.gpt2 import GPT2, GPT2Config
+from mmnnx.modules.build import build
 from mmnnx.modules.hf.configs import read_config
 from mmnnx.modules.hf.tensors import NO_WEIGHTS, Path, Piece, pieces_of, tensor_shapes
 from mmnnx.modules.hf.weights import Weights
-from mmnnx.modules.lm import LM, LMConfig
-from mmnnx.modules.moe_lm import MoELM, MoELMConfig
+from mmnnx.modules.lm import LM
 from mmnnx.sharding.held_parts import Bounds, array_of_parts, held_parts
 from mmnnx.sharding.placement import TaskSharding
 from mmnnx.sharding.state_shardings import shardings_of
-
-MODELS: dict[type[LMConfig], type[LM]] = {GPT2Config: GPT2, GemmaConfig: Gemma, MoELMConfig: MoELM}
 
 
 def abstract(folder: str | FilePath, *, dtype: Any = None, param_dtype: Any = None, **changes: Any) -> LM:
@@ -41,11 +37,6 @@ def abstract(folder: str | FilePath, *, dtype: Any = None, param_dtype: Any = No
     if param_dtype is not None:
         changes["param_dtype"] = jnp.dtype(param_dtype)
     return nnx.eval_shape(lambda: build(read_config(folder, **changes)))
-
-
-def build(config: LMConfig) -> LM:
-    """A model of a config, with new weights."""
-    return MODELS.get(type(config), LM)(config, rngs=nnx.Rngs(0))
 
 
 def load(
