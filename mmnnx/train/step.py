@@ -191,7 +191,8 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
         options = dict(weight_decay_mask=matrices, muon_weight_dimension_numbers=dimensions)
         rule = optax.contrib.muon(rate, weight_decay=decay, adam_weight_decay=decay, **options)
     else:
-        rule = optax.adafactor(rate, weight_decay_rate=decay or None, weight_decay_mask=matrices)
+        by_rate = lambda step: decay * rate(step)  # which its own decay is not multiplied by
+        rule = optax.adafactor(rate, weight_decay_rate=by_rate, weight_decay_mask=matrices)
     return optax.chain(optax.clip_by_global_norm(config.clip), rule)
 
 
@@ -216,7 +217,7 @@ def make_train_step(config: TrainConfig) -> Jit:
 
     def train_step(model: LM, optimizer: nnx.Optimizer, tokens: jax.Array) -> dict[str, jax.Array]:
         loss, grads = grad_fn(model, tokens)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         optimizer.update(model, grads)
         return {"loss": loss, "grad_norm": grad_norm}
 

@@ -40,6 +40,8 @@ def test_defaults_are_valid():
         ),
         (dict(processes=2, stages=1, tensor=1), "2 processes cannot share 1 devices"),
         (dict(processes=2, cluster=True), "--cluster joins processes that were started elsewhere"),
+        (dict(data_parallel=4), "--data-parallel 4 does not divide the 2 sequences of a microbatch"),
+        (dict(fsdp=True), "--fsdp divides weights among the groups of --data-parallel, and there is one"),
         (dict(stages=9), "--stages 9 is more than there are blocks: --layers 8"),
     ],
 )

@@ -17,6 +17,7 @@ from mmnnx.train import train
 from mmnnx.train.checkpoint import Checkpoints
 from mmnnx.train.errors import Diverged, Interrupted, UserError
 from mmnnx.train.run_folder import RunFolder
+from tests.slow import all_but, grid
 
 
 def losses(folder: RunFolder) -> list[float]:
@@ -100,6 +101,57 @@ def test_scanned_blocks_are_divided_between_stages(stages, config, tmp_path):
     one = losses(train(config(scan=True, layers=4, stages=1, steps=4, out=tmp_path / "one")))
     folder = train(config(scan=True, layers=4, stages=stages, steps=4))
     assert losses(folder) == pytest.approx(one, abs=1e-4)
+
+
+LAYOUTS = {
+    "data": dict(stages=2, data_parallel=2),
+    "fsdp and tensor": dict(stages=2, data_parallel=2, fsdp=True, tensor=2),
+    "interleaved": dict(stages=2, virtual_stages=2, schedule="interleaved-1f1b"),
+    "interleaved, scanned": dict(stages=2, virtual_stages=2, schedule="looped-bfs", remat=True),
+    "v-shaped": dict(stages=2, schedule="zbv", remat=True),
+}
+
+
+@pytest.mark.parametrize("layout", all_but(["fsdp and tensor", "interleaved, scanned"], LAYOUTS))
+def test_where_it_runs_does_not_change_the_losses(layout, config, tmp_path):
+    sizes = dict(layers=4, steps=3, batch=8, microbatches=4, scan="scanned" in layout)
+    one = losses(train(config(**sizes, stages=1, out=tmp_path / "one")))
+    assert losses(train(config(**sizes, **LAYOUTS[layout]))) == pytest.approx(one, abs=1e-4)
+
+
+@pytest.mark.parametrize("optimizer, scan", grid(["muon", "lion", "adafactor"], [True, False]))
+def test_other_optimizers_learn(optimizer, scan, config, tmp_path):
+    rate = {"lion": 3e-3, "muon": 2e-2, "adafactor": 5e-2}[optimizer]
+    options = dict(optimizer=optimizer, scan=scan, learning_rate=rate, layers=2, steps=16, eval_every=16)
+    one = validations(train(config(**options, out=tmp_path / "one")))
+    assert one[16] < one[0] - 0.25
+    assert validations(train(config(**options, stages=2))) == pytest.approx(one, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (dict(virtual_stages=2), "--schedule 1f1b has --virtual-stages 1 alone"),
+        (dict(schedule="zbv", virtual_stages=3), "--schedule zbv has --virtual-stages 2 alone"),
+        (dict(schedule="zbv", layers=3), "zbv over --stages 2 has 4 stages, more than the 3 blocks"),
+    ],
+)
+def test_schedules_that_do_not_go_with_other_options(options, said, config):
+    with pytest.raises(UserError, match=said):
+        train(config(**(dict(stages=2, layers=6, batch=8, microbatches=4) | options)))
+
+
+def test_a_row_of_each_step(whole):
+    row = next(row for row in whole.rows() if row["step"] == 3)
+    assert row.keys() == {
+        *("step", "loss", "grad_norm", "learning_rate", "seconds"),
+        *("tokens_per_second", "tokens_per_second_per_device", "flops_per_second_per_device"),
+    }
+    assert row["learning_rate"] == pytest.approx(4e-3) and row["grad_norm"] > 0 and row["seconds"] > 0
+    width, mlp, vocab = 16, 32, 256
+    weights = 4 * width * width + 3 * width * mlp + 2 * width + width + width * vocab
+    flops = 6 * weights + 6 * 1 * width * 16  # and the scores of 16 tokens
+    assert row["flops_per_second_per_device"] == pytest.approx(row["tokens_per_second"] * flops, rel=1e-3)
 
 
 def test_microbatches_do_not_change_the_losses(config, whole):
