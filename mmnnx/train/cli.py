@@ -68,15 +68,27 @@ def _train(config: TrainConfig, print_error: Callable[[str], None]) -> int:
 
 
 def parse(options: Sequence[str]) -> TrainConfig:
-    """The config of command-line ``options``; in a resumed run, options that are left out are as they were.
+    """The config of command-line ``options``, above those of a TOML file; in a resumed run, options that are
+    left out are as they were.
 
-    Raises UserError for a run that cannot be resumed with them, SystemExit for options that cannot be parsed.
+    Raises UserError for a file without options, or a run that cannot be resumed with them, SystemExit for
+    options that cannot be parsed.
     """
-    config = tyro.cli(TrainConfig, args=options, prog="mmnnx train")
+
+    def above(default: TrainConfig) -> TrainConfig:
+        return tyro.cli(TrainConfig, args=options, default=default, prog="mmnnx train")
+
+    config = given = above(TrainConfig())
+    if given.config is not None:
+        config = above(TrainConfig().with_file(given.config))
     if not config.resume:
         return config
     _, saved = RunFolder.open(config.folder())
-    before = dataclasses.replace(saved, cluster=False)  # how this process was started is not kept
-    resumed = tyro.cli(TrainConfig, args=options, default=before, prog="mmnnx train")
+    before = dataclasses.replace(
+        saved, cluster=False, config=None
+    )  # how this process was started is not kept
+    if given.config is not None:
+        before = before.with_file(given.config)
+    resumed = above(before)
     resumed.check_resumes(saved)
     return resumed

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import os
 import re
+import tomllib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 from mmnnx.train.errors import UserError
 
+PATHS = ("config", "data", "model", "out")
 DEVICES = "--stages x --data-parallel x --tensor"
 SIZES = ("layers", "width", "heads", "kv_heads", "mlp", "tied")
 
@@ -21,6 +24,8 @@ class TrainConfig:
 
     # --- the run
 
+    config: Path | None = None
+    """A TOML file with some of these options, by their names; those that are given here go before."""
     name: str = "lm"
     """Name of the run: it is kept in runs/NAME."""
     out: Path | None = None
@@ -215,20 +220,40 @@ class TrainConfig:
     def from_json(cls, text: str) -> TrainConfig:
         """The config that ``to_json`` wrote. Raises ValueError if the text is anything else."""
         values = json.loads(text)
-        usual = {field.name: field.default for field in dataclasses.fields(cls)}
-        if not isinstance(values, dict) or not values.keys() <= usual.keys() or "steps" not in values:
+        if not isinstance(values, dict) or "steps" not in values:
             raise ValueError("not the config of a run")
+        return cls(**cls._checked(values))
+
+    def with_file(self, file: Path) -> TrainConfig:
+        """This config with the options in a TOML file. Raises UserError for what are no options, or not theirs."""
+        try:
+            values = tomllib.loads(file.read_text())
+            return dataclasses.replace(self, **self._checked({_field(k): v for k, v in values.items()}))
+        except OSError as error:
+            raise UserError(f"--config {file} cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            raise UserError(f"--config {file}: {error}") from error
+
+    @classmethod
+    def _checked(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The values of some fields. Raises ValueError for other names, and values of other types."""
+        usual = {field.name: field.default for field in dataclasses.fields(cls)}
         for name, value in values.items():
+            if name not in usual:
+                close = difflib.get_close_matches(name, usual, 1)
+                raise ValueError(f"there is no option {name!r}" + (f": is it {close[0]!r}?" if close else ""))
             kind = type(usual[name])
             if type(value) not in {float: (float, int), type(None): (type(None), str)}.get(kind, (kind,)):
                 raise ValueError(f"{name} is {value!r}")
-        named = ("data", "out", "model")
-        paths = {name: Path(values[name]) for name in named if values.get(name) is not None}
-        return cls(**{**values, **paths})
+            known = get_args(get_type_hints(cls)[name])
+            if isinstance(usual[name], str) and known and value not in known:
+                raise ValueError(f"{name} is {value!r}; there are {', '.join(map(str, known))}")
+        paths = {name: Path(values[name]) for name in PATHS if values.get(name) is not None}
+        return {**values, **paths}
 
     def check_resumes(self, saved: TrainConfig) -> None:
         """Raise UserError if this config changes more than how long, where or in what order it computes."""
-        free = {"name", "out", "resume", "steps", "eval_every", "sample"}
+        free = {"name", "config", "out", "resume", "steps", "eval_every", "sample"}
         free |= {"stages", "tensor", "data_parallel", "fsdp", "virtual_stages", "processes", "cluster"}
         free |= {"microbatches", "schedule", "remat"}
         for field in dataclasses.fields(self):
@@ -257,6 +282,10 @@ def share_of_devices(devices: int, processes: int) -> int:
 
 def _plain(value):
     return str(value.resolve()) if isinstance(value, Path) else value
+
+
+def _field(option: str) -> str:
+    return option.replace("-", "_")
 
 
 def _option(field: str) -> str:

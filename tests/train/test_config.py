@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from mmnnx.train import TrainConfig
+from mmnnx.train.cli import parse
 from mmnnx.train.errors import UserError
+from mmnnx.train.run_folder import RunFolder
 
 
 def test_defaults_are_valid():
@@ -105,3 +107,44 @@ def test_a_resumed_run_may_change_where_and_how_long(change):
 def test_a_resumed_run_may_not_change_what_is_computed(change):
     with pytest.raises(UserError, match=f"--{next(iter(change))}"):
         dataclasses.replace(TrainConfig(), **change).check_resumes(TrainConfig())
+
+
+def toml(tmp_path: Path, text: str) -> str:
+    (tmp_path / "run.toml").write_text(text)
+    return str(tmp_path / "run.toml")
+
+
+def test_options_of_a_file_are_below_those_of_the_command_line(tmp_path):
+    file = toml(
+        tmp_path, 'steps = 7\nlearning-rate = 1\nkv_heads = 4\nscan = true\ndata = "text"\nschedule = "zbv"'
+    )
+    found = parse(["--config", file, "--steps", "9"])
+    expected = dict(steps=9, learning_rate=1, kv_heads=4, scan=True, data=Path("text"), schedule="zbv")
+    assert found == TrainConfig(config=Path(file), **expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("stepps = 7", "there is no option 'stepps': is it 'steps'?"),
+        ('steps = "7"', "steps is '7'"),
+        ('schedule = "2f2b"', "schedule is '2f2b'; there are 1f1b, gpipe"),
+        ("[run]\nsteps = 7", "there is no option 'run'"),
+        ("steps 7", "Expected '=' after a key"),
+    ],
+)
+def test_files_that_are_no_options(tmp_path, text, says):
+    with pytest.raises(UserError, match=f"--config .*run.toml: .*{re.escape(says)}"):
+        parse(["--config", toml(tmp_path, text)])
+    with pytest.raises(UserError, match=r"--config .*none.toml cannot be read"):
+        parse(["--config", str(tmp_path / "none.toml")])
+
+
+def test_a_resumed_run_takes_a_file_above_what_it_had(tmp_path):
+    RunFolder.create(TrainConfig(out=tmp_path / "run", steps=5, width=64))
+    file = toml(tmp_path, f'resume = true\nsteps = 8\nout = "{tmp_path}/run"')
+    assert parse(["--config", file, "--eval-every", "3"]) == TrainConfig(
+        config=Path(file), out=tmp_path / "run", resume=True, steps=8, width=64, eval_every=3
+    )
+    with pytest.raises(UserError, match="--resume cannot change it to 32"):
+        parse(["--config", toml(tmp_path, f'resume = true\nwidth = 32\nout = "{tmp_path}/run"')])
