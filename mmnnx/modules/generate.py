@@ -14,6 +14,7 @@ from flax import nnx
 
 from mmnnx.modules.kv_cache import KVCache
 from mmnnx.modules.sampling import check_choice, filter_logits
+from mmnnx.mpmd.distributed.fetch import fetch
 from mmnnx.mpmd.jit.jit import jit
 
 
@@ -29,6 +30,7 @@ def generate(
     eos: int | None = None,
     lengths: Any = None,
     capacity: int | None = None,
+    on_token: Callable[[np.ndarray], None] | None = None,
 ) -> jax.Array:
     """The tokens that a language model generates after a prompt.
 
@@ -54,6 +56,8 @@ def generate(
         padding. All caches must be `KVCache`s. Default: all.
       capacity: tokens that a row of the cache has room for, at least length + max_new_tokens - 1; to give the
         same for several calls saves compiling. Default: that.
+      on_token: called with the tokens of each step, int32 [batch], when the next one is under way: to show
+        text as it comes. In several processes each must give it.
 
     Returns:
       int32 [batch, max_new_tokens], on the mesh that makes the logits.
@@ -95,13 +99,16 @@ def generate(
     held = np.int32(prompt.shape[1] - 1) if lengths is None else np.asarray(lengths, np.int32) - 1
     token, cache = _prefill(model, prompt.astype(np.int32), held, capacity=capacity, **choice)
     tokens = [token]
+    shown = lambda token: on_token and on_token(np.asarray(fetch(token))[:, 0])
     for step in range(1, max_new_tokens):
         # One step behind, so that devices do not wait for the host; processes must all take as many steps.
         if eos is not None and step > 1 and jax.process_count() == 1 and _is_all(tokens[-2], eos):
             tokens += [token] * (max_new_tokens - step)
             break
         token, cache = _decode(model, cache, token, held + np.int32(step), np.uint32(step), **choice)
+        shown(tokens[-1])
         tokens.append(token)
+    shown(tokens[-1])
     return _join(*tokens)
 
 

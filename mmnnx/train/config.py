@@ -225,7 +225,7 @@ class TrainConfig:
         return cls(**cls._checked(values))
 
     def with_file(self, file: Path) -> TrainConfig:
-        """This config with the options in a TOML file. Raises UserError for what are no options, or not theirs."""
+        """This config with the options in a TOML file. Raises UserError for what are no options."""
         try:
             values = tomllib.loads(file.read_text())
             return dataclasses.replace(self, **self._checked({_field(k): v for k, v in values.items()}))

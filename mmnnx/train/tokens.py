@@ -18,10 +18,12 @@ class Codec(Protocol):
     Attributes:
       vocab: tokens are below it.
       unit: what a token is called: "byte" or "token".
+      end: the token that ends a text; None without one.
     """
 
     vocab: int
     unit: str
+    end: int | None
 
     def encode(self, text: bytes) -> np.ndarray:
         """The tokens of a document of UTF-8, integers [count], with what ends it."""
@@ -29,8 +31,8 @@ class Codec(Protocol):
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens."""
 
-    def chat(self, messages: list[Mapping[str, Any]]) -> str:
-        """The text of a conversation."""
+    def chat(self, messages: list[Mapping[str, Any]], answer: bool = False) -> str:
+        """The text of a conversation; with `answer`, up to where the model's answer begins."""
 
 
 class Bytes:
@@ -42,6 +44,7 @@ class Bytes:
     """
 
     vocab, unit = 256, "byte"
+    end: int | None = None
 
     def encode(self, text: bytes) -> np.ndarray:
         """The bytes, uint8 [count]."""
@@ -51,7 +54,7 @@ class Bytes:
         """The text of bytes; those that are no text show as �."""
         return bytes(min(int(token), 255) for token in tokens).decode(errors="replace")
 
-    def chat(self, messages: list[Mapping[str, Any]]) -> str:
+    def chat(self, messages: list[Mapping[str, Any]], answer: bool = False) -> str:
         """Refused: which bytes a model takes for a turn of a conversation is its tokenizer's to say.
 
         Raises:
@@ -85,21 +88,22 @@ class HubTokenizer:
             raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
         self.vocab = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._fields = _json(folder / "tokenizer_config.json")
-        self._end = self._special("eos_token")
-        end = None if self._end is None else self._tokenizer.token_to_id(self._end)
-        self._ends = [] if end is None else [end]
+        end = self._special("eos_token")
+        self.end = None if end is None else self._tokenizer.token_to_id(end)
 
     def encode(self, text: bytes) -> np.ndarray:
         """The tokens, int32 [count]; the token that ends a text is the last."""
         found = self._tokenizer.encode(text.decode(), add_special_tokens=False).ids
-        return np.array(found if found[-1:] == self._ends else found + self._ends, np.int32)
+        ended = self.end is None or found[-1:] == [self.end]
+        return np.array(found if ended else [*found, self.end], np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
 
-    def chat(self, messages: list[Mapping[str, Any]]) -> str:
-        """The text of a conversation, by the model's chat template.
+    def chat(self, messages: list[Mapping[str, Any]], answer: bool = False) -> str:
+        """The text of a conversation, by the model's chat template; with `answer`, up to where the model's
+        answer begins.
 
         Raises:
           UserError: without a template, or for messages that it refuses.
@@ -113,9 +117,10 @@ class HubTokenizer:
             raise UserError(f"{self.folder} has no chat template, which records with messages need")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _refuse
-        names = {name: self._special(name) or "" for name in ("bos_token", "eos_token")}
+        given: dict[str, Any] = {name: self._special(name) or "" for name in ("bos_token", "eos_token")}
+        given |= dict(messages=messages, add_generation_prompt=answer)
         try:
-            return environment.from_string(template).render(messages=messages, **names)
+            return environment.from_string(template).render(**given)
         except TemplateError as error:
             raise UserError(f"the chat template of {self.folder} refuses messages: {error}") from error
 

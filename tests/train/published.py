@@ -16,7 +16,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}\n"
     "{% if m.role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}\n"
     "<{{ m.role }}>{{ m.content }}\n"
-    "{% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
 )
 
 

@@ -35,6 +35,7 @@ def test_text_is_there_again_with_its_end(tokenizer):
 
 def test_a_conversation(tokenizer):
     assert tokenizer.chat(CHAT) == "<s><user>the cat\n<model>sat\n"
+    assert tokenizer.chat(CHAT[:1], answer=True) == "<s><user>the cat\n<model>"
 
 
 def test_a_template_in_a_file_of_its_own(folder, tmp_path):

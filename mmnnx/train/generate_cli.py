@@ -1,0 +1,167 @@
+"""The command ``mmnnx generate``: text from a published model or from a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+from rich.console import Console
+
+import mmnnx as mm
+from mmnnx.modules import LM
+from mmnnx.modules.generate import generate
+from mmnnx.sharding.pipeline import pipeline_sharding
+from mmnnx.sharding.rules import logical_rules
+from mmnnx.train.checkpoint import CheckpointError, Checkpoints
+from mmnnx.train.config import TrainConfig
+from mmnnx.train.devices import choose_devices
+from mmnnx.train.errors import UserError
+from mmnnx.train.local_processes import MISTAKE
+from mmnnx.train.run_folder import RunFolder
+from mmnnx.train.step import make_model, published
+from mmnnx.train.tokens import Codec, codec_of
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Print what a model writes after a prompt, as it comes; after several prompts, when all is there."""
+
+    model: tyro.conf.Positional[Path]
+    """The folder of a run, or of a published model."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]")]
+    """What the text begins with; several are read side by side."""
+    chat: bool = False
+    """The prompt is what a user says: the model's chat template is put around it."""
+    tokens: int = 128
+    """Most tokens to write; it ends before at the token that ends a text."""
+    temperature: float = 0.0
+    """What the logits are divided by; 0 takes the likeliest token."""
+    top_p: float | None = None
+    """Tokens are drawn from the likeliest ones whose probabilities add up to it."""
+    seed: int = 0
+    """Of the draw."""
+    stages: int = 1
+    """Pipeline stages that the layers are split over."""
+    tensor: int = 1
+    """Devices over which the weights of a stage are split."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type to compute in; weights are kept in it too."""
+
+
+def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
+    """Run ``mmnnx generate`` with these options; errors are passed to `print_error`.
+
+    Returns the exit status: 0, or 2 for a mistake in the options.
+    """
+    config = tyro.cli(GenerateConfig, args=options, prog="mmnnx generate")
+    try:
+        write(config, Console(highlight=False))
+    except (UserError, CheckpointError, OSError, ValueError) as error:
+        print_error(str(error))
+        return MISTAKE
+    return 0
+
+
+def write(config: GenerateConfig, console: Console) -> None:
+    """Prints the text after each prompt.
+
+    Raises:
+      UserError: for a folder that holds no model, or options that do not go together.
+    """
+    if not config.prompt:
+        raise UserError("--prompt: give at least one text")
+    devices = choose_devices(config.stages * config.tensor).reshape(config.stages, config.tensor)
+    mesh = mm.MultiMesh(axis_sizes=devices.shape, axis_names=("stage", "model"), devices=devices)
+    with mesh:
+        model, codec = read_model(config)
+        rows = [encode(codec, text, config.chat) for text in config.prompt]
+        lengths = [len(row) for row in rows]
+        if not min(lengths):
+            raise UserError("--prompt: the text is empty, and a model begins with a token")
+        padded = np.stack([np.pad(row, (0, max(lengths) - len(row))) for row in rows])
+        stream = None
+        if len(rows) == 1:
+            stream = Stream(codec, console)
+            console.print("" if config.chat else config.prompt[0], end="", markup=False, soft_wrap=True)
+        began = time.perf_counter()
+        made = generate(
+            model,
+            padded,
+            config.tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            rng=jax.random.key(config.seed) if config.temperature else None,
+            eos=codec.end,
+            lengths=lengths if len(rows) > 1 else None,
+            on_token=stream,
+        )
+        tokens = mm.fetch(made)
+        seconds = time.perf_counter() - began
+    if stream is None:
+        for prompt, row in zip(config.prompt, tokens):
+            console.print(f"{prompt}{codec.decode(until(row, codec.end))}\n", markup=False, soft_wrap=True)
+    else:
+        console.print(markup=False)
+    count = sum(len(until(row, codec.end)) for row in tokens)
+    Console(stderr=True, highlight=False).print(
+        f"{count} tokens in {seconds:.1f} s, with what was compiled", markup=False
+    )
+
+
+def read_model(config: GenerateConfig) -> tuple[LM, Codec]:
+    """The model, placed over the stages, and its tokenizer."""
+    place = lambda model: pipeline_sharding(model, config.stages, rules=logical_rules("tensor"))
+    types = dict(dtype=jnp.dtype(config.precision), param_dtype=jnp.dtype(config.precision))
+    if not (config.model / "checkpoints").is_dir():
+        return published().load(config.model, placement=place, **types), codec_of(config.model)
+    folder, trained = RunFolder.open(config.model)
+    model = abstract(trained)
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        checkpoints.restore({"model": model}, sharding=place(model))
+    return model, codec_of(trained.model)
+
+
+def abstract(config: TrainConfig) -> LM:
+    return nnx.eval_shape(lambda: make_model(config))
+
+
+def encode(codec: Codec, text: str, chat: bool) -> np.ndarray:
+    """The tokens of a prompt, without the one that ends a text."""
+    if chat:
+        text = codec.chat([{"role": "user", "content": text}], answer=True)
+    tokens = codec.encode(text.encode())
+    return tokens[:-1] if len(tokens) and tokens[-1] == codec.end else tokens
+
+
+def until(tokens: np.ndarray, end: int | None) -> list[int]:
+    """The tokens before the one that ends a text."""
+    found = tokens.tolist()
+    return found[: found.index(end)] if end in found else found
+
+
+class Stream:
+    """Prints tokens as they come: text that is whole, since a character may be several tokens."""
+
+    def __init__(self, codec: Codec, console: Console):
+        self._codec, self._console = codec, console
+        self._tokens: list[int] = []
+        self._shown = 0
+        self._ended = False
+
+    def __call__(self, tokens: np.ndarray) -> None:
+        self._ended |= int(tokens[0]) == self._codec.end
+        if self._ended:
+            return
+        self._tokens.append(int(tokens[0]))
+        text = self._codec.decode(self._tokens)
+        if not text.endswith("\ufffd"):
+            self._console.print(text[self._shown :], end="", markup=False, soft_wrap=True)
+            self._shown = len(text)

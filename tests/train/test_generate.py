@@ -1,0 +1,84 @@
+"""``mmnnx generate``: what a published model and a run write after prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from mmnnx.cli import main
+from mmnnx.modules import generate, hf
+from mmnnx.train.config import TrainConfig
+from mmnnx.train.generate_cli import Stream, encode
+from mmnnx.train.loop import train
+from mmnnx.train.tokens import Bytes, HubTokenizer
+from tests.train.published import publish, records
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model that has learnt something."""
+    found = tmp_path_factory.mktemp("published")
+    publish(found / "model")
+    records(found / "data.jsonl")
+    options = dict(steps=30, sequence=16, batch=8, microbatches=4, learning_rate=2e-2, warmup=2, sample=0)
+    train(TrainConfig(model=found / "model", data=found / "data.jsonl", out=found / "run", **options))
+    assert main(["export", str(found / "run"), str(found / "new")]) == 0
+    return found
+
+
+def written(capsys, *options: str) -> str:
+    assert main(["generate", *options]) == 0
+    return capsys.readouterr().out
+
+
+def expected(folder, prompt: str, count: int = 8) -> str:
+    """What the exported model writes on one device."""
+    model, tokenizer = hf.load(folder / "new"), HubTokenizer(folder / "new")
+    made = generate(model, encode(tokenizer, prompt, False)[None], count)[0].tolist()
+    return tokenizer.decode(made[: made.index(tokenizer.end)] if tokenizer.end in made else made)
+
+
+def test_a_run_and_its_export_write_the_same(folder, capsys):
+    text = "the cat" + expected(folder, "the cat")
+    assert len(text) > len("the cat")
+    options = ["--prompt", "the cat", "--tokens", "8"]
+    capsys.readouterr()
+    assert written(capsys, str(folder / "new"), *options) == text + "\n"
+    assert written(capsys, str(folder / "run"), *options, "--stages", "2", "--tensor", "2") == text + "\n"
+
+
+def test_several_prompts_side_by_side(folder, capsys):
+    prompts = ["the cat", "a dog ran to the"]
+    found = written(capsys, str(folder / "new"), "--prompt", *prompts, "--tokens", "8", "--stages", "2")
+    assert found.split("\n\n")[:2] == [prompt + expected(folder, prompt) for prompt in prompts]
+
+
+def test_a_conversation_and_a_draw(folder, capsys):
+    options = [str(folder / "new"), "--prompt", "the mat", "--chat", "--tokens", "8", "--temperature", "1"]
+    first, again = (written(capsys, *options, "--seed", "3") for _ in range(2))
+    assert first == again and "<user>" not in first
+    assert len({written(capsys, *options, "--seed", str(n)) for n in range(4)}) > 1
+
+
+def test_mistakes_are_told(folder, tmp_path, capsys):
+    for options, said in [
+        ([str(tmp_path), "--prompt", "a"], "there is no config.json in"),
+        ([str(folder / "new"), "--prompt", ""], "the text is empty"),
+        ([str(folder / "new"), "--prompt", "a", "--top-p", "2"], "top_p"),
+    ]:
+        assert main(["generate", *options]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_character_shows_when_all_of_it_is_there(capsys):
+    stream = Stream(Bytes(), Console(highlight=False))
+    for byte in "hé!".encode():
+        stream(np.array([byte]))
+    assert capsys.readouterr().out == "hé!"
+
+
+def test_tokens_are_shown_in_order(folder):
+    model, shown = hf.load(folder / "new"), []
+    made = generate(model, np.array([[3, 4], [5, 6]]), 5, on_token=lambda row: shown.append(row.tolist()))
+    assert np.transpose(shown).tolist() == made.tolist()
