@@ -75,6 +75,17 @@ def test_stages_that_span_processes_then_fewer_processes(tmp_path, text, environ
 
 
 @pytest.mark.slow
+def test_as_many_programs_in_flight_as_xla_allows(tmp_path, text, environment):
+    """Large enough that 32 programs wait on a device: on few cores they once took all of XLA's threads."""
+    sizes = ["--layers", "8", "--width", "96", "--mlp", "256", "--batch", "16", "--microbatches", "8"]
+    options = ["--stages", "2", "--tensor", "2", "--steps", "4", "--sequence", "64", "--sample", "0"]
+    out = tmp_path / "run"
+    status, _, errors = run(environment, *sizes, *options, "--data", text, "--out", out, "--processes", "2")
+    assert status == 0, errors
+    assert len(losses(out)) == 4
+
+
+@pytest.mark.slow
 def test_one_is_killed_and_one_process_goes_on(tmp_path, text, environment, alone):
     out = tmp_path / "run"
     options = [*OPTIONS, "--data", text, "--out", out]

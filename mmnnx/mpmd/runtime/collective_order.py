@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from mmnnx.mpmd.distributed.processes import holders, is_here, span_processes
-from mmnnx.mpmd.distributed.threads import xla_threads
+from mmnnx.mpmd.distributed.threads import needed_threads, xla_threads
 from mmnnx.mpmd.ir.instructions import Transfer
 from mmnnx.mpmd.ir.program import Program
 
@@ -64,5 +64,5 @@ def check_threads(program: Program) -> None:
         raise ValueError(
             f"XLA has {xla_threads()} threads in this process, and it has {devices} CPU devices. Where "
             "all of these wait for another process, as on a mesh that spans processes, none is left to send "
-            f"an array with: set the environment variable NPROC={devices + 1} before JAX starts"
+            f"an array with: set the environment variable NPROC={needed_threads(devices)} before JAX starts"
         )

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx import _compat
 from mmnnx.mpmd.compile.scan_sums import rewrite_fragment
 from mmnnx.mpmd.ir.fragments import Fragment
 
@@ -71,7 +72,8 @@ def as_a_fragment(fun: Callable, *args: jax.Array) -> Fragment:
 def scanned_stacks(f: Fragment) -> int:
     """How many values the scans of a fragment stack."""
     eqn = [e for e in f.jaxpr.eqns if e.primitive.name == "scan"][-1]
-    return len(eqn.outvars) - eqn.params["num_carry"]
+    _, carries = _compat.scan_counts(eqn.params)
+    return len(eqn.outvars) - carries
 
 
 def check(fun: Callable, total: jax.Array = TOTAL, rows: jax.Array = ROWS) -> tuple[Fragment, Fragment]:

@@ -25,6 +25,8 @@ CONFIG = TrainConfig(
     **dict(layers=2, width=16, heads=2, kv_heads=2, mlp=32),
 )
 
+PROMPT = np.frombuffer(b"abcd", np.uint8)
+
 
 @pytest.fixture
 def compiled(caplog) -> Callable[[Callable[[], Any]], list[str]]:
@@ -49,7 +51,7 @@ def test_the_main_job_compiles_once(compiled, tmp_path):
         calls = {
             "train": lambda: train_step(model, optimizer, tokens),
             "validate": lambda: validate(model),
-            "sample": lambda: sample(model, b"abcd", 6, CONFIG.sequence, seed=0),
+            "sample": lambda: sample(model, PROMPT, 6, CONFIG.sequence, seed=0),
         }
         for name, call in calls.items():
             assert any("Compiling" in message for message in compiled(call)), name
