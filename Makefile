@@ -71,5 +71,5 @@ $(INSTALLED): pyproject.toml
 # transformers and torch have their own Python: they are what is compared with, nothing that mmnnx needs.
 .venv-hf/installed: pyproject.toml
 	test -x .venv-hf/bin/python || $(PYTHON) -m venv .venv-hf
-	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "transformers>=5.24"
+	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "transformers>=5.24" "peft>=0.21"
 	@touch $@

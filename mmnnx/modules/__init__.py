@@ -20,6 +20,7 @@ from mmnnx.modules.kv_cache import KVCache
 from mmnnx.modules.linear import Linear, LinearGeneral
 from mmnnx.modules.lm import LM, Block, LMConfig
 from mmnnx.modules.logical import constrain, named
+from mmnnx.modules.lora import LoRALinear, lora
 from mmnnx.modules.mlp import MLP, SwiGLU
 from mmnnx.modules.moe import MoE, MoEAux
 from mmnnx.modules.moe_lm import MoELM, MoELMConfig
@@ -53,6 +54,7 @@ __all__ = [
     "Linear",
     "LinearGeneral",
     "LinearScaling",
+    "LoRALinear",
     "MoE",
     "MoEAux",
     "MoELM",
@@ -74,6 +76,7 @@ __all__ = [
     "contrastive_loss",
     "filter_logits",
     "generate",
+    "lora",
     "mean_cross_entropy",
     "named",
     "rotary",

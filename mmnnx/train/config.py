@@ -93,6 +93,8 @@ class TrainConfig:
     model: Path | None = None
     """A folder of the Hugging Face hub with a published model to start from: its sizes, weights and
     tokenizer. Without one, a new model of bytes is made, of the sizes below."""
+    lora: int = 0
+    """Rank of low-rank additions to the linear layers, which alone are trained; 0 trains all weights."""
     layers: int = 8
     """Transformer blocks."""
     width: int = 96
@@ -154,7 +156,7 @@ class TrainConfig:
         ):
             if not getattr(self, field) > 0:
                 raise UserError(f"{_option(field)} must be above zero, not {getattr(self, field)}")
-        for field in ("warmup", "weight_decay", "seed", "sample"):
+        for field in ("warmup", "weight_decay", "seed", "sample", "lora"):
             if not getattr(self, field) >= 0:
                 raise UserError(f"{_option(field)} must not be below zero, not {getattr(self, field)}")
         if self.seed >= 2**32:

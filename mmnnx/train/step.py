@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import mmnnx as mm
-from mmnnx.modules import LM, LMConfig
+from mmnnx.modules import LM, LMConfig, lora
 from mmnnx.modules.build import build
 from mmnnx.mpmd.jit.jit import Jit
 from mmnnx.plan.language_models import rules_of, schedule_meshes
@@ -125,7 +125,7 @@ def create(config: TrainConfig, placement: mm.TaskSharding) -> tuple[LM, nnx.Opt
       UserError: for a published model whose weights cannot be read.
     """
     if config.model is None:
-        model = mm.jit(lambda: make_model(config), out_shardings=placement)()
+        model = mm.jit(lambda: build(model_config(config), config.seed), out_shardings=placement)()
     else:
         types = dict(dtype=config.precision, param_dtype=jnp.float32)
         kinds = dict(scan=config.scan, remat=config.remat)
@@ -133,6 +133,8 @@ def create(config: TrainConfig, placement: mm.TaskSharding) -> tuple[LM, nnx.Opt
             model = published().load(config.model, placement=placement, **types, **kinds)
         except (OSError, ValueError) as error:
             raise UserError(f"--model {config.model}: {error}") from error
+    if config.lora:
+        lora(model, config.lora, seed=config.seed)
     return model, mm.jit(lambda model: make_optimizer(config, model))(model)
 
 
@@ -143,11 +145,19 @@ def make_abstract(config: TrainConfig) -> tuple[LM, nnx.Optimizer]:
 
 
 def make_model(config: TrainConfig) -> LM:
-    return build(model_config(config), config.seed)
+    model = build(model_config(config), config.seed)
+    if config.lora:
+        lora(model, config.lora)
+    return model
 
 
 def make_optimizer(config: TrainConfig, model: LM) -> nnx.Optimizer:
-    return nnx.Optimizer(model, optimizer(config), wrt=nnx.Param)
+    return nnx.Optimizer(model, optimizer(config), wrt=trained(config))
+
+
+def trained(config: TrainConfig) -> type[nnx.Param]:
+    """Which parameters are trained."""
+    return nnx.LoRAParam if config.lora else nnx.Param
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
@@ -206,7 +216,7 @@ def make_train_step(config: TrainConfig) -> Jit:
     It updates model and optimizer in place: their state is donated.
     """
     grad_fn = mm.microbatch(
-        nnx.value_and_grad(loss_fn),
+        nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, trained(config))),
         dim=0,
         size=config.batch // config.microbatches,
         argnum=1,

@@ -3,6 +3,7 @@
 python reference.py FOLDER            makes models, and beside each what it computes
 python reference.py FOLDER --check    compares what `transformers` computes with models written to FOLDER
 python reference.py FOLDER --answer   writes what a model with a tokenizer makes of FOLDER/question.json
+python reference.py FOLDER --adapted  writes what a model computes with the adapter in FOLDER, by PEFT
 """
 
 from __future__ import annotations
@@ -121,6 +122,17 @@ def answer(folder: pathlib.Path) -> None:
     (folder / "answer.json").write_text(json.dumps(found))
 
 
+def adapted(folder: pathlib.Path) -> None:
+    """Logits of the model that an adapter is for, with it."""
+    import peft
+
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        logits = peft.PeftModel.from_pretrained(model, str(folder))(tokens()).logits
+    np.save(folder / "logits.npy", logits.numpy())
+
+
 def main(folder: pathlib.Path, check: bool) -> None:
     for name, config in CONFIGS.items():
         own = folder / name
@@ -141,5 +153,7 @@ def main(folder: pathlib.Path, check: bool) -> None:
 
 if __name__ == "__main__" and "--answer" in sys.argv:
     answer(pathlib.Path(sys.argv[1]))
+elif __name__ == "__main__" and "--adapted" in sys.argv:
+    adapted(pathlib.Path(sys.argv[1]))
 elif __name__ == "__main__":
     main(pathlib.Path(sys.argv[1]), "--check" in sys.argv)

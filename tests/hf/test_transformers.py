@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 import mmnnx as mm
 from mmnnx.cli import main
-from mmnnx.modules import hf
+from mmnnx.modules import hf, lora
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.loop import train
 from mmnnx.train.tokens import HubTokenizer
@@ -202,3 +202,20 @@ def test_a_model_that_was_fine_tuned(tmp_path):
     assert tokenizer.chat(question["messages"]) == answer["chat"]
     logits = hf.load(tmp_path / "new")(jnp.asarray(tokens)[None])
     np.testing.assert_allclose(logits[0], answer["logits"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_low_rank_additions(published, tmp_path, scan):
+    """Trained over stages; merged, and as an adapter of PEFT."""
+    with mesh():
+        model = lora(loaded(published / "llama2", "stages", scan=scan), 4, alpha=3.0)
+        for _, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+            variable.set_value(variable.get_value() + 0.1)
+        expected = mm.fetch(mm.jit(lambda model, tokens: model(tokens))(model, tokens()))
+        hf.save(model, tmp_path / "merged")
+        hf.save_adapter(model, tmp_path / "adapter")
+    np.testing.assert_allclose(hf.load(tmp_path / "merged")(tokens()), expected, rtol=0, atol=1e-4)
+    transformers(tmp_path / "adapter", "--adapted")
+    adapted = np.load(tmp_path / "adapter/logits.npy")
+    assert np.abs(adapted - computed(published / "llama2")["logits"]).max() > 0.1
+    np.testing.assert_allclose(adapted, expected, rtol=0, atol=1e-4)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from mmnnx.cli import main
 from mmnnx.modules import GPT2, GPT2Config, hf
@@ -65,6 +66,26 @@ def test_it_learns_is_resumed_and_exported(folder, tmp_path, scan, capsys, monke
     again = config(folder, tmp_path / "again", scan=scan, model=tmp_path / "new", steps=1)
     train(again)
     assert validations(again.out)[0] == pytest.approx(found[-1], rel=1e-5)
+
+
+def test_low_rank_additions_are_trained_resumed_and_merged(folder, tmp_path, monkeypatch):
+    whole, halves = (config(folder, tmp_path / name, lora=2, stages=2) for name in ("whole", "halves"))
+    train(whole)
+    found = validations(whole.out)
+    assert found[-1] < found[0] - 0.05
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Meter, "step", lambda self, step, loss: killed(step))
+        train(halves)
+    train(dataclasses.replace(halves, resume=True))
+    np.testing.assert_allclose(validations(halves.out), found, rtol=1e-5)
+    assert main(["export", str(whole.out), str(tmp_path / "new")]) == 0
+    before, after = (load_file(f / "model.safetensors") for f in (folder / "model", tmp_path / "new"))
+    assert {name for name in before if (before[name] != after[name]).any()} == {
+        name for name in before if name.endswith("proj.weight")
+    }
+    again = config(folder, tmp_path / "again", model=tmp_path / "new", steps=1)
+    train(again)
+    assert validations(again.out)[0] == pytest.approx(found[-1], rel=1e-4)
 
 
 def test_rows_are_in_nats_and_bits(folder, tmp_path):

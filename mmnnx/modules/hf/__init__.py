@@ -9,6 +9,6 @@ what it needs: `pip install "mmnnx[hf]"`.
 
 from mmnnx.modules.hf.configs import read_config, write_config
 from mmnnx.modules.hf.loading import abstract, load
-from mmnnx.modules.hf.saving import save
+from mmnnx.modules.hf.saving import save, save_adapter
 
-__all__ = ["abstract", "load", "read_config", "save", "write_config"]
+__all__ = ["abstract", "load", "read_config", "save", "save_adapter", "write_config"]

@@ -34,7 +34,8 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
 
     Names of tensors, their dtypes, the files that they are in, and the fields of `config.json` are those of
     the folder that the model was loaded from, whose tokenizer is copied as well. What was loaded and not
-    changed is equal byte by byte. Of a model that was not loaded, files hold up to 5 GB.
+    changed is equal byte by byte. Of a model that was not loaded, files hold up to 5 GB. Low-rank additions
+    (`lora`) are merged into the kernels that they are for.
 
     In several processes each must call it; the first writes.
 
@@ -51,9 +52,7 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
     Example:
       >>> hf.save(model, "fine-tuned")
     """
-    target = FilePath(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} is there and is not empty: name a new folder")
+    target = _new(folder)
     source = like if like is not None else getattr(model, "source", None)
     weights = None if source is None else Weights(source)
     pieces = pieces_of(model, None if weights is None else weights.files)
@@ -88,6 +87,69 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
             if path.suffix in COMPANIONS and path.name not in (CONFIG, INDEX):
                 shutil.copy(path, written / path.name)
         written.replace(target)
+
+
+def save_adapter(model: LM, folder: str | FilePath) -> None:
+    """Writes the low-rank additions of a model alone, in the format of PEFT (`adapter_model.safetensors`).
+
+    In several processes each must call it; the first writes.
+
+    Args:
+      model: one that `mmnnx.modules.lora` has changed.
+      folder: a new or empty one.
+
+    Raises:
+      FileExistsError: for a folder that holds something.
+      ValueError: for a model without additions, with several ranks, or of GPT-2, which has its queries, keys
+        and values in one tensor.
+
+    Example:
+      >>> hf.save_adapter(model, "adapter")
+    """
+    target = _new(folder)
+    variables = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    tensors: dict[str, np.ndarray] = {}
+    settings, names = set(), set()
+    for path, pieces in pieces_of(model).items():
+        if (*path[:-1], "lora_a") not in variables or path[-1] != "kernel":
+            continue
+        layer = _layer(model, path)
+        settings.add((layer.rank, layer.alpha))
+        for piece in pieces:
+            if not piece.transposed:
+                name = ".".join(map(str, path))
+                raise ValueError(f"PEFT has no adapter for {name}: in {piece.tensor} it is not a layer")
+            stem = piece.tensor.removesuffix(".weight")
+            names.add(stem.rpartition(".")[2])
+            for name, ours in (("lora_A", "lora_a"), ("lora_B", "lora_b")):
+                row = _row(variables[*path[:-1], ours].get_raw_value(), piece.index)
+                tensors[f"base_model.model.{stem}.{name}.weight"] = np.ascontiguousarray(row.T)
+    if len(settings) != 1:
+        raise ValueError(f"PEFT has one rank and alpha for all layers; this model has {sorted(settings)}")
+    if jax.process_index():
+        return
+    ((rank, alpha),) = settings
+    config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, bias="none")
+    config |= dict(target_modules=sorted(names), base_model_name_or_path=model.source, fan_in_fan_out=False)
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    (target / "adapter_config.json").write_text(_json(config))
+
+
+def _new(folder: str | FilePath) -> FilePath:
+    """A folder to write. Raises FileExistsError if it holds something."""
+    target = FilePath(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} is there and is not empty: name a new folder")
+    return target
+
+
+def _layer(model: LM, path: Path) -> Any:
+    """The layer that a kernel is of."""
+    layer: Any = model
+    for key in path[:-1]:
+        layer = layer[key] if isinstance(key, int) else getattr(layer, key)
+    return layer
 
 
 def _difference(shapes: Mapping[str, tuple[int, ...]], weights: Weights) -> str:
@@ -151,9 +213,23 @@ def _tensors(
         values = []
         for path, piece in sorted(found, key=lambda f: f[1].start):
             row = _row(variables[path].get_raw_value(), piece.index)
+            if (*path[:-1], "lora_a") in variables and path[-1] == "kernel":
+                row = row + _addition(model, path, variables, piece.index).astype(row.dtype)
             values.append(row.T if piece.transposed else row)
         whole = np.concatenate(values, axis=-1) if len(values) > 1 else values[0]
         yield name, np.ascontiguousarray(whole, dtypes[name])
+
+
+def _addition(
+    model: LM, path: Path, variables: Mapping[Path, nnx.Variable], index: tuple[int, ...]
+) -> np.ndarray:
+    """What the low-rank addition of a layer adds to a part of its kernel, float32."""
+    layer = _layer(model, path)
+    a, b = (
+        _row(variables[*path[:-1], name].get_raw_value(), index).astype(np.float32)
+        for name in ("lora_a", "lora_b")
+    )
+    return layer.alpha / layer.rank * (a @ b)
 
 
 def _row(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:

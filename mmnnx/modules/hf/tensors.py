@@ -110,6 +110,8 @@ BLOCKS = {
 }
 FUSED = ("query", "key", "value")  # in this order in one tensor of GPT-2
 
+WEIGHTS = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
+
 # Tensors that some checkpoints hold besides the weights: what can be computed.
 NO_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -125,7 +127,7 @@ def pieces_of(model: LM, names: Collection[str] | None = None) -> dict[Path, tup
       ValueError: for parameters that have no name in the checkpoints of this architecture; names them.
     """
     kind = model_type(model.config)
-    variables = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    variables = nnx.to_flat_state(nnx.state(model, WEIGHTS))
     segments = getattr(model.blocks, "segments", ())
     firsts = dict(enumerate(accumulate(map(len, segments), initial=0)))
     found = {path: _pieces(path, np.shape(v.get_raw_value()), firsts, kind) for path, v in variables}
