@@ -234,4 +234,4 @@ def _addition(
 
 def _row(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
     """`x[index]` in host memory; in several processes of all of them."""
-    return held_row(x, index) if x.is_fully_addressable else np.asarray(fetch(x))[index]
+    return held_row(x, index) if jax.process_count() == 1 else np.asarray(fetch(x))[index]
