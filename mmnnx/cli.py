@@ -11,6 +11,7 @@ USAGE = """usage: mmnnx train [OPTIONS]
        mmnnx launch --hosts HOST ... -- COMMAND
        mmnnx export RUN FOLDER
        mmnnx generate RUN|FOLDER --prompt TEXT
+       mmnnx eval RUN|FOLDER --data PATH
        mmnnx inspect PATH
        mmnnx schedule [OPTIONS]
        mmnnx plan --target CHIP:TOPOLOGY [OPTIONS]
@@ -18,6 +19,7 @@ USAGE = """usage: mmnnx train [OPTIONS]
 Commands:
   train     train or fine-tune a language model as a pipeline over devices, in one process or several
   export    write the model of a run as a folder of the Hugging Face hub
+  eval      print the loss of a run or a published model on text
   generate  print what the model of a run, or a published one, writes after a prompt
   launch    print what to run on each host, to train or to run a script in a process on each
   inspect   show what a checkpoint holds, without loading it
@@ -48,6 +50,10 @@ def main(args: Sequence[str] | None = None) -> int:
         from mmnnx.train.export_cli import run as run_export
 
         return run_export(options, print_error)
+    if command == "eval":
+        from mmnnx.train.eval_cli import run as run_eval
+
+        return run_eval(options, print_error)
     if command == "generate":
         from mmnnx.train.generate_cli import run as run_generate
 

@@ -25,13 +25,14 @@ class Corpus:
 
     Attributes:
       files: the number of documents.
-      valid_bytes: the size of the held-out text.
+      train_bytes, valid_bytes: the sizes of the text.
       unit: what a token is called.
     """
 
     train: np.ndarray
     valid: np.ndarray
     files: int
+    train_bytes: int
     valid_bytes: int
     unit: str = "byte"
 
@@ -80,7 +81,7 @@ def load_corpus(path: Path | None = None, codec: Codec | None = None) -> Corpus:
         held_out = [n == last for n in range(len(found))]
     texts = [[d.text for d, held in zip(found, held_out) if held == wanted] for wanted in (False, True)]
     train, valid = (np.concatenate([codec.encode(text) for text in part]) for part in texts)
-    return Corpus(train, valid, len(found), sum(map(len, texts[1])), codec.unit)
+    return Corpus(train, valid, len(found), *(sum(map(len, part)) for part in texts), codec.unit)
 
 
 RECORDS = ".jsonl"
@@ -163,7 +164,7 @@ def _split_file(path: Path, codec: Codec) -> Corpus:
     while end and content[end] & 0xC0 == 0x80:  # not within a character
         end -= 1
     train, valid = (codec.encode(part) for part in (content[:end], content[end:]))
-    return Corpus(train, valid, 1, len(content) - end, codec.unit)
+    return Corpus(train, valid, 1, end, len(content) - end, codec.unit)
 
 
 class Windows:

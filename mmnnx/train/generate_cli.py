@@ -9,25 +9,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
-from flax import nnx
 from rich.console import Console
 
 import mmnnx as mm
-from mmnnx.modules import LM
 from mmnnx.modules.generate import generate
-from mmnnx.sharding.pipeline import pipeline_sharding
-from mmnnx.sharding.rules import logical_rules
-from mmnnx.train.checkpoint import CheckpointError, Checkpoints
-from mmnnx.train.config import TrainConfig
-from mmnnx.train.devices import choose_devices
+from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.errors import UserError
 from mmnnx.train.local_processes import MISTAKE
-from mmnnx.train.run_folder import RunFolder
-from mmnnx.train.step import make_model, published
-from mmnnx.train.tokens import Codec, codec_of
+from mmnnx.train.read_model import read_model, stage_mesh
+from mmnnx.train.tokens import Codec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +70,9 @@ def write(config: GenerateConfig, console: Console) -> None:
     """
     if not config.prompt:
         raise UserError("--prompt: give at least one text")
-    devices = choose_devices(config.stages * config.tensor).reshape(config.stages, config.tensor)
-    mesh = mm.MultiMesh(axis_sizes=devices.shape, axis_names=("stage", "model"), devices=devices)
+    mesh = stage_mesh(config.stages, config.tensor)
     with mesh:
-        model, codec = read_model(config)
+        model, codec = read_model(config.model, config.stages, config.precision)
         rows = [encode(codec, text, config.chat) for text in config.prompt]
         lengths = [len(row) for row in rows]
         if not min(lengths):
@@ -114,23 +105,6 @@ def write(config: GenerateConfig, console: Console) -> None:
     Console(stderr=True, highlight=False).print(
         f"{count} tokens in {seconds:.1f} s, with what was compiled", markup=False
     )
-
-
-def read_model(config: GenerateConfig) -> tuple[LM, Codec]:
-    """The model, placed over the stages, and its tokenizer."""
-    place = lambda model: pipeline_sharding(model, config.stages, rules=logical_rules("tensor"))
-    types = dict(dtype=jnp.dtype(config.precision), param_dtype=jnp.dtype(config.precision))
-    if not (config.model / "checkpoints").is_dir():
-        return published().load(config.model, placement=place, **types), codec_of(config.model)
-    folder, trained = RunFolder.open(config.model)
-    model = abstract(trained)
-    with Checkpoints(folder.checkpoints) as checkpoints:
-        checkpoints.restore({"model": model}, sharding=place(model))
-    return model, codec_of(trained.model)
-
-
-def abstract(config: TrainConfig) -> LM:
-    return nnx.eval_shape(lambda: make_model(config))
 
 
 def encode(codec: Codec, text: str, chat: bool) -> np.ndarray:

@@ -24,7 +24,7 @@ def write(folder: Path, **files: str | bytes) -> Path:
 def counting(size: int) -> Corpus:
     """A corpus whose windows can be told apart."""
     text = (np.arange(size) // 8 % 251).astype(np.uint8)
-    return Corpus(text, text, 1, text.size)
+    return Corpus(text, text, 1, text.size, text.size)
 
 
 def test_standard_library_is_the_default():

@@ -1,0 +1,102 @@
+"""The command ``mmnnx eval``: the loss of a published model or of a run on text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import tyro
+from rich.console import Console
+
+import mmnnx as mm
+from mmnnx.train.checkpoint import CheckpointError
+from mmnnx.train.data import Windows, load_corpus
+from mmnnx.train.errors import UserError
+from mmnnx.train.local_processes import MISTAKE
+from mmnnx.train.read_model import read_model, stage_mesh
+from mmnnx.train.step import loss_fn
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Print the loss of a model on the part of the data that training holds out, or on all of it."""
+
+    model: tyro.conf.Positional[Path]
+    """The folder of a run, or of a published model."""
+    data: Path
+    """A file or a folder of text or JSON Lines, as for `mmnnx train`."""
+    all: bool = False
+    """Use all of the data, not what is held out alone."""
+    batch: int = 16
+    """Sequences that are computed together."""
+    sequence: int = 128
+    """Tokens in a sequence."""
+    stages: int = 1
+    """Pipeline stages that the layers are split over."""
+    tensor: int = 1
+    """Devices over which the weights of a stage are split."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type to compute in; weights of a published model are kept in it too."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print JSON."""
+
+
+def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
+    """Run ``mmnnx eval`` with these options; errors are passed to `print_error`.
+
+    Returns the exit status: 0, or 2 for a mistake in the options.
+    """
+    config = tyro.cli(EvalConfig, args=options, prog="mmnnx eval")
+    try:
+        found = evaluate(config)
+    except (UserError, CheckpointError, OSError, ValueError) as error:
+        print_error(str(error))
+        return MISTAKE
+    if config.json:
+        print(json.dumps(found))
+    else:
+        text = (
+            "loss {loss:.4f} nats per token, perplexity {perplexity:,.2f}, {bits_per_byte:.4f} bits per byte"
+        )
+        Console(highlight=False).print(f"{text.format(**found)}, {found['tokens']:,} tokens", soft_wrap=True)
+    return 0
+
+
+def evaluate(config: EvalConfig) -> dict[str, float]:
+    """The mean loss over sequences that follow each other; what is less than one at the end is left out.
+
+    Returns:
+      "loss" in nats per token, "perplexity", "bits_per_byte", and the number of "tokens".
+
+    Raises:
+      UserError: for data of less than one sequence.
+    """
+    with stage_mesh(config.stages, config.tensor):
+        model, codec = read_model(config.model, config.stages, config.precision)
+        corpus = load_corpus(config.data, codec)
+        tokens, size = corpus.valid, corpus.valid_bytes
+        if config.all:
+            tokens, size = np.concatenate([corpus.train, tokens]), corpus.train_bytes + size
+        windows = Windows(tokens, config.sequence)
+        if not len(windows):
+            raise UserError(
+                f"--data has {len(tokens)} {corpus.unit}s to evaluate, less than one sequence of "
+                f"{config.sequence}; give more text, --all, or a smaller --sequence"
+            )
+        loss_of = mm.jit(loss_fn)
+        total = 0.0
+        for start in range(0, len(windows), config.batch):
+            rows = range(start, min(start + config.batch, len(windows)))
+            total += len(rows) * float(mm.fetch(loss_of(model, np.stack([windows[n] for n in rows]))))
+    loss = total / len(windows)
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700)),
+        "bits_per_byte": loss / math.log(2) * len(tokens) / size,
+        "tokens": len(windows) * config.sequence,
+    }
