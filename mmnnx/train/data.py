@@ -81,7 +81,8 @@ def load_corpus(path: Path | None = None, codec: Codec | None = None) -> Corpus:
         held_out = [n == last for n in range(len(found))]
     texts = [[d.text for d, held in zip(found, held_out) if held == wanted] for wanted in (False, True)]
     train, valid = (np.concatenate([codec.encode(text) for text in part]) for part in texts)
-    return Corpus(train, valid, len(found), *(sum(map(len, part)) for part in texts), codec.unit)
+    train_bytes, valid_bytes = (sum(map(len, part)) for part in texts)
+    return Corpus(train, valid, len(found), train_bytes, valid_bytes, codec.unit)
 
 
 RECORDS = ".jsonl"

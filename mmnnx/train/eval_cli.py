@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
@@ -92,7 +93,9 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         total = 0.0
         for start in range(0, len(windows), config.batch):
             rows = range(start, min(start + config.batch, len(windows)))
-            total += len(rows) * float(mm.fetch(loss_of(model, np.stack([windows[n] for n in rows]))))
+            total += len(rows) * float(
+                mm.fetch(loss_of(model, jnp.asarray(np.stack([windows[n] for n in rows]))))
+            )
     loss = total / len(windows)
     return {
         "loss": loss,
