@@ -14,6 +14,7 @@ from mmnnx.train.config import TrainConfig
 from mmnnx.train.data import Windows, load_corpus
 from mmnnx.train.loop import train
 from mmnnx.train.tokens import HubTokenizer
+from tests.slow import all_but
 from tests.train.published import publish, records
 
 
@@ -33,7 +34,7 @@ def found(capsys, *options: str) -> dict[str, float]:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("everything", all_but([True], [False, True]))
 def test_the_mean_over_sequences(folder, capsys, everything):
     corpus = load_corpus(folder / "data.jsonl", HubTokenizer(folder / "model"))
     tokens = np.concatenate([corpus.train, corpus.valid]) if everything else corpus.valid

@@ -68,6 +68,7 @@ def test_it_learns_is_resumed_and_exported(folder, tmp_path, scan, capsys, monke
     assert validations(again.out)[0] == pytest.approx(found[-1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_low_rank_additions_are_trained_resumed_and_merged(folder, tmp_path, monkeypatch):
     whole, halves = (config(folder, tmp_path / name, lora=2, stages=2) for name in ("whole", "halves"))
     train(whole)

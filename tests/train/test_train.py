@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from itertools import product
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from mmnnx.train import train
 from mmnnx.train.checkpoint import Checkpoints
 from mmnnx.train.errors import Diverged, Interrupted, UserError
 from mmnnx.train.run_folder import RunFolder
-from tests.slow import all_but, grid
+from tests.slow import all_but
 
 
 def losses(folder: RunFolder) -> list[float]:
@@ -96,7 +97,7 @@ def test_tied_shared_heads_in_half_precision_by_gpipe(config):
     assert losses(folder) == pytest.approx([8 * math.log(2)] * 2, abs=0.3)
 
 
-@pytest.mark.parametrize("stages", [2, 3])  # four blocks: two each, or one, two, one
+@pytest.mark.parametrize("stages", all_but([3], [2, 3]))  # four blocks: two each, or one, two, one
 def test_scanned_blocks_are_divided_between_stages(stages, config, tmp_path):
     one = losses(train(config(scan=True, layers=4, stages=1, steps=4, out=tmp_path / "one")))
     folder = train(config(scan=True, layers=4, stages=stages, steps=4))
@@ -112,14 +113,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", all_but(["fsdp and tensor", "interleaved, scanned"], LAYOUTS))
+@pytest.mark.parametrize("layout", all_but(["fsdp and tensor"], LAYOUTS))
 def test_where_it_runs_does_not_change_the_losses(layout, config, tmp_path):
     sizes = dict(layers=4, steps=3, batch=8, microbatches=4, scan="scanned" in layout)
     one = losses(train(config(**sizes, stages=1, out=tmp_path / "one")))
     assert losses(train(config(**sizes, **LAYOUTS[layout]))) == pytest.approx(one, abs=1e-4)
 
 
-@pytest.mark.parametrize("optimizer, scan", grid(["muon", "lion", "adafactor"], [True, False]))
+@pytest.mark.parametrize(
+    "optimizer, scan", all_but([("muon", True)], product(["muon", "lion", "adafactor"], [True, False]))
+)
 def test_other_optimizers_learn(optimizer, scan, config, tmp_path):
     rate = {"lion": 3e-3, "muon": 2e-2, "adafactor": 5e-2}[optimizer]
     options = dict(optimizer=optimizer, scan=scan, learning_rate=rate, layers=2, steps=16, eval_every=16)
