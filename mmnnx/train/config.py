@@ -115,8 +115,9 @@ class TrainConfig:
 
     optimizer: Literal["adamw", "lion", "muon", "adafactor"] = "adamw"
     """Its rule. Each has a learning rate of its own that suits it."""
-    learning_rate: float = 4e-3
-    """Peak learning rate, reached after the warm-up; it then decays along a cosine to a tenth."""
+    learning_rate: float | None = None
+    """Peak learning rate, reached after the warm-up; it then decays along a cosine to a tenth. Default: 4e-3
+    for a new model, 2e-5 for one from --model, 2e-4 with --lora."""
     warmup: int = 20
     """Steps over which the learning rate rises from zero."""
     weight_decay: float = 0.1
@@ -127,6 +128,13 @@ class TrainConfig:
     def folder(self) -> Path:
         """Where the run is kept."""
         return self.out or Path("runs") / self.name
+
+    @property
+    def peak_rate(self) -> float:
+        """The learning rate after the warm-up."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 2e-4 if self.lora else 4e-3 if self.model is None else 2e-5
 
     @property
     def devices(self) -> int:
@@ -151,11 +159,12 @@ class TrainConfig:
             "heads",
             "kv_heads",
             "mlp",
-            "learning_rate",
+            "peak_rate",
             "clip",
         ):
             if not getattr(self, field) > 0:
-                raise UserError(f"{_option(field)} must be above zero, not {getattr(self, field)}")
+                option = "--learning-rate" if field == "peak_rate" else _option(field)
+                raise UserError(f"{option} must be above zero, not {getattr(self, field)}")
         for field in ("warmup", "weight_decay", "seed", "sample", "lora"):
             if not getattr(self, field) >= 0:
                 raise UserError(f"{_option(field)} must not be below zero, not {getattr(self, field)}")
@@ -174,6 +183,8 @@ class TrainConfig:
         if self.fsdp and self.data_parallel == 1:
             raise UserError("--fsdp divides weights among the groups of --data-parallel, and there is one")
         if self.model is None:
+            if self.lora:
+                raise UserError("--lora adds to the layers of a --model, and there is none")
             self._check_sizes()
         else:
             usual = type(self).__dataclass_fields__
@@ -240,14 +251,15 @@ class TrainConfig:
     def _checked(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The values of some fields. Raises ValueError for other names, and values of other types."""
         usual = {field.name: field.default for field in dataclasses.fields(cls)}
+        hints = get_type_hints(cls)
         for name, value in values.items():
             if name not in usual:
                 close = difflib.get_close_matches(name, usual, 1)
                 raise ValueError(f"there is no option {name!r}" + (f": is it {close[0]!r}?" if close else ""))
-            kind = type(usual[name])
-            if type(value) not in {float: (float, int), type(None): (type(None), str)}.get(kind, (kind,)):
+            hint = hints[name]
+            if type(value) not in {t for part in get_args(hint) or [hint] for t in _json_types(part)}:
                 raise ValueError(f"{name} is {value!r}")
-            known = get_args(get_type_hints(cls)[name])
+            known = get_args(hint)
             if isinstance(usual[name], str) and known and value not in known:
                 raise ValueError(f"{name} is {value!r}; there are {', '.join(map(str, known))}")
         paths = {name: Path(values[name]) for name in PATHS if values.get(name) is not None}
@@ -284,6 +296,13 @@ def share_of_devices(devices: int, processes: int) -> int:
 
 def _plain(value):
     return str(value.resolve()) if isinstance(value, Path) else value
+
+
+def _json_types(kind: Any) -> tuple[type, ...]:
+    """What a value of a field of this type, or one of its choices, is in JSON and TOML."""
+    if isinstance(kind, str) or kind is Path:
+        return (str,)
+    return (float, int) if kind is float else (kind,)
 
 
 def _field(option: str) -> str:

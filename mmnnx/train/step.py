@@ -163,11 +163,11 @@ def trained(config: TrainConfig) -> type[nnx.Param]:
 def learning_rate(config: TrainConfig) -> optax.Schedule:
     """Linear warm-up, and a cosine to a tenth."""
     return optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / (config.warmup + 1),
-        peak_value=config.learning_rate,
+        init_value=config.peak_rate / (config.warmup + 1),
+        peak_value=config.peak_rate,
         warmup_steps=config.warmup,
         decay_steps=max(config.steps, config.warmup + 1),
-        end_value=config.learning_rate / 10,
+        end_value=config.peak_rate / 10,
     )
 
 

@@ -53,6 +53,14 @@ def test_options_that_do_not_fit(options, says):
     assert says in str(error.value)
 
 
+def test_what_is_fine_tuned_has_a_lower_learning_rate():
+    rates = [
+        TrainConfig(**options).peak_rate
+        for options in ({}, {"model": Path("m")}, {"model": Path("m"), "lora": 8})
+    ]
+    assert rates == [4e-3, 2e-5, 2e-4] and TrainConfig(model=Path("m"), learning_rate=1e-3).peak_rate == 1e-3
+
+
 def test_goes_through_json(tmp_path):
     config = TrainConfig(data=tmp_path / "text", learning_rate=1e-3, tied=True)
     assert TrainConfig.from_json(config.to_json()) == config
