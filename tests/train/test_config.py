@@ -43,6 +43,7 @@ def test_defaults_are_valid():
         (dict(processes=2, stages=1, tensor=1), "2 processes cannot share 1 devices"),
         (dict(processes=2, cluster=True), "--cluster joins processes that were started elsewhere"),
         (dict(data_parallel=4), "--data-parallel 4 does not divide the 2 sequences of a microbatch"),
+        (dict(lora=8), "--lora adds to the layers of a --model, and there is none"),
         (dict(fsdp=True), "--fsdp divides weights among the groups of --data-parallel, and there is one"),
         (dict(stages=9), "--stages 9 is more than there are blocks: --layers 8"),
     ],
@@ -54,11 +55,9 @@ def test_options_that_do_not_fit(options, says):
 
 
 def test_what_is_fine_tuned_has_a_lower_learning_rate():
-    rates = [
-        TrainConfig(**options).peak_rate
-        for options in ({}, {"model": Path("m")}, {"model": Path("m"), "lora": 8})
-    ]
-    assert rates == [4e-3, 2e-5, 2e-4] and TrainConfig(model=Path("m"), learning_rate=1e-3).peak_rate == 1e-3
+    given: list[dict] = [{}, {"model": Path("m")}, {"model": Path("m"), "lora": 8}]
+    assert [TrainConfig(**options).peak_rate for options in given] == [4e-3, 2e-5, 2e-4]
+    assert TrainConfig(model=Path("m"), learning_rate=1e-3).peak_rate == 1e-3
 
 
 def test_goes_through_json(tmp_path):
