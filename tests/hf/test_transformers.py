@@ -187,7 +187,7 @@ def test_a_model_that_was_fine_tuned(tmp_path):
     """Trained over 4 stages x 2 on records, exported, and read with its tokenizer."""
     publish(tmp_path / "model")
     data = records(tmp_path / "data.jsonl")
-    options = dict(steps=4, sequence=16, batch=8, microbatches=4, warmup=1, sample=0)
+    options = dict(steps=4, sequence=16, batch=8, microbatches=4, warmup=1, sample=0, learning_rate=1e-2)
     run = TrainConfig(model=tmp_path / "model", data=data, out=tmp_path / "run", **options)
     losses = [row["val_loss"] for row in train(run).rows() if "val_loss" in row]
     assert losses[-1] < losses[0]

@@ -24,6 +24,7 @@ def folder(tmp_path_factory):
     publish(found / "model")
     records(found / "data.jsonl")
     options = dict(steps=3, sequence=16, batch=8, microbatches=4, warmup=1, sample=0, stages=2)
+    options |= dict(learning_rate=1e-2)
     train(TrainConfig(model=found / "model", data=found / "data.jsonl", out=found / "run", **options))
     return found
 
