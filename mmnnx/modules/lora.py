@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx.modules.linear import Linear
-from mmnnx.sharding.divided_array import named_sharding, sharding_of
+from mmnnx.sharding.divided_array import DividedArray, named_sharding, sharding_of
 from mmnnx.sharding.held_parts import array_of_parts, held_parts
 
 KEPT = ("head", "router")  # linear layers that are left as they are, if no filter says otherwise
@@ -120,7 +120,7 @@ def _beside(
     if isinstance(like, jax.ShapeDtypeStruct) or not isinstance(like, jax.Array):
         return nnx.LoRAParam(jax.ShapeDtypeStruct(shape, like.dtype), **metadata)
     value, named = np.asarray(make(shape), like.dtype), named_sharding(like)
-    if named is None or not like.committed:
+    if named is None or not (like.committed or isinstance(like, DividedArray)):
         return nnx.LoRAParam(jnp.asarray(value), **metadata)
     spec = PartitionSpec(*_without(tuple(named.spec), dim, len(shape)))
     sharding = sharding_of(NamedSharding(named.mesh, spec))

@@ -137,9 +137,9 @@ def save_adapter(model: LM, folder: str | FilePath) -> None:
 
 
 def _new(folder: str | FilePath) -> FilePath:
-    """A folder to write. Raises FileExistsError if it holds something."""
+    """A folder to write. Raises FileExistsError, in the process that writes it, if it holds something."""
     target = FilePath(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if jax.process_index() == 0 and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} is there and is not empty: name a new folder")
     return target
 
