@@ -115,7 +115,9 @@ class HubTokenizer:
         template = file.read_text() if file.is_file() else template
         if not isinstance(template, str):
             raise UserError(f"{self.folder} has no chat template, which records with messages need")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = _refuse
         given: dict[str, Any] = {name: self._special(name) or "" for name in ("bos_token", "eos_token")}
         given |= dict(messages=messages, add_generation_prompt=answer)

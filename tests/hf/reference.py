@@ -67,6 +67,7 @@ CONFIGS = {
         **{**SIZES, "num_hidden_layers": 8}, **GEMMA, rope_parameters=GEMMA3_ROPE
     ),
     "gpt2": lambda: transformers.GPT2Config(**GPT2, initializer_range=0.2),
+    "gpt2-untied": lambda: transformers.GPT2Config(**GPT2, initializer_range=0.2, tie_word_embeddings=False),
 }
 SHARDED = {"llama2", "qwen3-moe"}  # in several files
 WITH_GRADIENTS = {"llama2", "llama3", "qwen3-moe", "gemma2", "gpt2"}

@@ -173,6 +173,17 @@ def test_names_without_a_prefix_and_buffers(tmp_path):
     assert tensors(tmp_path / "new").keys() == tensors(tmp_path / "gpt2").keys() - {"h.0.attn.bias"}
 
 
+def test_a_head_of_its_own_is_a_linear_layer_in_gpt2_too(tmp_path):
+    config = dataclasses.replace(CONFIGS["gpt2"], tied=False, vocab=48)
+    hf.save(build(config), tmp_path / "gpt2")
+    found = tensors(tmp_path / "gpt2")
+    assert found["lm_head.weight"].shape == (48, 16) and found["transformer.h.0.mlp.c_fc.weight"].shape == (
+        16,
+        64,
+    )
+    assert hf.load(tmp_path / "gpt2").head.kernel.get_value().shape == (16, 48)
+
+
 def test_an_embedding_that_is_stored_twice(tmp_path):
     hf.save(model_of("tied llama"), tmp_path / "one")
     rewrite(tmp_path / "one", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
@@ -188,6 +199,9 @@ def test_fields_as_they_once_were(folder, tmp_path):
     config = hf.read_config(folder)
     assert (config.rotary_base, config.rotary_scaling) == (2e4, LinearScaling(4.0))
     assert config.dtype == jnp.bfloat16
+    hf.save(model_of("gemma2"), tmp_path / "gemma2")
+    reconfigure(tmp_path / "gemma2", hidden_act="gelu_pytorch_tanh")  # beside hidden_activation
+    assert hf.read_config(tmp_path / "gemma2") == CONFIGS["gemma2"]
     hf.save(model_of("gemma3"), tmp_path / "gemma")
     old = dict(
         rope_parameters=...,

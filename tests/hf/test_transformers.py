@@ -40,6 +40,7 @@ NAMES = [
     "gemma2",
     "gemma3",
     "gpt2",
+    "gpt2-untied",
 ]
 WITH_GRADIENTS = ["llama2", "llama3", "qwen3-moe", "gemma2", "gpt2"]
 PROMPT, NEW = 9, 12

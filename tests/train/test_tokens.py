@@ -42,6 +42,8 @@ def test_a_template_in_a_file_of_its_own(folder, tmp_path):
     other = publish(tmp_path / "model")
     (other / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     assert HubTokenizer(other).chat(CHAT) == "[the cat][sat]"
+    (other / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}")
+    assert HubTokenizer(other).chat(CHAT) == "user"
 
 
 def test_what_a_template_refuses(tokenizer):

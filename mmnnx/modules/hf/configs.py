@@ -169,12 +169,17 @@ def _dtype(json: _Json) -> Any:
 
 
 def _shared(
-    json: _Json, *, tied: bool = False, rms_norm_eps: float = 1e-6, head_dim: int | None = None
+    json: _Json,
+    *,
+    tied: bool = False,
+    rms_norm_eps: float = 1e-6,
+    head_dim: int | None = None,
+    activation: str = "silu",
 ) -> dict[str, Any]:
     """What all but GPT-2 say in the same words."""
     json.only("attention_bias", False)
     json.only("mlp_bias", False)
-    json.only("hidden_act", "silu")
+    json.only("hidden_act", activation)
     width, heads = json.need("hidden_size"), json.need("num_attention_heads")
     base, scaling = _read_rope(json)
     return dict(
@@ -278,9 +283,10 @@ def _qwen3_moe(json: _Json) -> MoELMConfig:
 
 
 def _gemma(json: _Json, windows: Any, **changes: Any) -> GemmaConfig:
-    json.only("hidden_activation", "gelu_pytorch_tanh")
+    activation = "gelu_pytorch_tanh"  # by either name
+    json.only("hidden_activation", activation)
     json.only("use_bidirectional_attention", False)
-    shared = _shared(json, tied=True, head_dim=256) | changes
+    shared = _shared(json, tied=True, head_dim=256, activation=activation) | changes
     scalar = json.get("query_pre_attn_scalar", 256)
     return GemmaConfig(
         **shared,

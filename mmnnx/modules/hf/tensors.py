@@ -174,5 +174,6 @@ def _piece(tensor: str, path: Path, shape: tuple[int, ...], index: tuple[int, ..
     if gpt2 and path[0] == "attention" and path[1] in FUSED:
         whole = (*inner[:-1], 3 * inner[-1])
         return Piece(tensor, whole, index, False, FUSED.index(path[1]) * inner[-1])
-    transposed = not gpt2 and len(inner) == 2 and path[-1] != "embedding"
+    of_linear = not gpt2 or path[0] == "head"  # GPT-2's other layers are [in, out]
+    transposed = of_linear and len(inner) == 2 and path[-1] != "embedding"
     return Piece(tensor, inner[::-1] if transposed else inner, index, transposed)
