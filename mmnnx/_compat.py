@@ -62,10 +62,15 @@ def close_jaxpr(
 
 
 def map_equations(jaxpr: Any, fun: Any) -> Any:
-    """A jaxpr, open or closed, with `fun` applied to each equation; the same object if nothing changed."""
+    """A jaxpr, open or closed, with `fun` applied to each equation; the same object if nothing changed.
+
+    Args:
+      fun: gives an equation, or a list of those that stand for it.
+    """
     inner = getattr(jaxpr, "jaxpr", jaxpr)
-    eqns = [fun(e) for e in inner.eqns]
-    if all(a is b for a, b in zip(eqns, inner.eqns)):
+    made = (fun(e) for e in inner.eqns)
+    eqns = [e for new in made for e in (new if isinstance(new, list) else [new])]
+    if len(eqns) == len(inner.eqns) and all(a is b for a, b in zip(eqns, inner.eqns)):
         return jaxpr
     changed = inner.replace(eqns=eqns)
     return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
@@ -109,8 +114,8 @@ def subjaxprs(eqn: Any) -> list[Any]:
 
 
 def map_inner_equations(eqn: Any, fun: Any) -> Any:
-    """An equation with `fun` applied to each equation of the jaxprs among its parameters; the same object if
-    nothing changed."""
+    """An equation with `fun` applied to each equation of the jaxprs among its parameters, as in
+    `map_equations`; the same object if nothing changed."""
 
     def mapped(value: Any) -> Any:
         if isinstance(value, JAXPR_TYPES):

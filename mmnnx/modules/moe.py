@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mmnnx.modules.experts import dropless, with_capacity
 from mmnnx.modules.linear import KERNEL_INIT, Linear, Names
 from mmnnx.modules.logical import constrain, named
 
@@ -41,16 +42,17 @@ class MoE(nnx.Module):
     The router is a linear layer in float32; its softmax over experts, normalised over the chosen ones, weighs
     their outputs. (For top_k=1 it is not normalised, as in Switch: that would leave 1, and no gradient.)
 
-    Without `capacity_factor` no token is dropped: every expert computes every token, with weight 0 where it
-    was not chosen. That takes experts / top_k times the work of the chosen pairs, and experts x tokens x mlp
-    activations, but no sorting, and every device has equal work: over a mesh axis each device computes its
-    own experts, and one all-reduce sums them. (`jax.lax.ragged_dot` on stock CPU is this same product over
-    top_k times the rows.)
+    Without `capacity_factor` no token is dropped (see `dropless`): work grows with top_k, and not with the
+    number of experts.
 
     With it each row of the batch is a group, and an expert takes `capacity(sequence)` of its assignments: the
     first choices of all tokens in order, then the second choices, and so on. A token beyond that gets nothing
-    from that expert (GShard, arXiv:2006.16668). Work is capacity_factor times that of the chosen pairs; the
-    two one-hot arrays that dispatch and combine are [batch, sequence, experts, capacity].
+    from that expert (GShard, arXiv:2006.16668). All experts have equal work then, capacity_factor times that
+    of an even share.
+
+    Over the devices of a task the experts are divided (expert parallelism) and their hidden features, as the
+    task's rules for `in_axes` say; the backward computes the hidden features again. Gradients by forward-mode
+    differentiation are refused.
 
     The `MoEAux` is over the tokens of one call: under `mm.microbatch`, of one microbatch.
 
@@ -77,7 +79,7 @@ class MoE(nnx.Module):
       >>> y.shape, aux.fraction.shape
       ((2, 3, 8), (4,))
 
-    Subclasses may override `route` (which experts, with what weight) or `hidden` (the expert's activation).
+    Subclasses may override `route` (which experts, with what weight) or `activation` (a static method).
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class MoE(nnx.Module):
             )
         self.width, self.experts, self.top_k, self.capacity_factor = width, experts, top_k, capacity_factor
         self.normalize = normalize and top_k > 1
+        self.names = (in_axes[0], in_axes[2]) if in_axes else (None, None)
         self.dtype, self.param_dtype = dtype, param_dtype
         self.router = Linear(
             width,
@@ -130,18 +133,17 @@ class MoE(nnx.Module):
         logits = self.router(x)
         probabilities = jax.nn.softmax(logits)
         weights, chosen = self.route(probabilities)
-        assigned = jax.nn.one_hot(chosen, self.experts)
+        assigned = jax.nn.one_hot(chosen, self.experts, dtype=jnp.int32)
+        fraction = assigned.mean((0, 1, 2), dtype=jnp.float32)
         dtype = self.dtype or jnp.result_type(x.dtype, self.param_dtype)
-        dropped = jnp.zeros(())
+        x, *kernels = (v.astype(dtype) for v in (x, self.gate[...], self.up[...], self.down[...]))
+        options: dict[str, Any] = dict(activation=self.activation, names=self.names)
         if self.capacity_factor is None:
-            y = self._dropless(x.astype(dtype), jnp.einsum("gtke,gtk->gte", assigned, weights))
+            y, dropped = dropless(x, weights, chosen, *kernels, **options), jnp.zeros(())
         else:
-            slots = self._slots(assigned)
-            dropped = 1 - slots.sum() / chosen.size
-            dispatch = jnp.einsum("gtke,gtkc->gtec", assigned, slots)
-            combine = jnp.einsum("gtke,gtkc,gtk->gtec", assigned, slots, weights)
-            y = self._dispatched(x.astype(dtype), dispatch, combine)
-        fraction = assigned.mean((0, 1, 2))
+            slots, capacity = self._slots(assigned), self.capacity(x.shape[1])
+            y = with_capacity(x, weights, chosen, slots, *kernels, capacity=capacity, **options)
+            dropped = (slots >= capacity).mean(dtype=jnp.float32)
         return constrain(y, "batch", "sequence", "embed"), MoEAux(
             load_balancing=self.experts * jnp.sum(fraction * probabilities.mean((0, 1))),
             router_z=jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2),
@@ -161,9 +163,9 @@ class MoE(nnx.Module):
         weights, chosen = jax.lax.top_k(probabilities, self.top_k)
         return weights / weights.sum(-1, keepdims=True) if self.normalize else weights, chosen
 
-    def hidden(self, x: jax.Array, equation: str) -> jax.Array:
-        """The experts' hidden features. `equation` is the einsum of `x` with weights [expert, embed, mlp]."""
-        gate, up = (jnp.einsum(equation, x, w[...].astype(x.dtype)) for w in (self.gate, self.up))
+    @staticmethod
+    def activation(gate: jax.Array, up: jax.Array) -> jax.Array:
+        """The hidden features of an expert, elementwise from the products with `gate` and `up`."""
         return jax.nn.silu(gate) * up
 
     def capacity(self, tokens: int) -> int:
@@ -172,24 +174,8 @@ class MoE(nnx.Module):
         return min(tokens, math.ceil(self.capacity_factor * tokens * self.top_k / self.experts))
 
     def _slots(self, assigned: jax.Array) -> jax.Array:
-        """The slot of each assignment in its expert, one-hot [batch, sequence, top_k, capacity].
-
-        Zero for those that found it full.
-        """
+        """The slot of each assignment in its expert, counted from 0: int32 [batch, sequence, top_k]."""
         by_choice = assigned.swapaxes(1, 2)
         flat = by_choice.reshape(assigned.shape[0], -1, self.experts)
         before = (jnp.cumsum(flat, axis=1) - flat).reshape(by_choice.shape).swapaxes(1, 2)
-        position = jnp.sum(before * assigned, axis=-1).astype(jnp.int32)
-        return jax.nn.one_hot(position, self.capacity(assigned.shape[1]))
-
-    def _dropless(self, x: jax.Array, weights: jax.Array) -> jax.Array:
-        hidden = constrain(self.hidden(x, "gtd,edm->egtm"), "expert", "batch", "sequence", "mlp")
-        hidden = hidden * jnp.moveaxis(weights, -1, 0)[..., None].astype(x.dtype)
-        return jnp.einsum("egtm,emd->gtd", hidden, self.down[...].astype(x.dtype))
-
-    def _dispatched(self, x: jax.Array, dispatch: jax.Array, combine: jax.Array) -> jax.Array:
-        sent = jnp.einsum("gtd,gtec->egcd", x, dispatch.astype(x.dtype))
-        hidden = self.hidden(constrain(sent, "expert", "batch", None, "embed"), "egcd,edm->egcm")
-        y = jnp.einsum("egcm,emd->egcd", hidden, self.down[...].astype(x.dtype))
-        y = constrain(y, "expert", "batch", None, "embed")
-        return jnp.einsum("egcd,gtec->gtd", y, combine.astype(x.dtype))
+        return jnp.sum(before * assigned, axis=-1)

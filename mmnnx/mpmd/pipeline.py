@@ -25,6 +25,7 @@ from mmnnx.mpmd.ir.pieces import PieceMap
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.partition.partition import Partition, one_fragment, partitions
 from mmnnx.mpmd.partition.timetable import fits
+from mmnnx.mpmd.place.logical_shard_maps import divide_shard_maps
 from mmnnx.mpmd.place.options import fusing
 from mmnnx.mpmd.place.place import place
 from mmnnx.mpmd.runtime.as_is import runs_as_it_is
@@ -87,7 +88,7 @@ def split(
     if mesh is None:
         function.traced.check()
         flat = inline(function)
-        placed = place(function, flat, fits)
+        placed = divide_shard_maps(function, place(function, flat, fits))
         hoisted = hoist(function, placed)
         partition, program = emit(function, partitions(function, hoisted))
     else:

@@ -18,7 +18,8 @@ def count_flops(jaxpr: Any) -> Flops:
     """Operations in matrix products and convolutions over all devices, two for a product and its sum.
 
     Bodies of scans count once for each iteration, of a `while` once, of a `cond` those of the largest branch.
-    Elementwise operations are left out: they are bound by memory.
+    A Pallas kernel counts as its author says (`cost_estimate`): the products of experts as if all tokens came
+    to those of each device. Elementwise operations are left out: they are bound by memory.
 
     Args:
       jaxpr: a ClosedJaxpr or Jaxpr.
@@ -48,7 +49,8 @@ def _sum(jaxpr: Any, of_product: Callable[[Any], Flops]) -> Flops:
     total: Flops = Counter()
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = eqn.primitive.name
-        if name in ("dot_general", "conv_general_dilated"):
+        costed = name == "pallas_call" and eqn.params["cost_estimate"] is not None
+        if costed or name in ("dot_general", "conv_general_dilated"):
             total += of_product(eqn)
         elif name == "cond":
             branches: list[Flops] = [_sum(branch, of_product) for branch in eqn.params["branches"]]
@@ -98,10 +100,14 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def _flops(eqn: Any) -> Flops:
+    if eqn.primitive.name == "pallas_call":
+        return Counter({eqn.outvars[0].aval.dtype.name: eqn.params["cost_estimate"].flops})
     return _dot(eqn) if eqn.primitive.name == "dot_general" else _convolution(eqn)
 
 
 def _moved(eqn: Any) -> Flops:
+    if eqn.primitive.name == "pallas_call":
+        return Counter(bytes=eqn.params["cost_estimate"].bytes_accessed)
     return Counter(bytes=sum(nbytes(v) for v in (*eqn.invars, *eqn.outvars)))
 
 

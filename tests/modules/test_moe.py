@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,7 +201,7 @@ class Uniform(MoE):
 
 
 class Ragged(MoE):
-    """The dropless layer by sorting tokens: what a chip with a grouped product may prefer."""
+    """The dropless layer as `jax.lax.ragged_dot` has it."""
 
     def __call__(self, x):
         tokens = x.reshape(-1, self.width)
@@ -222,11 +224,12 @@ def test_route_can_be_overridden():
 
 
 class Linear(MoE):
-    def hidden(self, x, equation):
-        return jnp.einsum(equation, x, self.up[...])
+    @staticmethod
+    def activation(gate, up):
+        return up
 
 
-def test_hidden_can_be_overridden():
+def test_the_activation_can_be_overridden():
     x = inputs()
     moe = build(cls=Linear, top_k=1)
     p = jax.nn.softmax(moe.router(x))
@@ -235,9 +238,24 @@ def test_hidden_can_be_overridden():
     np.testing.assert_allclose(moe(x)[0], expected, atol=1e-5)
 
 
-def test_dense_products_are_those_of_sorted_tokens():
+def test_it_is_what_ragged_dot_gives():
     x = inputs()
     np.testing.assert_allclose(build()(x)[0], build(cls=Ragged)(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [None, 0.75])
+def test_several_at_once_are_each_by_itself(factor):
+    """Under `nnx.vmap`, with the gradients."""
+    make = lambda key: MoE(WIDTH, MLP, EXPERTS, capacity_factor=factor, rngs=nnx.Rngs(key))
+    stacked, x = nnx.vmap(make)(jax.random.split(jax.random.key(0), 3)), inputs((3, 2, 5, WIDTH))
+    loss = lambda moe, x: jnp.sum(jnp.sin(moe(x)[0]))
+    values, grads = nnx.vmap(nnx.value_and_grad(loss))(stacked, x)
+    for n in range(3):
+        graphdef, state = nnx.split(stacked)
+        own = nnx.merge(graphdef, jax.tree.map(operator.itemgetter(n), state))
+        value, gradient = nnx.value_and_grad(loss)(own, x[n])
+        np.testing.assert_allclose(values[n], value, rtol=1e-5)
+        np.testing.assert_allclose(grads.down[...][n], gradient.down[...], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +265,8 @@ def test_dense_products_are_those_of_sorted_tokens():
             ("expert", (4,), {"expert": "expert"}),
             ("model", (4,), {"expert": "model", "mlp": "model"}),
             ("expert", (2, 2), {"expert": "expert", "batch": "data"}),
+            ("expert", (2, 2), {"expert": "expert"}),
+            ("data", (2,), {"expert": "data", "batch": "data"}),
         ],
         [None, 0.75],
     ),
@@ -254,7 +274,7 @@ def test_dense_products_are_those_of_sorted_tokens():
 def test_experts_over_a_mesh_axis_are_the_same(over, factor):
     """Output, losses and gradients, in a task and out of one, and each device holds its own experts."""
     axis, sizes, rules = over
-    names = (axis, "data")[: len(sizes)]
+    names = (axis, "data")[: len(sizes)]  # without a rule "data" divides the batch as well
     mesh = jax.make_mesh(sizes, names)
     task = mm.Task("moe", mesh=mesh, logical_axes=rules)
     x = inputs((4, 10, WIDTH))

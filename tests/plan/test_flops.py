@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from mmnnx.modules.grouped_matmul import grouped_matmul
 from mmnnx.plan.flops import count_flops
 
 A, B = jnp.ones((8, 4)), jnp.ones((4, 2))
@@ -50,6 +51,17 @@ def test_a_shard_map_counts_on_every_device():
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     f = jax.shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
     assert count(f, A, B) == {"float32": ONE}
+
+
+@pytest.mark.parametrize("groups", [2, 8])
+def test_grouped_products_do_not_grow_with_the_groups(groups):
+    """All rows once, forward; and for the gradients of both operands."""
+    rows, sizes = jnp.ones((128, 4), jnp.bfloat16), jnp.zeros(groups, jnp.int32)
+    w = jnp.ones((groups, 4, 2), jnp.bfloat16)
+    one = 2 * 128 * 4 * 2
+    assert count(grouped_matmul, rows, w, sizes) == {"bfloat16": one}
+    loss = lambda x, w: grouped_matmul(x, w, sizes).sum()
+    assert count(jax.value_and_grad(loss, argnums=(0, 1)), rows, w) == {"bfloat16": 3 * one}
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Dims, Known, dims_of, follow, of_spec
-from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
+from mmnnx.mpmd.ir.equations import Atom, Equation, Loop, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import Kind, at_home
 from mmnnx.mpmd.ir.placement import Location, Placed, Placement, Reason
 from mmnnx.mpmd.ir.rewrite import trace_equations
@@ -116,12 +116,23 @@ def _used_in_parts(loop: Loop, sharded: Mapping[Var, Dims]) -> Collection[Var]:
                 entries = [entry for n in batch for entry in dims_of(a, known)[n]]
                 found.update(entry.weight for entry in entries if isinstance(entry, _Mark))
         elif eqn.primitive.name == "sharding_constraint":
-            sharding, before = eqn.params["sharding"], dims_of(eqn.invars[0], known)
-            named = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-            for entry, marked in zip(of_spec(named, len(before)), before):
-                for mark in marked:
-                    if isinstance(mark, _Mark) and set(mark.axes) & set(entry or ()):
-                        found.add(mark.weight)
+            sharding = eqn.params["sharding"]
+            look_at(
+                sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec(),
+                eqn.invars[0],
+                known,
+            )
+        elif eqn.primitive.name == "shard_map":
+            for spec, a in zip(eqn.params["in_specs"], eqn.invars):
+                look_at(spec, a, known)
+
+    def look_at(spec: PartitionSpec, a: Atom, known: Known) -> None:
+        """For a value that is to be sharded so."""
+        before = dims_of(a, known)
+        for entry, marked in zip(of_spec(spec, len(before)), before):
+            for mark in marked:
+                if isinstance(mark, _Mark) and set(mark.axes) & set(entry or ()):
+                    found.add(mark.weight)
 
     follow((e.eqn for e in loop.body), marks, look)
     return found

@@ -192,12 +192,18 @@ class PartialSums:
             options = {name: params[name] for name in ("length", "reverse", "unroll")}
             carry, ys = jax.lax.scan(step, carry, xs, **options)
             # The parts come first, before the dimension of the scan.
-            return [jnp.moveaxis(x, 0, lead.get(n, 0)) for n, x in enumerate((*carry, *ys))]
+            made = enumerate((*carry, *ys))
+            return [jnp.moveaxis(x, 0, lead[n]) if n in lead else x for n, x in made]
 
         flat, made = trace_equations(
             lambda *xs: scan(*_filled(e.invars, xs)), *filter(is_var, e.invars), scope=e.scope
         )
         self.parts.update((e.outvars[n], made[n]) for n in lead)
+        given = {v for f in flat for v in f.outvars}
+        for n, v in enumerate(made):
+            if n not in lead and (v not in given or v in made[:n]):  # JAX hands on what stays as it is
+                copied, (made[n],) = trace_equations(jnp.copy, v, scope=e.scope)
+                flat += copied
         own = {made[n]: v for n, v in enumerate(e.outvars) if n not in lead}
         return [Equation(f.eqn.replace(outvars=[own.get(v, v) for v in f.outvars]), e.scope) for f in flat]
 

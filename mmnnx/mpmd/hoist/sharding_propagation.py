@@ -176,8 +176,14 @@ def _scan(eqn: Any, known: Known, seen: Any) -> list[Dims]:
     return [*found[:num_carry], *(((), *dims) for dims in found[num_carry:])]
 
 
+def _shard_map(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    specs = zip(eqn.params["out_specs"], eqn.outvars)
+    return [tuple(axes or () for axes in of_spec(spec, v.aval.ndim)) for spec, v in specs]
+
+
 _RULES: dict[str, Callable[[Any, Known, Any], list[Dims]]] = {
     "sharding_constraint": _constraint,
+    "shard_map": _shard_map,
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,

@@ -144,6 +144,8 @@ def constrains(jaxpr: Any, beyond: Mesh | None = None) -> bool:
     def does(e: Any) -> bool:
         if e.primitive.name == "logical_constraint":
             return True
+        if e.primitive.name == "logical_shard_map":  # of whatever mesh it is on
+            return beyond is not None and beyond.size > 1
         if e.primitive.name not in ("sharding_constraint", "shard_map"):
             return any(constrains(inner, beyond) for inner in _compat.subjaxprs(e))
         over = e.params["mesh"] if "mesh" in e.params else getattr(e.params["sharding"], "mesh", None)

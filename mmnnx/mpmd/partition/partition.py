@@ -23,6 +23,7 @@ from mmnnx.mpmd.partition.change_mesh import change_mesh
 from mmnnx.mpmd.partition.fixed_shardings import fixed_shardings
 from mmnnx.mpmd.partition.fragments import plan_fragments
 from mmnnx.mpmd.partition.results import held_results
+from mmnnx.mpmd.place.logical_shard_maps import over_mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,7 +77,8 @@ def one_fragment(function: Function, mesh: Mesh) -> Partition:
     count = len(function.jaxpr.in_avals)
     flat = inline_calls(function.jaxpr, [None] * count, lambda scope: None, names, loops=False)
     flat = resolve_logical_constraints(flat, function.task_of)
-    equations = [n for n in flat.nodes if isinstance(n, Equation)]  # which are all
+    whole = [n for n in flat.nodes if isinstance(n, Equation)]  # which are all
+    equations = [new for e in whole for new in over_mesh(function, e, mesh)]
     made = {v for e in equations for v in e.outvars}
     outvars = tuple(dict.fromkeys(v for v in flat.outvars if is_var(v) and v in made))
     read = {a for e in equations for a in e.invars if is_var(a)}

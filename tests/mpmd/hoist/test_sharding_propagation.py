@@ -51,6 +51,16 @@ CASES = {
 }
 
 
+@jax.jit
+def shard_mapped(x, w):
+    product = lambda x, w: (x @ w)[None]
+    specs = (P(None, "data"), P("data", "model"))
+    return jax.shard_map(product, mesh=mesh(), in_specs=specs, out_specs=P("data", None, "model"))(x, w)
+
+
+CASES["shard_map"] = (shard_mapped, [(8, 4), (4, 6)], [P(), P()])
+
+
 def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 

@@ -1,0 +1,228 @@
+"""`jax.shard_map` in logical axis names, for a Module whose mesh is not known yet where it is traced.
+
+Outside of a task the mesh of a Module is the one where its weights live, which `mm.jit` finds later. Until
+then a call is one equation, of the primitive here, and from then on a shard_map over that mesh
+(`mpmd/place/logical_shard_maps.py`). Compiled by JAX alone it is the plain function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.interpreters import batching, mlir
+from jax.sharding import Mesh, PartitionSpec
+
+from mmnnx.sharding.logical import to_spec
+from mmnnx.sharding.task import Task
+
+Function = Callable[..., tuple[jax.Array, ...]]
+Dims = tuple[str | None, ...]  # the name of each dimension of an array
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The names of the dimensions of arrays; None is never divided.
+
+    Attributes:
+      names: all names; those in front take their mesh axes first.
+      operands: for each operand the names of its dimensions.
+      results: for each result the same.
+    """
+
+    names: tuple[str, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+
+
+def logical_shard_map(fun: Function, layout: Layout, *args: jax.Array) -> tuple[jax.Array, ...]:
+    """`fun(*args)`, of which each device computes a part, by the mesh and the axis rules of its task.
+
+    `fun` must make parts of its results of parts of its operands, and a result that lacks a name must be the
+    sum of those made of the parts along that name. So it is in a product of x ("rows", "in") and w ("in",
+    None), with the result ("rows", None).
+
+    A name is divided over the mesh axes that it stands for, as in `to_spec`, if they divide every dimension
+    of that name. Mesh axes that are left divide the last name as well, as far as they can: parts that all
+    devices along an axis have would be computed by each of them.
+
+    The backward computes `fun` again instead of keeping what it saved. Forward-mode differentiation is
+    refused by JAX, as of every `jax.custom_vjp`.
+
+    Args:
+      fun: from arrays to a tuple of arrays. It should equal another that computes the same, as an instance of
+        a frozen dataclass does: then layers that are alike are compiled once.
+      layout: the names of its operands and results.
+      *args: the operands.
+
+    Returns:
+      The results of `fun`.
+
+    Example:
+      >>> layout = Layout(("in", "rows"), (("rows", "in"), ("in", None)), (("rows", None),))
+      >>> x, w = jnp.ones((4, 6)), jnp.ones((6, 2))
+      >>> logical_shard_map(lambda x, w: (x @ w,), layout, x, w)[0].shape
+      (4, 2)
+    """
+    return _differentiable(fun, layout, args)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(fun: Function, layout: Layout, args: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(logical_shard_map_p.bind(*args, fun=fun, layout=layout))
+
+
+def _forward(fun: Function, layout: Layout, args: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    return _differentiable(fun, layout, args), args
+
+
+def _backward(fun: Function, layout: Layout, args: tuple[jax.Array, ...], cts: Any) -> tuple[Any]:
+    floats = tuple(n for n, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact))
+    operands, results = (*layout.operands, *layout.results), tuple(layout.operands[n] for n in floats)
+    gradient = _Gradient(fun, len(args), floats)
+    backward = Layout(layout.names, operands, results)
+    found = dict(zip(floats, logical_shard_map_p.bind(*args, *cts, fun=gradient, layout=backward)))
+    return (tuple(found.get(n) for n in range(len(args))),)
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradient:
+    """The gradients of `floats`, some of the `count` operands of `fun`; of these and those of the results."""
+
+    fun: Function
+    count: int
+    floats: tuple[int, ...]
+
+    def __call__(self, *args: jax.Array) -> tuple[jax.Array, ...]:
+        own, cts = list(args[: self.count]), args[self.count :]
+
+        def of_floats(*values: jax.Array) -> tuple[jax.Array, ...]:
+            for n, value in zip(self.floats, values):
+                own[n] = value
+            return self.fun(*own)
+
+        return jax.vjp(of_floats, *(args[n] for n in self.floats))[1](tuple(cts))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batched:
+    """`fun` over one more dimension of some operands, by their numbers in `dims`, and of all results."""
+
+    fun: Function
+    dims: tuple[int | None, ...]
+
+    def __call__(self, *args: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.vmap(self.fun, self.dims)(*args)
+
+
+def divided(
+    fun: Function, layout: Layout, shapes: Sequence[tuple[int, ...]], task: Task | None, mesh: Mesh
+) -> Function:
+    """`fun` as a shard_map over a mesh, with sums over the parts of what it has in parts.
+
+    Args:
+      fun, layout: as in `logical_shard_map`.
+      shapes: of the operands.
+      task: whose rules map names to axes of the mesh.
+      mesh: the mesh.
+
+    Raises:
+      ValueError: a rule of the task names an axis that the mesh lacks.
+    """
+    axes = _axes(layout, shapes, task, mesh)
+    if not any(axes.values()):
+        return fun
+
+    def spec(dims: Dims) -> list[Any]:
+        return [axes[name] if name else None for name in dims]
+
+    summed = [
+        tuple(a for name in layout.names if name not in dims for a in axes[name]) for dims in layout.results
+    ]
+
+    def parts(*args: jax.Array) -> list[jax.Array]:
+        return [y[None] if over else y for y, over in zip(fun(*args), summed)]
+
+    mapped = jax.shard_map(
+        parts,
+        mesh=mesh,
+        in_specs=tuple(PartitionSpec(*spec(dims)) for dims in layout.operands),
+        out_specs=[
+            PartitionSpec(*([over] if over else []), *spec(dims))
+            for dims, over in zip(layout.results, summed)
+        ],
+        check_vma=False,  # parts that are summed up differ
+    )
+
+    def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
+        # Not psum: sums over examples can leave the microbatch loop (`mpmd/hoist/reductions.py`).
+        return tuple(
+            jax.lax.reduce(y, y.dtype.type(0), jax.lax.add, (0,)) if over else y
+            for y, over in zip(mapped(*args), summed)
+        )
+
+    return whole
+
+
+def _axes(
+    layout: Layout, shapes: Sequence[tuple[int, ...]], task: Task | None, mesh: Mesh
+) -> dict[str, tuple[str, ...]]:
+    """The mesh axes that each name is divided over."""
+    sizes: dict[str, set[int]] = {name: set() for name in layout.names}
+    for dims, shape in zip(layout.operands, shapes):
+        for name, size in zip(dims, shape):
+            if name is not None:
+                sizes[name].add(size)
+
+    def divide(name: str, axes: tuple[str, ...]) -> bool:
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        return all(size % parts == 0 for size in sizes[name])
+
+    axes: dict[str, tuple[str, ...]] = {}
+    for name, entry in zip(layout.names, to_spec(layout.names, task, mesh)):
+        own = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        axes[name] = own if divide(name, own) else ()
+    last = layout.names[-1]
+    for axis in mesh.axis_names:
+        if not any(axis in own for own in axes.values()) and divide(last, (*axes[last], axis)):
+            axes[last] = (*axes[last], axis)
+    return axes
+
+
+def _types(*types: Any, fun: Function, layout: Layout) -> Any:
+    return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types)).out_avals
+
+
+def _batch(args: Any, dims: tuple[int | None, ...], *, fun: Function, layout: Layout) -> Any:
+    operands = tuple(
+        names if dim is None else (*names[:dim], None, *names[dim:])
+        for names, dim in zip(layout.operands, dims)
+    )
+    results = tuple((None, *names) for names in layout.results)
+    batched = Layout(layout.names, operands, results)
+    made = logical_shard_map_p.bind(*args, fun=_Batched(fun, tuple(dims)), layout=batched)
+    return made, [0] * len(made)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(fun: Function) -> Function:
+    return jax.jit(fun)
+
+
+logical_shard_map_p = jex.Primitive("logical_shard_map")
+logical_shard_map_p.multiple_results = True
+logical_shard_map_p.def_impl(lambda *args, fun, layout: _compiled(fun)(*args))
+logical_shard_map_p.def_abstract_eval(_types)
+batching.primitive_batchers[logical_shard_map_p] = _batch
+mlir.register_lowering(
+    logical_shard_map_p, mlir.lower_fun(lambda *args, fun, layout: fun(*args), multiple_results=True)
+)
