@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 
 from mmnnx.mpmd.ir.equations import nbytes
@@ -59,7 +60,7 @@ def _sum(jaxpr: Any, of_product: Callable[[Any], Flops]) -> Flops:
             times = eqn.params["length"] if name == "scan" else 1
             if name == "shard_map":  # its body is what one device does
                 times = eqn.params["mesh"].size
-            for inner in _inner(eqn.params):
+            for inner in _bodies(eqn):
                 total += Counter({key: times * n for key, n in _sum(inner, of_product).items()})
     return total
 
@@ -75,7 +76,7 @@ def largest_results(jaxpr: Any, count: int = 8) -> list[tuple[int, str]]:
 
     def visit(jaxpr: Any) -> None:
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            inner = _inner(eqn.params)
+            inner = _bodies(eqn)
             for one in inner:
                 visit(one)
             for aval in () if inner else [v.aval for v in eqn.outvars]:
@@ -86,6 +87,13 @@ def largest_results(jaxpr: Any, count: int = 8) -> list[tuple[int, str]]:
 
     visit(jaxpr)
     return sorted(found, reverse=True)[:count]
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    if eqn.primitive.name == "logical_shard_map":  # over no mesh yet: all of it
+        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+        return [jax.make_jaxpr(eqn.params["fun"])(*types)]
+    return _inner(eqn.params)
 
 
 def _inner(params: dict[str, Any]) -> list[Any]:
