@@ -487,7 +487,7 @@ def detect_cluster(
     """
     if devices is None and (ids := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
         devices = [int(n) for n in ids.split(",")]
-    if method == "deactivate":
+    if method == "deactivate" or None not in (coordinator, count, number, devices):
         return coordinator, count, number, devices
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(
         coordinator, count, number, devices, method, timeout

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 USAGE = """usage: mmnnx train [OPTIONS]
-       mmnnx launch --hosts HOST ... -- COMMAND
+       mmnnx launch --hosts HOST ...|--slurm|--gke|--tpu-pod NAME ... -- COMMAND
        mmnnx export RUN FOLDER
        mmnnx generate RUN|FOLDER --prompt TEXT
        mmnnx eval RUN|FOLDER --data PATH
@@ -21,7 +21,7 @@ Commands:
   export    write the model of a run as a folder of the Hugging Face hub
   eval      print the loss of a run or a published model on text
   generate  print what the model of a run, or a published one, writes after a prompt
-  launch    print what to run on each host, to train or to run a script in a process on each
+  launch    print what starts the processes of a run: on hosts, by Slurm, on GKE, on a Cloud TPU slice
   inspect   show what a checkpoint holds, without loading it
   schedule  compare pipeline schedules: step time, bubble, saved activations; needs no devices
   plan      compile a train step for TPUs or GPUs that are not here: does it fit, how long does it take
@@ -59,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
         return run_generate(options, print_error)
     if command == "launch":
-        from mmnnx.launch import run as run_launch
+        from mmnnx.launch.cli import run as run_launch
 
         return run_launch(options, print_error)
     if command == "inspect":

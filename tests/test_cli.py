@@ -173,46 +173,6 @@ def test_mistakes_are_told_in_one_line(capsys, tmp_path):
         assert errors.startswith("mmnnx: ") and errors.count("\n") == 1
 
 
-def test_launch_prints_a_line_for_each_host(capsys):
-    assert (
-        main(["launch", "--hosts", "a", "b.example", "--", "train", "--stages", "4", "--out", "my run"]) == 0
-    )
-    lines = capsys.readouterr().out.splitlines()
-    shared = "JAX_COORDINATOR_ADDRESS=a:7733 JAX_NUM_PROCESSES=2"
-    assert lines[:4] == [
-        "# on a",
-        f"{shared} JAX_PROCESS_ID=0 mmnnx train --stages 4 --out 'my run'",
-        "# on b.example",
-        f"{shared} JAX_PROCESS_ID=1 mmnnx train --stages 4 --out 'my run'",
-    ]
-    assert len(lines) == 5 and "closed to the outside (docs/processes.md)" in lines[4]
-
-
-def test_what_launch_prints_runs_in_a_shell(capsys):
-    """With any command, quoted as the shell wants it, and an IPv6 address."""
-    script = "import os, sys; print(*sys.argv[1:], os.environ['JAX_COORDINATOR_ADDRESS'])"
-    command = [sys.executable, "-c", script, "two words", "$HOME", "--", "'"]
-    assert main(["launch", "--port", "99", "--hosts", "::1", "--", *command]) == 0
-    line = capsys.readouterr().out.splitlines()[1]
-    assert subprocess.check_output(line, shell=True, text=True) == "two words $HOME -- ' [::1]:99\n"
-
-
-def test_mistakes_in_launch_are_told_in_one_line(capsys):
-    for options, says in {
-        "--hosts a b": "give the command after --",
-        "--hosts a b train": "give the command after --",
-        "--hosts a --": "give the command after --",
-        "--hosts -- train": "--hosts needs",
-        "--hosts a:99 b -- train": "a:99 is neither a name nor an IPv6 address: give the port by --port",
-        "--hosts a --port 0 -- train": "--port 0 is no TCP port",
-        "--hosts a --port 65536 -- train": "--port 65536 is no TCP port",
-    }.items():
-        assert main(["launch", *options.split()]) == 2, options
-        errors = capsys.readouterr().err
-        assert says in errors
-        assert errors.startswith("mmnnx: ") and errors.count("\n") == 1
-
-
 @pytest.mark.parametrize("options", ["--stages many", "--colour red", "--forward"])
 def test_options_that_make_no_sense(options, capsys):
     with pytest.raises(SystemExit) as error:

@@ -62,6 +62,19 @@ def test_the_program_about_published_models(tmp_path):
     assert (tmp_path / "tiny-llama-tuned/model.safetensors").exists()
 
 
+@pytest.mark.slow
+def test_the_program_with_a_model_of_another_package(tmp_path):
+    """As a pipeline it learns what it learns whole, to the figures that the document shows."""
+    printed = run_document("docs/third-party-models.md", tmp_path).splitlines()
+    losses = [[float(loss) for loss in line.split()[1:]] for line in printed]
+    split, whole = zip(*losses)
+    assert len(split) == 10 and split[-1] < 0.1 * split[0]
+    assert split == pytest.approx(whole, abs=2e-5)
+    shown = (ROOT / "docs/third-party-models.md").read_text(encoding="utf-8").split("```\n")[-2]
+    for step, *figures in (line.split() for line in shown.splitlines() if line != "..."):
+        assert [float(figure) for figure in figures] == pytest.approx(losses[int(step)], abs=1e-3)
+
+
 def test_the_programs_written_for_multimesh(tmp_path):
     printed = run_document("docs/multimesh.md", tmp_path).splitlines()
     assert printed[:2] == ["P('model',) [0, 1, 2, 3]", "P(None, 'model') [4, 5, 6, 7]"]

@@ -26,7 +26,7 @@ from mmnnx.modules.moe import MoE, MoEAux
 from mmnnx.modules.moe_lm import MoELM, MoELMConfig
 from mmnnx.modules.norm import LayerNorm, OffsetRMSNorm, RMSNorm
 from mmnnx.modules.presets import PRESETS
-from mmnnx.modules.rotary import LinearScaling, RotaryScaling, rotary, rotary_frequencies
+from mmnnx.modules.rotary import LinearScaling, RotaryScaling, YarnScaling, rotary, rotary_frequencies
 from mmnnx.modules.sampling import filter_logits
 from mmnnx.modules.stack import Segment, Stack, apply_layers
 from mmnnx.modules.two_tower import TextConfig, TwoTower, TwoTowerConfig, contrastive_loss
@@ -71,6 +71,7 @@ __all__ = [
     "TwoTowerConfig",
     "ViT",
     "ViTConfig",
+    "YarnScaling",
     "apply_layers",
     "constrain",
     "contrastive_loss",

@@ -36,7 +36,7 @@ class RotaryScaling:
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(f"low_freq_factor of {self} must be below its high_freq_factor")
 
-    def __call__(self, frequencies: jax.Array) -> jax.Array:
+    def __call__(self, frequencies: jax.Array, base: float) -> jax.Array:
         """`frequencies`, in radians a position, as they are for the longer context."""
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -62,12 +62,84 @@ class LinearScaling:
         if self.factor <= 0:
             raise ValueError(f"the factor of {self} must be above zero")
 
-    def __call__(self, frequencies: jax.Array) -> jax.Array:
+    def __call__(self, frequencies: jax.Array, base: float) -> jax.Array:
         """`frequencies`, in radians a position, as they are for the longer context."""
         return frequencies / self.factor
 
 
-Scaling = RotaryScaling | LinearScaling
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071): short wavelengths are kept, long ones stretched, and scores made sharper.
+
+    Pairs of features that turn more than `beta_fast` times within the original context are kept, those that
+    turn less than `beta_slow` times are divided by `factor`, and those between change over smoothly, by their
+    index. Fields are named, and completed, as `transformers` does.
+
+    Args:
+      factor: how much longer the context is than the original one.
+      original_max_position_embeddings: the original context, in positions.
+      beta_fast, beta_slow: turns within the original context.
+      attention_factor: what queries and keys are multiplied by, so that scores are by its square. Default:
+        0.1 ln(factor) + 1; or, if both of the following are given, the quotient of 0.1 m ln(factor) + 1 with
+        `mscale` and with `mscale_all_dim` for m.
+      truncate: round the range of indices that change over to whole ones, outward.
+
+    Raises:
+      ValueError: a factor, length or number of turns that is not positive; a `beta_slow` above `beta_fast`.
+
+    Example:
+      >>> rotary_frequencies(128, 1_000_000.0, YarnScaling(4.0, 32_768)).shape  # as Qwen 2.5 has it
+      (64,)
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        given = (self.factor, self.original_max_position_embeddings, self.beta_slow, self.attention_factor)
+        if any(value is not None and value <= 0 for value in given):
+            raise ValueError(f"factors, lengths and turns of {self} must be above zero")
+        if self.beta_slow > self.beta_fast:
+            raise ValueError(f"beta_slow of {self} must not be above its beta_fast")
+
+    @property
+    def magnitude(self) -> float:
+        """What queries and keys are multiplied by."""
+
+        def grown(scale: float) -> float:
+            return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
+
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return grown(self.mscale) / grown(self.mscale_all_dim)
+        return grown(1.0)
+
+    def __call__(self, frequencies: jax.Array, base: float) -> jax.Array:
+        """`frequencies`, in radians a position, as they are for the longer context."""
+        pairs = len(frequencies)
+
+        def index(turns: float) -> float:
+            """That of the pair which turns so often within the original context."""
+            wavelength = self.original_max_position_embeddings / turns
+            return pairs * math.log(wavelength / (2 * math.pi)) / math.log(base)
+
+        start, end = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            start, end = math.floor(start), math.ceil(end)
+        start, end = max(start, 0), min(end, 2 * pairs - 1)
+        divided = (jnp.arange(pairs, dtype=jnp.float32) - start) / ((end - start) or 0.001)
+        divided = jnp.clip(divided, 0.0, 1.0)
+        return frequencies * (1.0 - divided + divided / self.factor)
+
+
+Scaling = RotaryScaling | LinearScaling | YarnScaling
 
 
 def rotary_frequencies(head_dim: int, base: float = 10_000.0, scaling: Scaling | None = None) -> jax.Array:
@@ -88,7 +160,7 @@ def rotary_frequencies(head_dim: int, base: float = 10_000.0, scaling: Scaling |
         )
     half = head_dim // 2
     frequencies = jnp.float32(base) ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    return frequencies if scaling is None else scaling(frequencies)
+    return frequencies if scaling is None else scaling(frequencies, base)
 
 
 def rotary(
@@ -103,7 +175,7 @@ def rotary(
       x: [batch, length, heads, head_dim], queries or keys.
       positions: int [length], or [batch, length] where rows differ.
       base: of the geometric series of wavelengths.
-      scaling: what is done to the frequencies.
+      scaling: what is done to the frequencies, and in YaRN to the size of `x`.
 
     Returns:
       The same shape and dtype as `x`.
@@ -124,6 +196,7 @@ def rotary(
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"rotary positions are integers, not {positions.dtype}")
     angle = positions[..., None, None] * rotary_frequencies(x.shape[-1], base, scaling)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    size = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
+    cos, sin = size * jnp.cos(angle), size * jnp.sin(angle)
     a, b = jnp.split(x, 2, axis=-1)  # float32 once multiplied
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

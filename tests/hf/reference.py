@@ -37,6 +37,14 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+# Of the four pairs of features in a head, one is kept, one divided, and two are between.
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=100.0,
+    factor=4.0,
+    beta_fast=4.0,
+    original_max_position_embeddings=64,
+)
 GEMMA = dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=5)
 GEMMA3_ROPE = dict(
     full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1_000_000.0),
@@ -47,6 +55,7 @@ GPT2 = dict(vocab_size=128, n_embd=32, n_layer=4, n_head=4, n_positions=64, bos_
 CONFIGS = {
     "llama2": lambda: transformers.LlamaConfig(**SIZES),
     "llama3": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "llama-yarn": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=dict(YARN)),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=5),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, **EXPERTS),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
@@ -54,6 +63,9 @@ CONFIGS = {
         **SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=2
     ),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
+    "qwen3-yarn": lambda: transformers.Qwen3Config(
+        **SIZES, head_dim=16, rope_parameters=YARN | dict(truncate=False, mscale=2.0, mscale_all_dim=0.5)
+    ),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **SIZES, head_dim=16, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True, **EXPERTS
     ),
@@ -66,11 +78,16 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **{**SIZES, "num_hidden_layers": 8}, **GEMMA, rope_parameters=GEMMA3_ROPE
     ),
+    "gemma3-yarn": lambda: transformers.Gemma3TextConfig(
+        **{**SIZES, "num_hidden_layers": 8},
+        **GEMMA,
+        rope_parameters=GEMMA3_ROPE | dict(full_attention=YARN | dict(attention_factor=1.5)),
+    ),
     "gpt2": lambda: transformers.GPT2Config(**GPT2, initializer_range=0.2),
     "gpt2-untied": lambda: transformers.GPT2Config(**GPT2, initializer_range=0.2, tie_word_embeddings=False),
 }
 SHARDED = {"llama2", "qwen3-moe"}  # in several files
-WITH_GRADIENTS = {"llama2", "llama3", "qwen3-moe", "gemma2", "gpt2"}
+WITH_GRADIENTS = {"llama2", "llama3", "llama-yarn", "qwen3-moe", "gemma2", "gpt2"}
 PROMPT, NEW = 9, 12
 
 

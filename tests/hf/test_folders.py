@@ -15,18 +15,29 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import mmnnx as mm
-from mmnnx.modules import GemmaConfig, GPT2Config, LinearScaling, LMConfig, MoELMConfig, RotaryScaling, hf
+from mmnnx.modules import (
+    GemmaConfig,
+    GPT2Config,
+    LinearScaling,
+    LMConfig,
+    MoELMConfig,
+    RotaryScaling,
+    YarnScaling,
+    hf,
+)
 from mmnnx.modules.build import build
 from mmnnx.modules.hf import saving
 from mmnnx.modules.hf.weights import Weights
 
 SIZES = dict(vocab=64, layers=4, width=16, heads=4, kv_heads=2, mlp=24, head_dim=8)
 MOE = dict(experts=3, top_k=2, load_balancing=0.001, router_z=0.0)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 CONFIGS = {
     "llama": LMConfig(**SIZES, rotary_scaling=RotaryScaling(), rotary_base=5e5),
     "tied llama": LMConfig(**SIZES, tied=True, rotary_scaling=LinearScaling(2.0)),
     "mistral": LMConfig(**SIZES, window=3),
     "mixtral": MoELMConfig(**SIZES, **MOE),
+    "yarn": LMConfig(**SIZES, rotary_scaling=YarnScaling(4.0, 64, beta_fast=8.0, attention_factor=1.5)),
     "qwen2": LMConfig(**SIZES, bias=True, window=(None, None, 3, 3)),
     "qwen3": LMConfig(**SIZES, qk_norm=True),
     "qwen3_moe": MoELMConfig(**SIZES, **MOE, qk_norm=True, normalize=False),
@@ -199,6 +210,11 @@ def test_fields_as_they_once_were(folder, tmp_path):
     config = hf.read_config(folder)
     assert (config.rotary_base, config.rotary_scaling) == (2e4, LinearScaling(4.0))
     assert config.dtype == jnp.bfloat16
+    scaling = dict(type="yarn", factor=None, mscale=1.0, original_max_position_embeddings=64)
+    reconfigure(folder, rope_scaling=scaling, max_position_embeddings=512)
+    assert hf.read_config(folder).rotary_scaling == YarnScaling(8.0, 64, mscale=1.0)
+    reconfigure(folder, original_max_position_embeddings=128)
+    assert hf.read_config(folder).rotary_scaling == YarnScaling(4.0, 128, mscale=1.0)
     hf.save(model_of("gemma2"), tmp_path / "gemma2")
     reconfigure(tmp_path / "gemma2", hidden_act="gelu_pytorch_tanh")  # beside hidden_activation
     assert hf.read_config(tmp_path / "gemma2") == CONFIGS["gemma2"]
@@ -223,9 +239,17 @@ def test_fields_as_they_once_were(folder, tmp_path):
         (dict(hidden_act="relu"), "hidden_act is 'relu', and mmnnx.modules have 'silu' alone"),
         (dict(attention_bias=True), "attention_bias is True"),
         (
-            dict(rope_parameters=dict(rope_type="yarn")),
-            "scaled by 'yarn', and mmnnx.modules have 'linear' and",
+            dict(rope_parameters=dict(rope_type="longrope")),
+            "scaled by 'longrope', and mmnnx.modules have 'linear', 'llama3', 'yarn'",
         ),
+        (dict(rope_parameters=dict(rope_type="linear")), "of the kind 'linear' have no factor"),
+        (
+            dict(rope_parameters=YARN | dict(llama_4_scaling_beta=0.1)),
+            "llama_4_scaling_beta of rotary positions is 0.1, and mmnnx.modules do not know that of the kind",
+        ),
+        (dict(rope_parameters=YARN | dict(partial_rotary_factor=0.5)), "partial_rotary_factor of rotary"),
+        (dict(rope_parameters=YARN | dict(beta_slow=64)), "beta_slow of YarnScaling.* above its beta_fast"),
+        (dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), "has no field 'max_position_embeddings'"),
         (dict(num_key_value_heads=3), "4 heads are not divisible by 3 key-value heads"),
         (dict(vocab_size=65), "model.embed_tokens.weight is .64, 16. and not .65, 16."),
         (dict(num_hidden_layers=5), "it has no model.layers.4.self_attn.k_proj.weight, .* and 5 more"),

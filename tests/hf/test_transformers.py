@@ -30,19 +30,22 @@ pytestmark = pytest.mark.hf
 NAMES = [
     "llama2",
     "llama3",
+    "llama-yarn",
     "mistral",
     "mixtral",
     "qwen2",
     "qwen2-window",
     "qwen3",
+    "qwen3-yarn",
     "qwen3-moe",
     "qwen3-moe-not-normalized",
     "gemma2",
     "gemma3",
+    "gemma3-yarn",
     "gpt2",
     "gpt2-untied",
 ]
-WITH_GRADIENTS = ["llama2", "llama3", "qwen3-moe", "gemma2", "gpt2"]
+WITH_GRADIENTS = ["llama2", "llama3", "llama-yarn", "qwen3-moe", "gemma2", "gpt2"]
 PROMPT, NEW = 9, 12
 
 WAYS = ("one device", "stages")
@@ -136,7 +139,7 @@ def test_what_was_loaded_is_written_as_it_was(published, tmp_path):
 
 def scanned(name: str) -> dict[str, bool]:
     """Where the blocks of a model are alike they may be stacked."""
-    return {} if name in ("gemma2", "gemma3", "qwen2-window") else {"scan": True}
+    return {} if name.startswith("gemma") or name == "qwen2-window" else {"scan": True}
 
 
 def tensors_of(file: pathlib.Path) -> object:

@@ -19,7 +19,7 @@ from mmnnx.modules.linear import Linear, LinearGeneral
 from mmnnx.modules.logical import constrain, named
 from mmnnx.modules.mlp import MLP, SwiGLU
 from mmnnx.modules.norm import LayerNorm, RMSNorm
-from mmnnx.modules.rotary import RotaryScaling, rotary, rotary_frequencies
+from mmnnx.modules.rotary import RotaryScaling, YarnScaling, rotary, rotary_frequencies
 
 normal = nnx.initializers.normal(0.5)
 
@@ -257,6 +257,33 @@ def test_scaling_of_llama_3():
     assert jnp.abs(scaled - rotary(x, positions, 500_000.0)).max() > 0.1
 
 
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn(truncate):
+    """Pairs of features by how often they turn in the original context; the size of what is turned."""
+    scaling = YarnScaling(4.0, 32_768, beta_fast=32.0, beta_slow=1.0, truncate=truncate)
+    frequencies = 1e6 ** (-np.arange(64) / 64)
+    turns = 32_768 * frequencies / (2 * np.pi)
+    start, end = np.interp(-np.log([32.0, 1.0]), -np.log(turns), np.arange(64))  # (23.57, 39.63)
+    if truncate:
+        start, end = np.floor(start), np.ceil(end)
+    divided = np.interp(np.arange(64), [start, end], [0.0, 1.0])
+    expected = frequencies * (1 - divided) + frequencies / 4 * divided
+    np.testing.assert_allclose(rotary_frequencies(128, 1e6, scaling), expected, rtol=1e-4)
+    x = sample(1, 3, 1, 128)
+    size = np.linalg.norm(rotary(x, jnp.arange(3), 1e6, scaling)) / np.linalg.norm(x)
+    assert size == pytest.approx(0.1 * np.log(4.0) + 1.0, rel=1e-5)
+
+
+def test_the_magnitude_of_yarn():
+    """The cases of the reference implementation."""
+    yarn = functools.partial(YarnScaling, original_max_position_embeddings=64)
+    assert yarn(1.0).magnitude == yarn(0.5).magnitude == 1.0
+    assert yarn(4.0, attention_factor=1.5, mscale=2.0, mscale_all_dim=1.0).magnitude == 1.5
+    assert yarn(4.0, mscale=2.0).magnitude == yarn(4.0).magnitude
+    both = yarn(4.0, mscale=2.0, mscale_all_dim=0.5).magnitude
+    assert both == pytest.approx((0.2 * np.log(4.0) + 1) / (0.05 * np.log(4.0) + 1))
+
+
 def test_what_rotary_refuses():
     x = sample(2, 5, 3, 8)
     with pytest.raises(ValueError, match="a head has 7: use an even size"):
@@ -271,6 +298,11 @@ def test_what_rotary_refuses():
         RotaryScaling(factor=0.0)
     with pytest.raises(ValueError, match="must be below its high_freq_factor"):
         RotaryScaling(low_freq_factor=4.0)
+    for wrong in (dict(factor=0.0), dict(attention_factor=-1.0), dict(beta_slow=0.0)):
+        with pytest.raises(ValueError, match="must be above zero"):
+            YarnScaling(**{"factor": 2.0, "original_max_position_embeddings": 64} | wrong)
+    with pytest.raises(ValueError, match="must not be above its beta_fast"):
+        YarnScaling(2.0, 64, beta_slow=33.0)
 
 
 # ---------------------------------------------------------------------------------------------------- MLPs

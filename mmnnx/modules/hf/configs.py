@@ -14,7 +14,7 @@ from mmnnx.modules.gemma import GemmaConfig
 from mmnnx.modules.gpt2 import GPT2Config
 from mmnnx.modules.lm import LMConfig
 from mmnnx.modules.moe_lm import MoELMConfig
-from mmnnx.modules.rotary import LinearScaling, RotaryScaling, Scaling
+from mmnnx.modules.rotary import LinearScaling, RotaryScaling, Scaling, YarnScaling
 
 CONFIG = "config.json"
 
@@ -175,13 +175,15 @@ def _shared(
     rms_norm_eps: float = 1e-6,
     head_dim: int | None = None,
     activation: str = "silu",
+    rope: str | None = None,
 ) -> dict[str, Any]:
-    """What all but GPT-2 say in the same words."""
+    """What all but GPT-2 say in the same words; `rope` is as in `_read_rope`."""
     json.only("attention_bias", False)
     json.only("mlp_bias", False)
     json.only("hidden_act", activation)
+    json.only("partial_rotary_factor", 1.0)
     width, heads = json.need("hidden_size"), json.need("num_attention_heads")
-    base, scaling = _read_rope(json)
+    base, scaling = _read_rope(json, rope)
     return dict(
         vocab=json.need("vocab_size"),
         layers=json.need("num_hidden_layers"),
@@ -205,22 +207,52 @@ def _read_rope(json: _Json, kind: str | None = None) -> tuple[float, Scaling | N
     said = said.get(kind, {}) if kind else said
     base = float(said.get("rope_theta", json.get("rope_theta", 10_000.0)))
     name = said.get("rope_type", said.get("type", "default"))
-    if name == "default":
+    if name != "default" and name not in SCALINGS:
+        raise ValueError(
+            f"{json.file}: rotary positions are scaled by {name!r}, and mmnnx.modules have "
+            f"{', '.join(map(repr, SCALINGS))}"
+        )
+    plain = dict(rope_type=name, type=name, rope_theta=base, partial_rotary_factor=1.0)
+    fields = {field: value for field, value in said.items() if value not in (None, plain.get(field))}
+    scaling = SCALINGS.get(name)
+    known = [field.name for field in dataclasses.fields(scaling)] if scaling else []
+    if unknown := [field for field in fields if field not in known]:
+        raise ValueError(
+            f"{json.file}: {unknown[0]} of rotary positions is {fields[unknown[0]]!r}, and mmnnx.modules do "
+            f"not know that of the kind {name!r}"
+        )
+    if scaling is None:
         return base, None
-    if name == "linear":
-        return base, LinearScaling(float(said["factor"]))
-    if name == "llama3":
-        return base, RotaryScaling(**{f.name: said[f.name] for f in dataclasses.fields(RotaryScaling)})
-    raise ValueError(
-        f"{json.file}: rotary positions are scaled by {name!r}, and mmnnx.modules have 'linear' and 'llama3'"
-    )
+    if scaling is YarnScaling:
+        fields = _complete_yarn(json, fields, kind)
+    for field in known if scaling is RotaryScaling else ["factor"]:
+        if field not in fields:
+            raise ValueError(f"{json.file}: rotary positions of the kind {name!r} have no {field}")
+    return base, scaling(**fields)
+
+
+def _complete_yarn(json: _Json, fields: dict[str, Any], kind: str | None) -> dict[str, Any]:
+    """The fields with the original context and the factor, which follow from other fields of the config.
+
+    As in `transformers`, an original context outside goes before one inside, where kinds of layers are alike.
+    """
+    original = fields.get("original_max_position_embeddings")
+    if kind is None:
+        original = json.get("original_max_position_embeddings", original)
+    if original is None:
+        original = json.need("max_position_embeddings")
+    fields = fields | dict(original_max_position_embeddings=original)
+    if "factor" not in fields:
+        fields["factor"] = json.need("max_position_embeddings") / original
+    return fields
 
 
 def _write_rope(base: float, scaling: Scaling | None) -> dict[str, Any]:
     if scaling is None:
         return dict(rope_type="default", rope_theta=base)
-    name = "linear" if isinstance(scaling, LinearScaling) else "llama3"
-    return dict(rope_type=name, rope_theta=base, **dataclasses.asdict(scaling))
+    name = next(name for name, kind in SCALINGS.items() if isinstance(scaling, kind))
+    fields = {field: value for field, value in dataclasses.asdict(scaling).items() if value is not None}
+    return dict(rope_type=name, rope_theta=base, **fields)
 
 
 def _windows(json: _Json, default: Callable[[int], str]) -> tuple[int | None, ...] | None:
@@ -282,11 +314,11 @@ def _qwen3_moe(json: _Json) -> MoELMConfig:
     )
 
 
-def _gemma(json: _Json, windows: Any, **changes: Any) -> GemmaConfig:
+def _gemma(json: _Json, windows: Any, rope: str | None = None, **changes: Any) -> GemmaConfig:
     activation = "gelu_pytorch_tanh"  # by either name
     json.only("hidden_activation", activation)
     json.only("use_bidirectional_attention", False)
-    shared = _shared(json, tied=True, head_dim=256, activation=activation) | changes
+    shared = _shared(json, tied=True, head_dim=256, activation=activation, rope=rope) | changes
     scalar = json.get("query_pre_attn_scalar", 256)
     return GemmaConfig(
         **shared,
@@ -304,14 +336,16 @@ def _gemma2(json: _Json) -> GemmaConfig:
 def _gemma3(json: _Json) -> GemmaConfig:
     every = json.get("sliding_window_pattern", json.get("_sliding_window_pattern", 6))
     windows = _windows(json, lambda n: "sliding_attention" if (n + 1) % every else "full_attention")
-    if "rope_parameters" in json.fields:
-        base, scaling = _read_rope(json, "full_attention")
-        local, _ = _read_rope(json, "sliding_attention")
-    else:  # as older versions wrote it
-        base, scaling = _read_rope(json)
+    if "rope_parameters" not in json.fields:  # as older versions wrote it
         local = json.get("rope_local_base_freq", 10_000.0)
-    own = dict(qk_norm=True, rotary_base=base, rotary_scaling=scaling, local_rotary_base=local)
-    return _gemma(json, windows, **own)
+        return _gemma(json, windows, qk_norm=True, local_rotary_base=local)
+    local, scaling = _read_rope(json, "sliding_attention")
+    if scaling is not None:
+        raise ValueError(
+            f"{json.file}: rotary positions of sliding_attention are scaled, and in mmnnx.modules those of "
+            "full_attention alone"
+        )
+    return _gemma(json, windows, rope="full_attention", qk_norm=True, local_rotary_base=local)
 
 
 def _gpt2(json: _Json) -> GPT2Config:
@@ -334,6 +368,12 @@ def _gpt2(json: _Json) -> GPT2Config:
         param_dtype=_dtype(json),
     )
 
+
+SCALINGS: dict[str, type[Scaling]] = {
+    "linear": LinearScaling,
+    "llama3": RotaryScaling,
+    "yarn": YarnScaling,
+}
 
 READERS: dict[str, Callable[[_Json], LMConfig]] = {
     "llama": _llama,
