@@ -71,15 +71,16 @@ class Checkpoints:
     """The checkpoints in a folder: the latest few, and the best.
 
     With several processes, every process makes one, calls its methods in the same order, and sees the same
-    folder.
+    folder. In a bucket nothing is locked: one process, or one such group, may save to a folder at a time.
 
     Args:
-      folder: where they are kept. It is made when the first is saved.
+      folder: where they are kept: a path, or the URL of a folder in a bucket of Google Cloud Storage
+        ("gs://bucket/run", with `pip install "mmnnx[gcs]"`). It is made when the first is saved.
       keep: how many of the latest are kept.
       best: the name of a metric; the checkpoint with its lowest value is kept too.
 
     Raises:
-      ValueError: for a URL, a path with `*`, `?` or `[` in it, or `keep` below 1.
+      ValueError: for another URL, a path with `*`, `?` or `[` in it, or `keep` below 1.
 
     Example:
       >>> with Checkpoints("run/checkpoints", best="loss") as checkpoints:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-BUCKET = "bucket"
+BUCKET, FORBIDDEN = "bucket", "forbidden"
 
 Objects = dict[str, tuple[int, bytes]]
 """The generation and the content of each object, by its name."""
@@ -40,6 +40,8 @@ class Handler(BaseHTTPRequestHandler):
         found = re.fullmatch(
             r"(/upload|/download)?/storage/v1/b/(\w+)(/o)?(?:/([^/]+))?(?:/moveTo/o/(.+))?", url.path
         )
+        if found and found[2] == FORBIDDEN:
+            return self.reply(401, {"error": {"message": "no access"}})
         if not found or found[2] != BUCKET:
             return self.reply(404)
         name = unquote(found[4]) if found[4] else query.get("name", "")

@@ -19,7 +19,7 @@ from mmnnx.train import TrainConfig, eval_cli
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints, DamagedError
 from mmnnx.train.checkpoint.contents import contents_of
 from mmnnx.train.errors import UserError
-from mmnnx.train.run_folder import RunFolder
+from mmnnx.train.run_folder import RunFolder, read_run
 from tests.train.checkpoint.bucket import serving
 from tests.train.checkpoint.test_damage import ROOT, SCRIPT
 from tests.train.command import MODEL, ONE_DEVICE, rows, run
@@ -120,11 +120,37 @@ def test_going_back_keeps_what_came_later_under_another_name(objects):
     assert checkpoints.steps == [10, 15] and steps_of(objects) == ["10", "15", "20.replaced"]
 
 
+def test_copied_from_a_file_system_and_back(objects, tmp_path):
+    with Checkpoints(tmp_path / "here") as checkpoints:
+        checkpoints.save(1, build(1))
+    for file in (tmp_path / "here" / "1").rglob("*"):
+        if file.is_file():
+            objects[f"run/{file.relative_to(tmp_path / 'here')}"] = (1, file.read_bytes())
+    for name, (_, content) in objects.items():
+        copy = tmp_path / "back" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+    for folder in ("gs://bucket/run", tmp_path / "back" / "run"):
+        nodes = build(0)
+        assert Checkpoints(folder).restore(nodes).step == 1
+        assert_equal(values(build(1)), values(nodes))
+
+
 def test_no_such_bucket(server):
     checkpoints = Checkpoints("gs://other/run")
     with pytest.raises(CheckpointError, match="step 1 in gs://other/run was not written: .*no other"):
         checkpoints.save(1, build(0))
         checkpoints.wait()
+
+
+def test_no_access(server, tmp_path):
+    """It is not taken for a folder without checkpoints, in which a run would begin anew."""
+    url = "gs://forbidden/run"
+    for call in (lambda: Checkpoints(url).latest, lambda: contents_of(url)):
+        with pytest.raises(CheckpointError, match="gs://forbidden/run cannot be listed: no access, 401"):
+            call()
+    with pytest.raises(UserError, match="config.json is not the config of a run .* .no access, 401"):
+        read_run(url)
 
 
 def test_killed_at_any_moment_of_writing(objects):
