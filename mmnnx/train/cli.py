@@ -34,7 +34,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
             config.validate()
             return supervise(options, config, print_error)
         join(config.cluster)
-    except UserError as error:
+    except (UserError, CheckpointError) as error:
         print_error(str(error))
         return MISTAKE
     return _train(config, print_error)
@@ -75,8 +75,8 @@ def parse(options: Sequence[str]) -> TrainConfig:
     """The config of command-line ``options``, above those of a TOML file; in a resumed run, options that are
     left out are as they were.
 
-    Raises UserError for a file without options, or a run that cannot be resumed with them, SystemExit for
-    options that cannot be parsed.
+    Raises UserError or CheckpointError for a file without options, or a run that cannot be resumed with them,
+    SystemExit for options that cannot be parsed.
     """
 
     def above(default: TrainConfig) -> TrainConfig:

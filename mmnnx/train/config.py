@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from mmnnx.train.checkpoint.errors import CheckpointError
 from mmnnx.train.checkpoint.paths import folder_at, in_bucket
 from mmnnx.train.errors import UserError
 
@@ -209,7 +210,7 @@ class TrainConfig:
     def _check_bucket(self, url: str) -> None:
         try:
             folder = folder_at(url)
-        except ValueError as error:
+        except CheckpointError as error:
             raise UserError(f"--checkpoints {error}") from error
         if not in_bucket(folder):
             raise UserError(f"--checkpoints {url} is no URL, gs://BUCKET/FOLDER; for a folder give --out")

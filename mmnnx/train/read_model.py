@@ -12,7 +12,6 @@ from mmnnx.modules import LM
 from mmnnx.sharding.pipeline import pipeline_sharding
 from mmnnx.sharding.rules import logical_rules
 from mmnnx.train.checkpoint import Checkpoints
-from mmnnx.train.checkpoint.paths import in_bucket
 from mmnnx.train.devices import choose_devices
 from mmnnx.train.run_folder import RunFolder, read_run
 from mmnnx.train.step import make_model, published
@@ -44,7 +43,7 @@ def read_model(place: str, stages: int, precision: str) -> tuple[LM, Codec]:
     """
     placed = lambda model: pipeline_sharding(model, stages, rules=logical_rules("tensor"))
     run = RunFolder(Path(place))
-    if not (in_bucket(place) or run.checkpoints.is_dir() or run.metrics.exists()):
+    if not ("://" in place or run.checkpoints.is_dir() or run.metrics.exists()):
         dtype = jnp.dtype(precision)
         model = published().load(run.path, placement=placed, dtype=dtype, param_dtype=dtype)
         return model, codec_of(run.path)

@@ -118,7 +118,7 @@ def read_run(place: str | Path) -> tuple[epath.Path, TrainConfig]:
       place: its folder, or the gs:// URL of its checkpoints.
 
     Raises:
-      UserError: if it is not one.
+      UserError, CheckpointError: if it is not one, or in a place where there are no checkpoints.
     """
     folder = folder_at(place)
     file = folder / "config.json"

@@ -80,7 +80,7 @@ class Checkpoints:
       best: the name of a metric; the checkpoint with its lowest value is kept too.
 
     Raises:
-      ValueError: for another URL, a path with `*`, `?` or `[` in it, or `keep` below 1.
+      ValueError: for another URL, a path with `*`, `?` or `[` in it (in a bucket `#` too), or `keep` below 1.
 
     Example:
       >>> with Checkpoints("run/checkpoints", best="loss") as checkpoints:
@@ -274,24 +274,24 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as error:
-            if not (isinstance(error, OSError | ValueError) or in_bucket(self.folder)):
-                raise  # gcsfs has errors of other types
+            # gcsfs raises errors of many types.
+            if not (in_bucket(self.folder) or isinstance(error, OSError | ValueError)):
+                raise
             kept = "there is no other" if self.latest is None else f"that of step {self.latest} is the latest"
             raise CheckpointError(
                 f"the checkpoint of step {step} in {self.folder} was not written: {reason(error)}; {kept}"
             ) from error
 
     def _claim(self, step: int) -> None:
-        """Locks the folder for writing, clears it of unfinished checkpoints, and renames those of this step
-        and of later ones."""
+        """Locks the folder for writing, renames checkpoints of this step and of later ones, and deletes those
+        that are not finished."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = NoLock() if in_bucket(self.folder) else claim(self.folder)
         if self._lock is None:
             raise CheckpointError(f"another process is writing a checkpoint in {self.folder}")
         try:
-            clear(self.folder)
             set_aside(self.folder, [s for s in self.steps if s >= step])
-            remove(self.folder, [])
+            clear(self.folder)
         except BaseException:
             self._release()
             raise

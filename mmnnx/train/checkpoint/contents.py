@@ -70,10 +70,7 @@ def contents_of(place: str | os.PathLike[str]) -> Contents:
       >>> contents_of("runs/lm").step
       200
     """
-    try:
-        path = folder_at(place)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+    path = folder_at(place)
     names = [found.name for found in listed(path)]
     if not names and not path.is_dir():
         raise CheckpointError(f"there is no folder {path}")

@@ -10,6 +10,8 @@ import re
 from etils import epath
 from fsspec.config import conf
 
+from mmnnx.train.checkpoint.errors import CheckpointError
+
 BUCKET = "gs://"
 
 
@@ -22,7 +24,7 @@ def folder_at(place: str | os.PathLike[str]) -> epath.Path:
     """The folder at a path or a URL; nothing is read or written.
 
     Raises:
-      ValueError: for a URL of another store, and a path that orbax would take for something else.
+      CheckpointError: for a URL of another store, and a path that orbax would take for something else.
 
     >>> folder_at("gs://bucket/lm/")
     PosixGPath('gs://bucket/lm')
@@ -30,12 +32,12 @@ def folder_at(place: str | os.PathLike[str]) -> epath.Path:
     text = os.fspath(place)
     if re.match(f"{BUCKET}[^/]", text):
         if importlib.util.find_spec("gcsfs") is None:
-            raise ValueError(f"{text}: buckets are read and written by gcsfs; pip install 'mmnnx[gcs]'")
-        # tensorstore and other processes write there too, and gcsfs would not see it.
+            raise CheckpointError(f"{text}: buckets are read and written by gcsfs; pip install 'mmnnx[gcs]'")
+        # What gcsfs remembers of listings would not show what tensorstore and other processes write.
         conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
         where = BUCKET + posixpath.normpath(text.removeprefix(BUCKET))
     elif re.match(r"\w\w+:/", text):
-        raise ValueError(
+        raise CheckpointError(
             f"{text}: checkpoints are kept on a file system, or in Google Cloud Storage by the URL "
             "gs://BUCKET/FOLDER, a string (pathlib makes one slash of two); orbax writes to no other object "
             "store, and not to S3"
@@ -43,12 +45,12 @@ def folder_at(place: str | os.PathLike[str]) -> epath.Path:
     else:
         where = os.path.abspath(text)  # tensorstore opens no path with .. in it
     if wild := re.search(r"[*?[#]" if in_bucket(where) else r"[*?[]", where):
-        raise ValueError(
+        raise CheckpointError(
             f"{where}: orbax would take {wild[0]!r} in a path for a pattern, or for a version of a file, and "
-            "not find what it has written; choose another folder, or a link to it without *, ? and ["
+            "not find what it has written; choose another folder, or a link to it without it"
         )
     if str(folder := epath.Path(where)) != where:
-        raise ValueError(f"{where}: orbax would take it for {folder}; choose another folder, or a link to it")
+        raise CheckpointError(f"{where}: orbax would take it for {folder}; choose another folder, or a link")
     return folder
 
 
