@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import tyro
 
@@ -16,7 +17,7 @@ from mmnnx.train.errors import Diverged, Interrupted, ReportedElsewhere, UserErr
 from mmnnx.train.local_processes import DIVERGED, MISTAKE, follow_launcher, supervise
 from mmnnx.train.lockstep import VARIABLES, is_first, join
 from mmnnx.train.loop import train
-from mmnnx.train.run_folder import RunFolder
+from mmnnx.train.run_folder import read_run
 
 
 def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
@@ -33,7 +34,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
             config.validate()
             return supervise(options, config, print_error)
         join(config.cluster)
-    except UserError as error:
+    except (UserError, CheckpointError) as error:
         print_error(str(error))
         return MISTAKE
     return _train(config, print_error)
@@ -56,7 +57,10 @@ def _train(config: TrainConfig, print_error: Callable[[str], None]) -> int:
             if error.saved is None
             else f"the checkpoint of step {error.saved} is kept"
         )
-        print_error_once(f"{error}; stopped, {saved} in {folder}. A lower --learning-rate or --clip may help")
+        print_error_once(
+            f"{error}; stopped, {saved} in {config.checkpoints or folder}. A lower --learning-rate or --clip "
+            "may help"
+        )
         return DIVERGED
     except Interrupted as error:
         print_error_once(f"{error}; to go on: mmnnx train --resume --out {shlex.quote(str(folder))}")
@@ -71,8 +75,8 @@ def parse(options: Sequence[str]) -> TrainConfig:
     """The config of command-line ``options``, above those of a TOML file; in a resumed run, options that are
     left out are as they were.
 
-    Raises UserError for a file without options, or a run that cannot be resumed with them, SystemExit for
-    options that cannot be parsed.
+    Raises UserError or CheckpointError for a file without options, or a run that cannot be resumed with them,
+    SystemExit for options that cannot be parsed.
     """
 
     def above(default: TrainConfig) -> TrainConfig:
@@ -83,7 +87,10 @@ def parse(options: Sequence[str]) -> TrainConfig:
         config = above(TrainConfig().with_file(given.config))
     if not config.resume:
         return config
-    _, saved = RunFolder.open(config.folder())
+    place: str | Path = config.folder()
+    if config.checkpoints is not None and not (config.folder() / "config.json").exists():
+        place = config.checkpoints  # all there is on another machine
+    _, saved = read_run(place)
     before = dataclasses.replace(
         saved, cluster=False, config=None
     )  # how this process was started is not kept

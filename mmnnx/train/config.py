@@ -11,6 +11,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from mmnnx.train.checkpoint.errors import CheckpointError
+from mmnnx.train.checkpoint.paths import folder_at, in_bucket
 from mmnnx.train.errors import UserError
 
 PATHS = ("config", "data", "model", "out")
@@ -30,6 +32,8 @@ class TrainConfig:
     """Name of the run: it is kept in runs/NAME."""
     out: Path | None = None
     """Folder to keep the run in, instead of runs/NAME."""
+    checkpoints: str | None = None
+    """Keep the checkpoints in a bucket: the URL of a folder in it, gs://BUCKET/FOLDER."""
     resume: bool = False
     """Go on with the run in that folder, from its latest checkpoint. Its options are the defaults."""
     steps: int = 200
@@ -171,7 +175,12 @@ class TrainConfig:
         if self.seed >= 2**32:
             raise UserError(f"--seed must be below 2**32, not {self.seed}")
         if re.match(r"\w\w+:/", str(self.folder())):  # pathlib makes one slash of two
-            raise UserError(f"--out {self.out}: a run is kept on a file system, local or shared, not by URL")
+            raise UserError(
+                f"--out {self.out}: a run is kept on a file system, local or shared; checkpoints alone may "
+                "be in a bucket: --checkpoints gs://BUCKET/FOLDER"
+            )
+        if self.checkpoints is not None:
+            self._check_bucket(self.checkpoints)
         if re.search(r"[*?[]", where := os.path.abspath(self.folder())):
             raise UserError(f"{where}: orbax would take *, ? and [ for a pattern; choose another --out")
         self._check_multiple("batch", "microbatches")
@@ -197,6 +206,14 @@ class TrainConfig:
                 "some here: give one of them"
             )
         share_of_devices(self.devices, self.processes)
+
+    def _check_bucket(self, url: str) -> None:
+        try:
+            folder = folder_at(url)
+        except CheckpointError as error:
+            raise UserError(f"--checkpoints {error}") from error
+        if not in_bucket(folder):
+            raise UserError(f"--checkpoints {url} is no URL, gs://BUCKET/FOLDER; for a folder give --out")
 
     def _check_sizes(self) -> None:
         """Raises UserError for sizes of a new model that do not fit each other or the devices."""

@@ -27,8 +27,8 @@ from mmnnx.train.step import loss_fn
 class EvalConfig:
     """Print the loss of a model on the part of the data that training holds out, or on all of it."""
 
-    model: tyro.conf.Positional[Path]
-    """The folder of a run, or of a published model."""
+    model: tyro.conf.Positional[str]
+    """The folder of a run or of a published model, or the gs:// URL of a run's checkpoints."""
     data: Path
     """A file or a folder of text or JSON Lines, as for `mmnnx train`."""
     all: bool = False

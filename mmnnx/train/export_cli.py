@@ -14,7 +14,7 @@ from flax import nnx
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
 from mmnnx.train.errors import UserError
 from mmnnx.train.local_processes import MISTAKE
-from mmnnx.train.run_folder import RunFolder
+from mmnnx.train.run_folder import read_run
 from mmnnx.train.step import make_model, published
 
 
@@ -22,8 +22,8 @@ from mmnnx.train.step import make_model, published
 class ExportConfig:
     """Write the model of a run as a folder of the Hugging Face hub: safetensors, config and tokenizer."""
 
-    run: tyro.conf.Positional[Path]
-    """The folder of the run."""
+    run: tyro.conf.Positional[str]
+    """The folder of the run, or the gs:// URL of its checkpoints."""
     folder: tyro.conf.Positional[Path]
     """The folder to write, new or empty."""
     step: int | None = None
@@ -54,9 +54,9 @@ def export(config: ExportConfig) -> int:
       UserError: for a folder that is no run, or one without such a checkpoint.
       FileExistsError: if the folder to write holds something.
     """
-    folder, trained = RunFolder.open(config.run)
+    folder, trained = read_run(config.run)
     model = nnx.eval_shape(lambda: make_model(trained))
-    with Checkpoints(folder.checkpoints) as checkpoints:
+    with Checkpoints(folder) as checkpoints:
         restored = checkpoints.restore({"model": model}, config.step)
     dtype = None if config.dtype is None else jnp.dtype(config.dtype)
     published().save(model, config.folder, like=trained.model, dtype=dtype)

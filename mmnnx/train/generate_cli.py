@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
@@ -26,8 +25,8 @@ from mmnnx.train.tokens import Codec
 class GenerateConfig:
     """Print what a model writes after a prompt, as it comes; after several prompts, when all is there."""
 
-    model: tyro.conf.Positional[Path]
-    """The folder of a run, or of a published model."""
+    model: tyro.conf.Positional[str]
+    """The folder of a run or of a published model, or the gs:// URL of a run's checkpoints."""
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]")]
     """What the text begins with; several are read side by side."""
     chat: bool = False

@@ -63,7 +63,7 @@ def supervise(options: Sequence[str], config: TrainConfig, print_error: Callable
         return 128 + received[0]
     if status in EXPECTED_STATUSES:
         return status
-    folder = RunFolder(config.folder())
+    folder = RunFolder(config.folder(), config.checkpoints)
     left = (
         "there was no checkpoint yet"
         if folder.saved is None

@@ -63,9 +63,9 @@ def train(config: TrainConfig) -> RunFolder:
         corpus = load_corpus(config.data, codec)
         batches = train_batches(corpus, config.batch, config.sequence, config.seed)
         held_out = valid_batches(corpus, config.batch, config.sequence)
-    with raise_in_all(UserError):  # JAX starts here, which needs all processes
+    with raise_in_all(UserError, CheckpointError):  # JAX starts here, which needs all processes
         mesh, placement = place(config, choose_devices(config.devices))
-        folder = RunFolder(config.folder())
+        folder = RunFolder(config.folder(), config.checkpoints)
         if first and not config.resume:
             RunFolder.create(config)
         start = folder.saved or 0

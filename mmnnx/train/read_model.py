@@ -13,7 +13,7 @@ from mmnnx.sharding.pipeline import pipeline_sharding
 from mmnnx.sharding.rules import logical_rules
 from mmnnx.train.checkpoint import Checkpoints
 from mmnnx.train.devices import choose_devices
-from mmnnx.train.run_folder import RunFolder
+from mmnnx.train.run_folder import RunFolder, read_run
 from mmnnx.train.step import make_model, published
 from mmnnx.train.tokens import Codec, codec_of
 
@@ -28,11 +28,12 @@ def stage_mesh(stages: int, tensor: int) -> mm.MultiMesh:
     return mm.MultiMesh(axis_sizes=devices.shape, axis_names=("stage", "model"), devices=devices)
 
 
-def read_model(folder: Path, stages: int, precision: str) -> tuple[LM, Codec]:
+def read_model(place: str, stages: int, precision: str) -> tuple[LM, Codec]:
     """A model placed over the stages of the current mesh, and its tokenizer.
 
     Args:
-      folder: of a run, whose latest checkpoint is read, or of a published model.
+      place: the folder of a run, whose latest checkpoint is read, or the gs:// URL of its checkpoints, or the
+        folder of a published model.
       stages: how many there are.
       precision: the dtype that a published model is computed and kept in; a run has its own.
 
@@ -40,12 +41,14 @@ def read_model(folder: Path, stages: int, precision: str) -> tuple[LM, Codec]:
       UserError, CheckpointError, OSError, ValueError: for a folder that holds no model, or one that cannot be
         read.
     """
-    place = lambda model: pipeline_sharding(model, stages, rules=logical_rules("tensor"))
-    if not (folder / "checkpoints").is_dir():
+    placed = lambda model: pipeline_sharding(model, stages, rules=logical_rules("tensor"))
+    run = RunFolder(Path(place))
+    if not ("://" in place or run.checkpoints.is_dir() or run.metrics.exists()):
         dtype = jnp.dtype(precision)
-        return published().load(folder, placement=place, dtype=dtype, param_dtype=dtype), codec_of(folder)
-    run, trained = RunFolder.open(folder)
+        model = published().load(run.path, placement=placed, dtype=dtype, param_dtype=dtype)
+        return model, codec_of(run.path)
+    folder, trained = read_run(place)
     model = nnx.eval_shape(lambda: make_model(trained))
-    with Checkpoints(run.checkpoints) as checkpoints:
-        checkpoints.restore({"model": model}, sharding=place(model))
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.restore({"model": model}, sharding=placed(model))
     return model, codec_of(trained.model)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from etils import epath
 from filelock import FileLock
 
 from mmnnx.train.checkpoint.lock import NAME as LOCK
 from mmnnx.train.checkpoint.lock import claim
-from mmnnx.train.checkpoint.step_folders import steps_in
+from mmnnx.train.checkpoint.paths import folder_at, in_bucket
+from mmnnx.train.checkpoint.step_folders import listed, steps_in
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.errors import UserError
 
@@ -23,16 +26,20 @@ class RunFolder:
     metrics.jsonl has a row for each step, with ``step``, ``loss`` in nats per token, ``grad_norm``,
     ``learning_rate``, ``seconds`` and speeds, and one for each validation, with ``step``, ``val_loss`` and
     ``val_bits_per_byte``. Only one process of a run writes it.
+
+    The checkpoints may be in a bucket instead, by a gs:// URL, with another config.json.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, checkpoints: str | None = None):
         self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.bucket = None if checkpoints is None else folder_at(checkpoints)
+        self.checkpoints = self.bucket or epath.Path(path / "checkpoints")
         self.metrics = path / "metrics.jsonl"
 
     @classmethod
     def create(cls, config: TrainConfig) -> RunFolder:
-        """A new folder with its config. Raises UserError if it is not empty, or cannot be written."""
+        """A new folder with its config. Raises UserError if it, or that in the bucket, is not empty or cannot
+        be written."""
         path = config.folder()
         with _written(path, "; choose another --out"):
             # A .new file is left of a process that was killed while it wrote its first file.
@@ -42,23 +49,14 @@ class RunFolder:
                     f"{path} exists; go on with that run by --resume, or choose another --name or --out"
                 )
             path.mkdir(parents=True, exist_ok=True)
-        folder = cls(path)
+        folder = cls(path, config.checkpoints)
+        if folder.bucket is not None and listed(folder.bucket):
+            raise UserError(
+                f"{folder.bucket} is not empty; go on with that run by --resume, or choose another "
+                "--checkpoints"
+            )
         folder.begin(config, 0)
         return folder
-
-    @classmethod
-    def open(cls, path: Path) -> tuple[RunFolder, TrainConfig]:
-        """The folder of an earlier run, and its config. Raises UserError if it is not one."""
-        file = path / "config.json"
-        try:
-            config = TrainConfig.from_json(file.read_text())
-        except FileNotFoundError:
-            raise UserError(
-                f"{path} is no run to resume: it has no config.json; check --name or --out"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} is not the config of a run that can be resumed ({error})") from error
-        return cls(path), config
 
     @property
     def saved(self) -> int | None:
@@ -71,6 +69,7 @@ class RunFolder:
         Raises UserError if another process holds the lock, or the folder cannot be written.
         """
         with self.written():
+            self.path.mkdir(parents=True, exist_ok=True)  # on another machine there is only the bucket
             lock = claim(self.path)
         if lock is None:
             raise UserError(f"the run in {self.path} is going on in another process")
@@ -82,6 +81,12 @@ class RunFolder:
         Raises UserError if they cannot be written.
         """
         kept = [row for row in self.rows() if start and row["step"] <= start]
+        if self.bucket is not None:
+            try:
+                (self.bucket / "config.json").write_text(config.to_json())
+            except Exception as error:  # gcsfs has many types
+                why = "no such bucket" if isinstance(error, FileNotFoundError) else error
+                raise UserError(f"--checkpoints {self.bucket} cannot be written ({why})") from error
         with _written(self.path, "; choose another --out"):
             _write(self.path / "config.json", config.to_json())
             _write(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
@@ -104,6 +109,30 @@ class RunFolder:
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
         return [row for row in found if isinstance(row, dict) and "step" in row]
+
+
+def read_run(place: str | Path) -> tuple[epath.Path, TrainConfig]:
+    """The checkpoints and the config of an earlier run.
+
+    Args:
+      place: its folder, or the gs:// URL of its checkpoints.
+
+    Raises:
+      UserError, CheckpointError: if it is not one, or in a place where there are no checkpoints.
+    """
+    folder = folder_at(place)
+    file = folder / "config.json"
+    try:
+        config = TrainConfig.from_json(file.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{place} is no run to resume: it has no config.json; check --name or --out"
+        ) from None
+    except Exception as error:  # gcsfs has many types
+        raise UserError(f"{file} is not the config of a run that can be resumed ({error})") from error
+    if in_bucket(folder):
+        return folder, dataclasses.replace(config, checkpoints=str(folder))
+    return RunFolder(Path(place), config.checkpoints).checkpoints, config
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ def test_defaults_are_valid():
         (dict(warmup=-1), "--warmup must not be below zero, not -1"),
         (dict(seed=2**32), "--seed must be below 2**32, not 4294967296"),
         (dict(out=Path("gs://bucket/lm")), "--out gs:/bucket/lm: a run is kept on a file system"),
+        (dict(checkpoints="s3://bucket/lm"), "--checkpoints s3://bucket/lm: checkpoints are kept on a file"),
+        (dict(checkpoints="lm"), "--checkpoints lm is no URL, gs://BUCKET/FOLDER; for a folder give --out"),
         (dict(name="lr=[1e-3]"), "runs/lr=[1e-3]: orbax would take *, ? and [ for a pattern"),
         (dict(batch=10, microbatches=4), "--batch 10 must be a multiple of --microbatches 4"),
         (dict(width=100, heads=8), "--width 100 must be a multiple of --heads 8"),

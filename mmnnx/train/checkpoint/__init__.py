@@ -1,7 +1,7 @@
 """Checkpoints: the state of a run, written in the background and restored onto any devices.
 
 What comes in: NNX objects by name, and JSON. What goes out: the same objects with their state set in place.
-What always holds: a step's folder gets its name when it is complete; damage is found before state is changed.
+What always holds: a step that is not complete is not seen; damage is found before state is changed.
 Read first: `checkpoints.py`; then `write.py` (arrays to disk), or `match.py` and `read.py` (and back).
 
 One step is a folder that orbax itself can read:

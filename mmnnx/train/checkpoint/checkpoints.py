@@ -7,14 +7,13 @@ import functools
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path as FilePath
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils.epath import Path as FilePath
 from filelock import FileLock
 
 from mmnnx.sharding.path_filter import path_text
@@ -23,8 +22,9 @@ from mmnnx.sharding.rules import did_you_mean
 from mmnnx.train.checkpoint.agreement import all_or_none, exchange
 from mmnnx.train.checkpoint.errors import CheckpointError, DamagedError, Differences, Path
 from mmnnx.train.checkpoint.keys import stored_as
-from mmnnx.train.checkpoint.lock import claim
+from mmnnx.train.checkpoint.lock import NoLock, claim
 from mmnnx.train.checkpoint.nnx_state import arrays_of, set_arrays
+from mmnnx.train.checkpoint.paths import folder_at, in_bucket
 from mmnnx.train.checkpoint.placement import check_rules, describe_placement
 from mmnnx.train.checkpoint.rename import Rename
 from mmnnx.train.checkpoint.restore import restore_arrays, targets_of
@@ -33,6 +33,7 @@ from mmnnx.train.checkpoint.step_folders import (
     STATE,
     advice,
     checksum,
+    clear,
     read_json,
     remove,
     replaced,
@@ -70,15 +71,16 @@ class Checkpoints:
     """The checkpoints in a folder: the latest few, and the best.
 
     With several processes, every process makes one, calls its methods in the same order, and sees the same
-    folder.
+    folder. In a bucket nothing is locked: one process, or one such group, may save to a folder at a time.
 
     Args:
-      folder: where they are kept. It is made when the first is saved.
+      folder: where they are kept: a path, or the URL of a folder in a bucket of Google Cloud Storage
+        ("gs://bucket/run", with `pip install "mmnnx[gcs]"`). It is made when the first is saved.
       keep: how many of the latest are kept.
       best: the name of a metric; the checkpoint with its lowest value is kept too.
 
     Raises:
-      ValueError: for a URL, a path with `*`, `?` or `[` in it, or `keep` below 1.
+      ValueError: for another URL, a path with `*`, `?` or `[` in it (in a bucket `#` too), or `keep` below 1.
 
     Example:
       >>> with Checkpoints("run/checkpoints", best="loss") as checkpoints:
@@ -87,22 +89,15 @@ class Checkpoints:
       100
     """
 
-    def __init__(self, folder: str | FilePath, *, keep: int = 1, best: str | None = None):
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 1, best: str | None = None):
         if not hasattr(keep, "__index__") or keep < 1:
             raise ValueError(f"keep={keep!r}: it is how many are kept, one or more")
         if not isinstance(best, str | None):
             raise TypeError(f"best={best!r}: it is the name of a metric")
-        if re.match(r"\w\w+:/", str(folder)):  # pathlib makes one slash of two
-            raise ValueError(f"{folder}: checkpoints are kept on a file system, local or shared, not by URL")
-        self.folder = FilePath(os.path.abspath(folder))  # tensorstore opens no path with .. in it
-        if wild := re.search(r"[*?[]", str(self.folder)):
-            raise ValueError(
-                f"{self.folder}: orbax would take {wild[0]!r} in a path for a pattern, and not find what it "
-                "has written; choose another folder, or a link to it without *, ? and ["
-            )
+        self.folder = folder_at(folder)
         self._keep, self._best, self._closed = keep, best, False
         self._last: int | None = None  # the last step that was saved since this was opened
-        self._lock: FileLock | None = None  # held while a checkpoint is being written
+        self._lock: FileLock | NoLock | None = None  # held while a checkpoint is being written
 
     @property
     def steps(self) -> list[int]:
@@ -278,21 +273,25 @@ class Checkpoints:
             yield
         except CheckpointError:
             raise
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            # gcsfs raises errors of many types.
+            if not (in_bucket(self.folder) or isinstance(error, OSError | ValueError)):
+                raise
             kept = "there is no other" if self.latest is None else f"that of step {self.latest} is the latest"
             raise CheckpointError(
                 f"the checkpoint of step {step} in {self.folder} was not written: {reason(error)}; {kept}"
             ) from error
 
     def _claim(self, step: int) -> None:
-        """Locks the folder for writing, and renames checkpoints of this step and of later ones."""
+        """Locks the folder for writing, renames checkpoints of this step and of later ones, and deletes those
+        that are not finished."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = claim(self.folder)
+        self._lock = NoLock() if in_bucket(self.folder) else claim(self.folder)
         if self._lock is None:
             raise CheckpointError(f"another process is writing a checkpoint in {self.folder}")
         try:
             set_aside(self.folder, [s for s in self.steps if s >= step])
-            remove(self.folder, [])
+            clear(self.folder)
         except BaseException:
             self._release()
             raise
@@ -311,7 +310,7 @@ class Checkpoints:
     def _choose(self, step: int | None) -> int:
         steps = json.loads(exchange(json.dumps(self.steps))[0])  # those that process 0 sees
         if not steps:
-            half = "".join(f"; {name} was not finished" for name in unfinished(self.folder))
+            half = "".join(f"; {left.name} was not finished" for left in unfinished(self.folder))
             raise CheckpointError(f"there is no checkpoint in {self.folder}{half}{replaced(self.folder)}")
         if step is not None and step not in steps:
             raise CheckpointError(

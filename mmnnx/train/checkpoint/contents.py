@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path as FilePath
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils.epath import Path as FilePath
 from jax.sharding import PartitionSpec
 
 from mmnnx.inspect.locations import spec_text
 from mmnnx.train.checkpoint.errors import CheckpointError
 from mmnnx.train.checkpoint.match import type_text
-from mmnnx.train.checkpoint.step_folders import JSON, STATE, is_ours, read_json, saved_at, steps_in
+from mmnnx.train.checkpoint.paths import folder_at
+from mmnnx.train.checkpoint.step_folders import JSON, STATE, is_ours, listed, read_json, saved_at, steps_in
 
 TREE = "_METADATA"  # orbax's own file about a tree of arrays
 
@@ -58,20 +60,21 @@ class Contents:
     config: Any = None
 
 
-def contents_of(path: FilePath) -> Contents:
-    """What a checkpoint holds: the one at a path, the latest in a folder, or the latest of a run.
+def contents_of(place: str | os.PathLike[str]) -> Contents:
+    """What a checkpoint holds: the one at a path or URL, the latest in a folder, or the latest of a run.
 
     Raises:
       CheckpointError: for a path without checkpoints, or damaged metadata.
 
     Example:
-      >>> contents_of(Path("runs/lm")).step
+      >>> contents_of("runs/lm").step
       200
     """
-    path = path.absolute()
-    if not path.is_dir():
+    path = folder_at(place)
+    names = [found.name for found in listed(path)]
+    if not names and not path.is_dir():
         raise CheckpointError(f"there is no folder {path}")
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    folder = path / "checkpoints" if "checkpoints" in names else path
     if steps := steps_in(folder):
         return _step(folder / str(steps[-1]))
     if folder != path or not (is_ours(path) or _trees(path)):

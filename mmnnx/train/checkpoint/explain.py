@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from pathlib import Path as FilePath
+
+from etils.epath import Path as FilePath
 
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.train.checkpoint.errors import Differences, Path

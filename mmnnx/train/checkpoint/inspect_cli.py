@@ -7,7 +7,6 @@ import datetime
 import json
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import tyro
 from rich import box
@@ -28,8 +27,9 @@ FILE_WIDTH = 160
 class InspectConfig:
     """Show what a checkpoint holds: step, metrics, topology, and a table of state."""
 
-    path: tyro.conf.Positional[Path]
-    """A run, its folder of checkpoints, or one of them; also one that orbax alone wrote."""
+    path: tyro.conf.Positional[str]
+    """A run, its folder of checkpoints, or one of them; also one that orbax alone wrote, or the gs:// URL of
+    one."""
     json: bool = False
     """Print JSON."""
 

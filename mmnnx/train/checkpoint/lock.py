@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import PurePath
 
 from filelock import FileLock, Timeout
 
 NAME = ".lock"
 
 
-def claim(folder: Path) -> FileLock | None:
+class NoLock:
+    """What stands for the lock of a folder in a bucket, where nothing can be locked."""
+
+    def release(self) -> None:
+        """Does nothing."""
+
+
+def claim(folder: PurePath) -> FileLock | None:
     """Locks a folder, which must exist, until the lock is released or this process ends in any way.
 
     Returns:

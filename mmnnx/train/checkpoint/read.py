@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path as FilePath
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
+from etils.epath import Path as FilePath
 from jax.sharding import Sharding
 
 from mmnnx import _compat
@@ -22,6 +22,7 @@ from mmnnx.sharding.held_parts import Bounds, array_of_parts, held_parts
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.train.checkpoint.errors import DamagedError, Path
 from mmnnx.train.checkpoint.keys import is_key, key_impl, stored_as
+from mmnnx.train.checkpoint.paths import kvstore
 
 IN_FLIGHT = 32 * 2**20
 """At most so many bytes are being read at one time by one process."""
@@ -70,7 +71,7 @@ def open_arrays(state: FilePath, paths: Iterable[Path]) -> dict[Path, Any]:
                 "driver": "zarr3",
                 "kvstore": {
                     "driver": "ocdbt",
-                    "base": {"driver": "file", "path": f"{state.absolute()}/"},
+                    "base": kvstore(state),
                     "path": ".".join(path) + "/",
                 },
                 "fill_missing_data_reads": False,

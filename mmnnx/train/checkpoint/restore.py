@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path as FilePath
 from typing import Any
 
 import jax
+from etils.epath import Path as FilePath
 from jax.sharding import SingleDeviceSharding
 
 from mmnnx.sharding.path_filter import path_text

@@ -3,38 +3,67 @@
 from __future__ import annotations
 
 import json
-import shutil
 import zlib
 from collections.abc import Mapping
-from pathlib import Path as FilePath
 from typing import Any
 
 import tensorstore as ts
+from etils.epath import Path as FilePath
+from orbax.checkpoint import path as orbax_path
 
-from mmnnx.train.checkpoint.errors import DamagedError
+from mmnnx.train.checkpoint.errors import CheckpointError, DamagedError
+from mmnnx.train.checkpoint.paths import in_bucket, kvstore
 from mmnnx.train.checkpoint.read import open_arrays
 
 STATE = "state"
 JSON = ("placement", "data", "config", "metrics")
 METADATA = "_CHECKPOINT_METADATA"  # orbax's own file about a step
-UNFINISHED = ".orbax-checkpoint-tmp"  # orbax's suffix for a checkpoint that it is writing
+UNFINISHED = orbax_path.atomicity.TMP_DIR_SUFFIX
+COMMIT = orbax_path.atomicity.COMMIT_SUCCESS_FILE
+DELETED = ".deleted"
+
+
+def listed(folder: FilePath) -> list[FilePath]:
+    """What is in a folder; nothing if there is no such folder.
+
+    Raises:
+      CheckpointError: for a bucket that cannot be listed, as without credentials.
+    """
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except Exception as error:  # of many types
+        if in_bucket(folder):
+            raise CheckpointError(f"{folder} cannot be listed: {error}") from error
+        raise
 
 
 def steps_in(folder: FilePath) -> list[int]:
-    """The steps of the checkpoints in a folder, earliest first. A folder is named so once it is complete."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir())
+    """The steps of the checkpoints in a folder, earliest first.
+
+    A folder is named by its step once it is complete; in a bucket, where nothing is renamed at once, it is
+    complete once orbax has written COMMIT into it.
+    """
+    return sorted(int(p.name) for p in listed(folder) if p.name.isdecimal() and _is_complete(p))
 
 
-def unfinished(folder: FilePath) -> list[str]:
-    """The folders of checkpoints whose writing was killed."""
-    return sorted(p.name for p in folder.glob(f"*{UNFINISHED}")) if folder.is_dir() else []
+def _is_complete(step: FilePath) -> bool:
+    return (step / COMMIT).exists() if in_bucket(step) else step.is_dir()
+
+
+def unfinished(folder: FilePath) -> list[FilePath]:
+    """The folders of checkpoints whose writing was killed, or in a bucket their deletion."""
+    return [
+        p
+        for p in listed(folder)
+        if p.name.endswith(UNFINISHED) or (in_bucket(p) and p.name.isdecimal() and not _is_complete(p))
+    ]
 
 
 def replaced(folder: FilePath) -> str:
     """The end of a message that there is no checkpoint: those set aside, and how to restore them."""
-    names = sorted(p.name for p in folder.glob("*.replaced*") if p.is_dir()) if folder.is_dir() else []
+    names = [p.name for p in listed(folder) if ".replaced" in p.name and p.is_dir()]
     if not names:
         return ""
     step = names[-1].partition(".")[0]
@@ -104,8 +133,7 @@ def is_whole(step: FilePath) -> bool:
             read_json(step, name)
         stored = read_json(step, "placement")["state"]
         open_arrays(step / STATE, [tuple(path.split("/")) for path in stored])
-        base = {"driver": "file", "path": f"{(step / STATE).absolute()}/"}
-        files = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        files = ts.KvStore.open({"driver": "ocdbt", "base": kvstore(step / STATE)}).result()
         reads = [files.read(key, byte_range=slice(-1, None)) for key in files.list().result()]
         for read in reads:
             read.result()
@@ -125,13 +153,22 @@ def advice(folder: FilePath, damaged: int) -> str:
     return f"There is no other good checkpoint in {folder}"
 
 
+def clear(folder: FilePath) -> None:
+    """Deletes what is left of writes and deletions that were killed; nothing may be writing to the folder."""
+    deleted = [p for p in listed(folder) if p.name.endswith(DELETED) and p.is_dir()]
+    for left in [*deleted, *unfinished(folder)]:
+        left.rmtree()
+
+
 def remove(folder: FilePath, steps: list[int]) -> None:
-    """Deletes checkpoints, and what is left of writes and deletions that were killed."""
-    for left in list(folder.iterdir()):
-        if left.is_dir() and left.name.endswith((".deleted", UNFINISHED)):
-            shutil.rmtree(left)
-    for step in steps:  # renamed first: a folder named by its step is always complete
-        shutil.rmtree((folder / str(step)).rename(folder / f"{step}.deleted"))
+    """Deletes checkpoints; each is first made one that is not complete."""
+    for step in steps:
+        old = folder / str(step)
+        if in_bucket(old):
+            (old / COMMIT).unlink()
+        else:
+            old = old.rename(folder / f"{step}{DELETED}")
+        old.rmtree()
 
 
 def set_aside(folder: FilePath, steps: list[int]) -> None:

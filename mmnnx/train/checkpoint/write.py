@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from mmnnx.sharding.divided_array import DividedArray
 from mmnnx.sharding.division import starts
 from mmnnx.train.checkpoint.keys import is_key, stored_as
+from mmnnx.train.checkpoint.paths import kvstore
 from mmnnx.train.checkpoint.step_folders import JSON, STATE
 
 CHUNK = 4 * 2**20
@@ -135,7 +136,7 @@ class ShardsHandler(ocp.type_handlers.TypeHandler):
         # Orbax merges the folders of this name into one when all processes are done.
         folder = infos[0].parent_dir / f"ocdbt.process_{jax.process_index()}"
         named = [(info.name, value) for info, value in zip(infos, values) if value.parts]
-        return [ocp.future.CommitFutureAwaitingContractedSignals(_write(str(folder), named))]
+        return [ocp.future.CommitFutureAwaitingContractedSignals(_write(kvstore(folder), named))]
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         raise NotImplementedError("orbax reads these as arrays, with handlers of its own")
@@ -144,7 +145,7 @@ class ShardsHandler(ocp.type_handlers.TypeHandler):
         raise NotImplementedError("orbax reads these as arrays, with handlers of its own")
 
 
-async def _write(folder: str, named: Sequence[tuple[str, Shards]]) -> None:
+async def _write(base: dict[str, str], named: Sequence[tuple[str, Shards]]) -> None:
     context = ts.Context()
     stores = await _all(
         [
@@ -153,7 +154,7 @@ async def _write(folder: str, named: Sequence[tuple[str, Shards]]) -> None:
                     "driver": "zarr3",
                     "kvstore": {
                         "driver": "ocdbt",
-                        "base": {"driver": "file", "path": f"{folder}/"},
+                        "base": base,
                         "path": f"{name}/",
                     },
                     # Else a chunk of zeros is not stored, and one that is lost would read as zeros.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import sys
 from pathlib import Path
 
 import jax
@@ -156,7 +157,7 @@ def test_going_back_keeps_what_came_later_under_another_name(tmp_path):
     assert Checkpoints(tmp_path).restore(nodes).step == 30
 
 
-def test_what_cannot_be_saved(tmp_path):
+def test_what_cannot_be_saved(tmp_path, monkeypatch):
     checkpoints, model = Checkpoints(tmp_path / "none"), Small(0)
     with pytest.raises(TypeError, match="data= is saved as JSON"):
         checkpoints.save(1, {"model": model}, data={"state": b"bytes"})
@@ -189,13 +190,18 @@ def test_what_cannot_be_saved(tmp_path):
         pass
     with pytest.raises(ValueError, match="none is closed: step 2 must be saved before that"):
         closed.save(2, {"model": model})
-    with pytest.raises(ValueError, match="gs://bucket/run: .* not by URL"):
-        Checkpoints("gs://bucket/run")
-    with pytest.raises(ValueError, match="s3:/bucket/run: .* not by URL"):
-        Checkpoints(Path("s3://bucket/run"))
-    for name in ("lr=[1e-3]", "what?", "run*/checkpoints"):
+    with pytest.raises(ValueError, match="s3://bucket/run: .* orbax writes to no other .* not to S3"):
+        Checkpoints("s3://bucket/run")
+    with pytest.raises(ValueError, match="gs:/bucket/run: .* a string .pathlib makes one slash of two"):
+        Checkpoints(Path("gs://bucket/run"))
+    with pytest.raises(ValueError, match="/gs/run: orbax would take it for gs://run; choose another"):
+        Checkpoints("/gs/run")
+    for name in (tmp_path / "lr=[1e-3]", tmp_path / "what?", "run*/checkpoints", "gs://bucket/run#1"):
         with pytest.raises(ValueError, match="for a pattern, .* choose another folder, or a link to it"):
-            Checkpoints(tmp_path / name)
+            Checkpoints(name)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ValueError, match="gs://bucket/run: .* gcsfs; pip install 'mmnnx.gcs.'"):
+        Checkpoints("gs://bucket/run")
     assert not (tmp_path / "none").exists()
 
 
