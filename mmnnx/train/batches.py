@@ -20,8 +20,8 @@ def train_batches(rows: Rows, batch: int, seed: int) -> grain.DatasetIterator:
     """
     if len(rows) < batch:
         raise UserError(
-            f"--data has {len(rows)} sequences of {rows.length} to train on, and a batch {batch}; give more "
-            "text, or a smaller --batch or --sequence"
+            f"--data has {len(rows)} sequences of {rows.length} to train on, less than one batch of {batch}; "
+            "give more text, or a smaller --batch or --sequence"
         )
     shuffled = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
     return iter(shuffled.batch(batch, drop_remainder=True).map(_with_mean).to_iter_dataset())
