@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mmnnx.train.batches import train_batches, valid_batches
-from mmnnx.train.data import Text, load_corpus
+from mmnnx.train.data import Corpus, Text, load_corpus
 from mmnnx.train.errors import UserError
 from mmnnx.train.rows import Stream
 from mmnnx.train.tokens import Bytes
@@ -101,6 +101,11 @@ def test_checksum_tells_texts_apart(tmp_path):
     assert load_corpus(tmp_path).checksum == before
     write(tmp_path, b="secon!")
     assert load_corpus(tmp_path).checksum != before
+
+
+def test_checksum_tells_apart_where_documents_end():
+    one, other = (Text(np.arange(6, dtype=np.uint8), np.array(ends), 6) for ends in ([2, 6], [3, 6]))
+    assert Corpus(one, one, 2).checksum != Corpus(other, one, 2).checksum
 
 
 @pytest.mark.parametrize(
@@ -265,7 +270,8 @@ def test_parquet_has_the_records_of_json_lines(tmp_path):
     one, other = load_corpus(lines), load_corpus(file)
     assert one.checksum == other.checksum and other.files == 100 and other.train.records
     (tmp_path / "notes.txt").write_text("and text")
-    assert load_corpus(tmp_path).files == 201
+    both = load_corpus(tmp_path)
+    assert both.files == 201 and both.train.records and both.valid.records
 
 
 class Shown(Bytes):
