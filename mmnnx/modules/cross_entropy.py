@@ -10,7 +10,11 @@ import optax
 
 
 def mean_cross_entropy(
-    logits: Callable[[jax.Array], jax.Array], x: jax.Array, labels: jax.Array, chunks: int = 1
+    logits: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    labels: jax.Array,
+    chunks: int = 1,
+    weights: jax.Array | None = None,
 ) -> jax.Array:
     """Mean cross-entropy, in nats, of labels under logits that are made of `x` chunk by chunk.
 
@@ -22,6 +26,8 @@ def mean_cross_entropy(
       x: [batch, length, width].
       labels: int [batch, length].
       chunks: parts of the length; 1 makes all logits at once.
+      weights: float [batch, length], of the labels: what is returned is then the sum of cross-entropy times
+        weight. Default: equal weights with a sum of one, the mean.
 
     Raises:
       ValueError: if `chunks` does not divide the length.
@@ -29,17 +35,20 @@ def mean_cross_entropy(
     Example:
       >>> mean_cross_entropy(model.logits, model.hidden(tokens[:, :-1]), tokens[:, 1:], chunks=8)
     """
+    if weights is None:
+        weights = jnp.full(labels.shape, 1 / labels.size, jnp.float32)
     if chunks == 1:
-        return optax.softmax_cross_entropy_with_integer_labels(logits(x), labels).mean()
+        return (optax.softmax_cross_entropy_with_integer_labels(logits(x), labels) * weights).sum()
     batch, length = labels.shape
     if length % chunks:
         raise ValueError(f"a sequence of {length} is not divisible into {chunks} chunks of the loss")
 
     @jax.checkpoint
-    def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        x, labels = part
-        return total + optax.softmax_cross_entropy_with_integer_labels(logits(x), labels).sum(), None
+    def add(total: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        x, labels, weights = part
+        values = optax.softmax_cross_entropy_with_integer_labels(logits(x), labels)
+        return total + (values * weights).sum(), None
 
-    parts = [jnp.moveaxis(a.reshape(batch, chunks, -1, *a.shape[2:]), 1, 0) for a in (x, labels)]
+    parts = [jnp.moveaxis(a.reshape(batch, chunks, -1, *a.shape[2:]), 1, 0) for a in (x, labels, weights)]
     total, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), tuple(parts))
-    return total / labels.size
+    return total

@@ -260,10 +260,34 @@ class LM(nnx.Module):
         return [block.init_cache(batch, capacity) for block in self.blocks]
 
     @advising
-    def loss(self, tokens: jax.Array) -> jax.Array:
-        """Mean cross-entropy, in nats a token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`."""
-        x = self.hidden(tokens[:, :-1])
-        return mean_cross_entropy(self.logits, x, tokens[:, 1:], self.config.loss_chunks)
+    def loss(
+        self,
+        tokens: jax.Array,
+        *,
+        labels: jax.Array | None = None,
+        weights: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """Mean cross-entropy of what follows each token, in nats.
+
+        Args:
+          tokens: int [batch, length].
+          labels: int [batch, length], what follows each. Default: `tokens[:, 1:]`, after `tokens[:, :-1]`.
+          weights: float [batch, length], of the labels. In place of the mean, the sum of their cross-entropy
+            times weight is returned: a weight of zero is a token without loss, such as padding, and with
+            weights that sum to one over a step the sum over its microbatches is the mean, however many
+            tokens each has.
+          **options: `positions` and `segment_ids` of `tokens`, as of a call.
+
+        Example:
+          >>> segments = jnp.array([[1, 1, 1, 2, 2, 0]])  # two documents and padding
+          >>> places = jnp.array([[0, 1, 2, 0, 1, 0]])
+          >>> model.loss(tokens, labels=labels, weights=segments > 0, positions=places, segment_ids=segments)
+        """
+        if labels is None:
+            tokens, labels = tokens[:, :-1], tokens[:, 1:]
+        x = self.hidden(tokens, **options)
+        return mean_cross_entropy(self.logits, x, labels, self.config.loss_chunks, weights)
 
 
 def causal_attention(config: LMConfig, rngs: nnx.Rngs, **options: Any) -> Attention:

@@ -132,8 +132,22 @@ class MoELM(LM):
         return x, cache
 
     @advising
-    def loss(self, tokens: jax.Array) -> jax.Array:
-        """Mean cross-entropy of `tokens[:, 1:]`, in nats a token, and the weighted losses of the routers."""
-        x, aux = self.routed(tokens[:, :-1])
-        loss = mean_cross_entropy(self.logits, x, tokens[:, 1:], self.config.loss_chunks)
-        return loss + self.config.load_balancing * aux.load_balancing + self.config.router_z * aux.router_z
+    def loss(
+        self,
+        tokens: jax.Array,
+        *,
+        labels: jax.Array | None = None,
+        weights: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """Mean cross-entropy of what follows each token, in nats, and the weighted losses of the routers.
+
+        The arguments are those of `LM.loss`. Losses of the routers, which count padding as well, are times
+        the sum of `weights`.
+        """
+        if labels is None:
+            tokens, labels = tokens[:, :-1], tokens[:, 1:]
+        x, aux = self.routed(tokens, **options)
+        loss = mean_cross_entropy(self.logits, x, labels, self.config.loss_chunks, weights)
+        routers = self.config.load_balancing * aux.load_balancing + self.config.router_z * aux.router_z
+        return loss + routers * (1.0 if weights is None else weights.sum())

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from mmnnx.train.checkpoint.errors import CheckpointError
 from mmnnx.train.checkpoint.paths import folder_at, in_bucket
 from mmnnx.train.errors import UserError
+from mmnnx.train.rows import Packing
 
 PATHS = ("config", "data", "model", "out")
 DEVICES = "--stages x --data-parallel x --tensor"
@@ -48,8 +49,12 @@ class TrainConfig:
     # --- the data
 
     data: Path | None = None
-    """A file or a folder of UTF-8 text or of JSON Lines (.jsonl), whose records have a "text", or "messages"
-    for the model's chat template. Default: the source text of Python's standard library."""
+    """A file or a folder of UTF-8 text, JSON Lines (.jsonl) or Parquet (.parquet). Records have a "text", or
+    "messages" for the model's chat template. Default: the source text of Python's standard library."""
+    packing: Packing = "auto"
+    """How documents become sequences. "documents": whole ones side by side, of which none sees another, and
+    padding; longer ones are cut. "stream": joined and cut, so that a token sees the documents before its own.
+    "auto": documents for records, a stream for text files alone."""
     batch: int = 16
     """Sequences in a step."""
     sequence: int = 128

@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import jax.numpy as jnp
-import numpy as np
 import tyro
 from rich.console import Console
 
 import mmnnx as mm
+from mmnnx.train.batches import in_batches
 from mmnnx.train.checkpoint import CheckpointError
-from mmnnx.train.data import Windows, load_corpus
+from mmnnx.train.data import load_corpus
 from mmnnx.train.errors import UserError
 from mmnnx.train.local_processes import MISTAKE
 from mmnnx.train.read_model import read_model, stage_mesh
+from mmnnx.train.rows import Packing, rows_of
 from mmnnx.train.step import loss_fn
 
 
@@ -30,7 +30,9 @@ class EvalConfig:
     model: tyro.conf.Positional[str]
     """The folder of a run or of a published model, or the gs:// URL of a run's checkpoints."""
     data: Path
-    """A file or a folder of text or JSON Lines, as for `mmnnx train`."""
+    """A file or a folder of text, JSON Lines or Parquet, as for `mmnnx train`."""
+    packing: Packing = "auto"
+    """How documents become sequences, as for `mmnnx train`."""
     all: bool = False
     """Use all of the data, not what is held out alone."""
     batch: int = 16
@@ -69,7 +71,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 
 
 def evaluate(config: EvalConfig) -> dict[str, float]:
-    """The mean loss over sequences that follow each other; what is less than one at the end is left out.
+    """The mean loss over tokens; in a stream, what is less than a sequence at the end is left out.
 
     Returns:
       "loss" in nats per token, "perplexity", "bits_per_byte", and the number of "tokens".
@@ -80,26 +82,23 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     with stage_mesh(config.stages, config.tensor):
         model, codec = read_model(config.model, config.stages, config.precision)
         corpus = load_corpus(config.data, codec)
-        tokens, size = corpus.valid, corpus.valid_bytes
-        if config.all:
-            tokens, size = np.concatenate([corpus.train, tokens]), corpus.train_bytes + size
-        windows = Windows(tokens, config.sequence)
-        if not len(windows):
-            raise UserError(
-                f"--data has {len(tokens)} {corpus.unit}s to evaluate, less than one sequence of "
-                f"{config.sequence}; give more text, --all, or a smaller --sequence"
-            )
+        texts = [corpus.train, corpus.valid] if config.all else [corpus.valid]
         loss_of = mm.jit(loss_fn)
-        total = 0.0
-        for start in range(0, len(windows), config.batch):
-            rows = range(start, min(start + config.batch, len(windows)))
-            total += len(rows) * float(
-                mm.fetch(loss_of(model, jnp.asarray(np.stack([windows[n] for n in rows]))))
-            )
-    loss = total / len(windows)
+        total = tokens = 0.0
+        for text in texts:
+            rows = rows_of(text, config.sequence, config.packing)
+            for batch in in_batches(rows, range(len(rows)), config.batch):
+                total += float(mm.fetch(loss_of(model, batch)))
+                tokens += float(batch["weights"].sum())
+    if not tokens:
+        raise UserError(
+            f"--data has {sum(map(len, texts))} {corpus.unit}s to evaluate, less than one sequence of "
+            f"{config.sequence}; give more text, --all, or a smaller --sequence"
+        )
+    loss = total / tokens
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700)),
-        "bits_per_byte": loss / math.log(2) * len(tokens) / size,
-        "tokens": len(windows) * config.sequence,
+        "bits_per_byte": loss / math.log(2) * sum(map(len, texts)) / sum(text.bytes for text in texts),
+        "tokens": int(tokens),
     }

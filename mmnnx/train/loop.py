@@ -15,15 +15,17 @@ from mmnnx.inspect import draw_loss, draw_timeline
 from mmnnx.modules import LMConfig
 from mmnnx.plan.chips import chip_of
 from mmnnx.plan.language_models import flops_of_token
+from mmnnx.train.batches import train_batches, valid_batches
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
 from mmnnx.train.checkpoint.step_folders import replaced
 from mmnnx.train.config import TrainConfig
-from mmnnx.train.data import Corpus, load_corpus, train_batches, valid_batches
+from mmnnx.train.data import Corpus, load_corpus
 from mmnnx.train.devices import choose_devices
 from mmnnx.train.errors import Diverged, Interrupted, UserError
 from mmnnx.train.lockstep import is_first, raise_in_all
 from mmnnx.train.metrics import Meter, Work
 from mmnnx.train.progress import Display
+from mmnnx.train.rows import Packed, Rows, rows_of
 from mmnnx.train.run_folder import RunFolder
 from mmnnx.train.sample import sample
 from mmnnx.train.signals import Stop
@@ -61,8 +63,9 @@ def train(config: TrainConfig) -> RunFolder:
                 "tokenizer.json a token is a byte)"
             )
         corpus = load_corpus(config.data, codec)
-        batches = train_batches(corpus, config.batch, config.sequence, config.seed)
-        held_out = valid_batches(corpus, config.batch, config.sequence)
+        rows = rows_of(corpus.train, config.sequence, config.packing)
+        batches = train_batches(rows, config.batch, config.seed)
+        held_out = valid_batches(rows_of(corpus.valid, config.sequence, config.packing), config.batch)
     with raise_in_all(UserError, CheckpointError):  # JAX starts here, which needs all processes
         mesh, placement = place(config, choose_devices(config.devices))
         folder = RunFolder(config.folder(), config.checkpoints)
@@ -107,9 +110,14 @@ def train(config: TrainConfig) -> RunFolder:
                 f"{'files' if corpus.unit == 'byte' else 'documents'}, "
                 f"run in {folder.path}"
             )
+            if isinstance(rows, Packed):
+                display.say(
+                    f"documents are packed in {len(rows):,} rows of {config.sequence} {corpus.unit}s, which "
+                    f"they fill to {rows.used:.1%}"
+                )
             if config.resume and not start:
                 display.say("there is no checkpoint to resume: this run begins at its first step")
-            meter = Meter(folder if first else None, display, work(config, sizes, corpus, mesh))
+            meter = Meter(folder if first else None, display, work(config, sizes, corpus, rows, mesh))
             if not start:
                 meter.validation(0, validate(model))
             for step in range(start + 1, config.steps + 1):
@@ -134,7 +142,7 @@ def train(config: TrainConfig) -> RunFolder:
                 draw_loss(folder.rows()).savefig(folder.path / "loss.png")
                 draw_timeline(timeline).savefig(folder.path / "timeline.png")
         if config.sample:
-            prompt = held_out[0, 0, : max(1, config.sequence // 4)]
+            prompt = corpus.valid.tokens[: max(1, config.sequence // 4)].astype(np.int32)
             tokens = sample(model, prompt, config.sample, config.sequence, seed=config.seed)
             text = codec.decode(tokens)
             display.say(f"--- a sample of its text:\n{text}\n---")
@@ -155,11 +163,11 @@ def with_last_checkpoint(checkpoints: Checkpoints) -> Iterator[None]:
         raise
 
 
-def work(config: TrainConfig, sizes: LMConfig, corpus: Corpus, mesh: mm.MultiMesh) -> Work:
+def work(config: TrainConfig, sizes: LMConfig, corpus: Corpus, rows: Rows, mesh: mm.MultiMesh) -> Work:
     """What a step does, for its metrics."""
     chip = chip_of(mesh.devices.flat[0].device_kind)
     return Work(
-        tokens=config.batch * config.sequence,
+        tokens=config.batch * config.sequence * rows.used,
         flops=flops_of_token(sizes, config.sequence),
         devices=config.devices,
         peak=None if chip is None else chip.flops[config.precision],

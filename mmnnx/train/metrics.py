@@ -21,7 +21,7 @@ class Work:
     """What a step does.
 
     Attributes:
-      tokens: in a step.
+      tokens: in a step, without padding; where documents are packed, on average.
       flops: operations that the model needs for a token, without recomputation.
       devices: how many it runs on.
       peak: operations a second that one of them can do; None where that is not published, as of a CPU.
@@ -29,7 +29,7 @@ class Work:
       learning_rate: of each step, float [steps].
     """
 
-    tokens: int
+    tokens: float
     flops: float
     devices: int
     peak: float | None

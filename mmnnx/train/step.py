@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from mmnnx.plan.language_models import rules_of, schedule_meshes
 from mmnnx.sharding.pipeline import pipeline_sharding
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.errors import UserError
+from mmnnx.train.rows import Row
 
 
 def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.TaskSharding]:
@@ -206,14 +207,15 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(config.clip), rule)
 
 
-def loss_fn(model: LM, tokens: jax.Array) -> jax.Array:
-    return model.loss(tokens)
+def loss_fn(model: LM, batch: Row) -> jax.Array:
+    return model.loss(**batch)
 
 
 def make_train_step(config: TrainConfig) -> Jit:
-    """``train_step(model, optimizer, tokens) -> {"loss", "grad_norm"}``, the mean over microbatches.
+    """``train_step(model, optimizer, batch) -> {"loss", "grad_norm"}``, the sum over microbatches.
 
-    It updates model and optimizer in place: their state is donated.
+    With weights that sum to one over the batch it is the mean over its labels, however these are divided.
+    Model and optimizer are updated in place: their state is donated.
     """
     grad_fn = mm.microbatch(
         nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, trained(config))),
@@ -222,11 +224,11 @@ def make_train_step(config: TrainConfig) -> Jit:
         argnum=1,
         schedule=config.schedule,
         arg_shardings=PartitionSpec("data") if config.data_parallel > 1 else None,
-        reduce="mean",
+        reduce="sum",
     )
 
-    def train_step(model: LM, optimizer: nnx.Optimizer, tokens: jax.Array) -> dict[str, jax.Array]:
-        loss, grads = grad_fn(model, tokens)
+    def train_step(model: LM, optimizer: nnx.Optimizer, batch: Row) -> dict[str, jax.Array]:
+        loss, grads = grad_fn(model, batch)
         grad_norm = optax.tree.norm(grads)
         optimizer.update(model, grads)
         return {"loss": loss, "grad_norm": grad_norm}
@@ -234,12 +236,13 @@ def make_train_step(config: TrainConfig) -> Jit:
     return mm.jit(train_step, donate_argnums=(0, 1))
 
 
-def make_validate(held_out: np.ndarray) -> Callable[[LM], float]:
-    """``validate(model)``: mean loss in nats per token over ``held_out`` [count, batch, length + 1]."""
+def make_validate(held_out: Sequence[Row]) -> Callable[[LM], float]:
+    """``validate(model)``: mean loss over the labels of these batches, in nats per token."""
     eval_step = mm.jit(loss_fn)
+    labels = sum(float(batch["weights"].sum()) for batch in held_out)
 
     def validate(model: LM) -> float:
         losses = [eval_step(model, batch) for batch in held_out]
-        return float(np.mean(mm.fetch(losses)))
+        return float(np.sum(mm.fetch(losses)) / labels)
 
     return validate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ class Codec(Protocol):
     end: int | None
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The tokens of a document of UTF-8, integers [count], with what ends it."""
+        """The tokens of a document of UTF-8, unsigned integers [count], with what ends it."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens."""
@@ -92,10 +93,10 @@ class HubTokenizer:
         self.end = None if end is None else self._tokenizer.token_to_id(end)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The tokens, int32 [count]; the token that ends a text is the last."""
+        """The tokens, uint16 or as the vocabulary needs, [count]; the token that ends a text is the last."""
         found = self._tokenizer.encode(text.decode(), add_special_tokens=False).ids
         ended = self.end is None or found[-1:] == [self.end]
-        return np.array(found if ended else [*found, self.end], np.int32)
+        return np.array(found if ended else [*found, self.end], np.min_scalar_type(self.vocab - 1))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens."""
@@ -108,7 +109,18 @@ class HubTokenizer:
         Raises:
           UserError: without a template, or for messages that it refuses.
         """
-        from jinja2 import TemplateError
+        given: dict[str, Any] = {name: self._special(name) or "" for name in ("bos_token", "eos_token")}
+        given |= dict(messages=messages, add_generation_prompt=answer)
+        try:
+            return self._template.render(**given)
+        except UserError:
+            raise
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise UserError(f"the chat template of {self.folder} refuses messages: {error}") from error
+
+    @cached_property
+    def _template(self) -> Any:
+        """The chat template, which takes longer to read than a conversation to render."""
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         file, template = self.folder / "chat_template.jinja", self._fields.get("chat_template")
@@ -119,12 +131,7 @@ class HubTokenizer:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _refuse
-        given: dict[str, Any] = {name: self._special(name) or "" for name in ("bos_token", "eos_token")}
-        given |= dict(messages=messages, add_generation_prompt=answer)
-        try:
-            return environment.from_string(template).render(**given)
-        except TemplateError as error:
-            raise UserError(f"the chat template of {self.folder} refuses messages: {error}") from error
+        return environment.from_string(template)
 
     def _special(self, name: str) -> str | None:
         found = self._fields.get(name)

@@ -11,8 +11,9 @@ import pytest
 from mmnnx.cli import main
 from mmnnx.modules import hf
 from mmnnx.train.config import TrainConfig
-from mmnnx.train.data import Windows, load_corpus
+from mmnnx.train.data import load_corpus
 from mmnnx.train.loop import train
+from mmnnx.train.run_folder import RunFolder
 from mmnnx.train.tokens import HubTokenizer
 from tests.slow import all_but
 from tests.train.published import publish, records
@@ -35,23 +36,39 @@ def found(capsys, *options: str) -> dict[str, float]:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("everything", all_but([True], [False, True]))
-def test_the_mean_over_sequences(folder, capsys, everything):
+def loss_of(model, documents: list[np.ndarray], length: int) -> float:
+    """The mean over labels, each piece of a document in a row of its own."""
+    pieces = [d[start : start + length + 1] for d in documents for start in range(0, len(d) - 1, length)]
+    rows = np.zeros((len(pieces), length + 1), np.int32)
+    weights = np.zeros((len(pieces), length), np.float32)
+    for n, piece in enumerate(pieces):
+        rows[n, : len(piece)] = piece
+        weights[n, : len(piece) - 1] = 1
+    return float(model.loss(rows, weights=weights)) / weights.sum()
+
+
+@pytest.mark.parametrize(
+    "everything, packing",
+    all_but([(True, "auto")], [(a, p) for a in (False, True) for p in ("auto", "stream")]),
+)
+def test_the_mean_over_tokens(folder, capsys, everything, packing):
     corpus = load_corpus(folder / "data.jsonl", HubTokenizer(folder / "model"))
-    tokens = np.concatenate([corpus.train, corpus.valid]) if everything else corpus.valid
-    windows = Windows(tokens, 16)
-    model = hf.load(folder / "model")
-    loss = np.mean([model.loss(windows[n][None]) for n in range(len(windows))])
-    size = corpus.valid_bytes + everything * corpus.train_bytes
+    texts = [corpus.train, corpus.valid] if everything else [corpus.valid]
+    if packing == "auto":
+        documents = [part for text in texts for part in np.split(text.tokens, text.ends[:-1])]
+    else:
+        documents = [text.tokens[: 1 + (len(text) - 1) // 16 * 16] for text in texts]
+    loss = loss_of(hf.load(folder / "model"), documents, 16)
     options = [str(folder / "model"), "--data", str(folder / "data.jsonl"), "--sequence", "16"]
     options += ["--stages", "2", "--tensor", "2", *(["--all"] if everything else [])]
-    got = found(capsys, *options)
+    got = found(capsys, *options, "--packing", packing)
+    size = sum(text.bytes for text in texts)
     assert got == pytest.approx(
         {
             "loss": loss,
             "perplexity": math.exp(loss),
-            "bits_per_byte": loss / math.log(2) * len(tokens) / size,
-            "tokens": 16 * len(windows),
+            "bits_per_byte": loss / math.log(2) * sum(map(len, texts)) / size,
+            "tokens": sum(len(part) - 1 for part in documents),
         },
         rel=1e-5,
     )
@@ -61,16 +78,19 @@ def test_a_run_and_what_is_printed(folder, capsys):
     options = ["--data", str(folder / "data.jsonl"), "--sequence", "16"]
     before, after = (found(capsys, str(folder / name), *options)["loss"] for name in ("model", "run"))
     assert after < before
+    validated = [row["val_loss"] for row in RunFolder(folder / "run").rows() if "val_loss" in row]
+    assert [before, after] == pytest.approx([validated[0], validated[-1]], rel=1e-5)
     assert main(["eval", str(folder / "run"), *options]) == 0
     assert f"loss {after:.4f} nats per token, perplexity" in capsys.readouterr().out
 
 
 def test_mistakes_are_told(folder, tmp_path, capsys):
+    both = [str(folder / "model"), "--data", str(folder / "data.jsonl")]
     for options, said in [
         ([str(tmp_path), "--data", str(folder / "data.jsonl")], "there is no config.json in"),
         ([str(folder / "model"), "--data", str(tmp_path / "none")], "there is no such file or folder"),
         (
-            [str(folder / "model"), "--data", str(folder / "data.jsonl"), "--sequence", "9999"],
+            [*both, "--sequence", "9999", "--packing", "stream"],
             "tokens to evaluate, less than one sequence of 9999",
         ),
     ]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +43,10 @@ def killed(step: int) -> None:
         raise KeyboardInterrupt
 
 
+def losses(out) -> list[float]:
+    return [row["loss"] for row in RunFolder(out).rows() if "loss" in row]
+
+
 def validations(out) -> list[float]:
     return [row["val_loss"] for row in RunFolder(out).rows() if "val_loss" in row]
 
@@ -57,6 +62,7 @@ def test_it_learns_is_resumed_and_exported(folder, tmp_path, scan, capsys, monke
         train(halves)
     train(dataclasses.replace(halves, resume=True))
     np.testing.assert_allclose(validations(halves.out), found, rtol=1e-5)
+    np.testing.assert_allclose(losses(halves.out), losses(whole.out)[6:], rtol=1e-5)
     assert main(["export", str(whole.out), str(tmp_path / "new")]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("wrote the model of step 12 to ")
     assert json.loads((tmp_path / "new/config.json").read_text()) == json.loads(
@@ -66,6 +72,29 @@ def test_it_learns_is_resumed_and_exported(folder, tmp_path, scan, capsys, monke
     again = config(folder, tmp_path / "again", scan=scan, model=tmp_path / "new", steps=1)
     train(again)
     assert validations(again.out)[0] == pytest.approx(found[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    all_but(
+        [dict(microbatches=2, data_parallel=2, tensor=1)],
+        [
+            dict(microbatches=2, data_parallel=2, tensor=1),
+            dict(microbatches=8, stages=4),
+            dict(microbatches=1, stages=1, tensor=1),
+        ],
+    ),
+)
+def test_how_a_batch_of_packed_documents_is_divided_changes_no_loss(folder, tmp_path, options, capsys):
+    usual = dict(steps=3, sequence=40, stages=2, sample=0)
+    train(config(folder, tmp_path / "one", **usual))
+    said = re.search(
+        r"documents are packed in (\d+) rows of 40 tokens, which they fill to (.*)%", capsys.readouterr().out
+    )
+    assert int(said[1]) > 8 and 80 < float(said[2]) < 100
+    train(config(folder, tmp_path / "other", **(usual | options)))
+    np.testing.assert_allclose(losses(tmp_path / "other"), losses(tmp_path / "one"), rtol=1e-5)
+    np.testing.assert_allclose(validations(tmp_path / "other"), validations(tmp_path / "one"), rtol=1e-5)
 
 
 @pytest.mark.slow

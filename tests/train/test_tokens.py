@@ -26,7 +26,7 @@ def test_text_is_there_again_with_its_end(tokenizer):
     for text in TEXT:
         tokens = tokenizer.encode(text.encode())
         assert (
-            tokens.dtype == np.int32 and len(tokens) < len(text.encode()) and tokens.max() < tokenizer.vocab
+            tokens.dtype == np.uint16 and len(tokens) < len(text.encode()) and tokens.max() < tokenizer.vocab
         )
         assert tokenizer.decode(tokens) == text + "</s>"
     once = tokenizer.encode(b"a cat</s>")
