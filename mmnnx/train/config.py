@@ -124,6 +124,9 @@ class TrainConfig:
     """Decay of the weight matrices (gains of norms do not decay)."""
     clip: float = 1.0
     """Largest global norm of the gradients; they are scaled down to it."""
+    ema: float = 0.0
+    """Decay of a moving average of the weights, such as 0.999; 0 for none. Validations, the sample, and
+    `mmnnx eval`, `generate` and `export` of the run use the averages. Memory: one more copy of what is trained."""
 
     def folder(self) -> Path:
         """Where the run is kept."""
@@ -168,6 +171,8 @@ class TrainConfig:
         for field in ("warmup", "weight_decay", "seed", "sample", "lora"):
             if not getattr(self, field) >= 0:
                 raise UserError(f"{_option(field)} must not be below zero, not {getattr(self, field)}")
+        if not 0 <= self.ema < 1:
+            raise UserError(f"--ema must be 0 or more and below 1, not {self.ema}")
         if self.seed >= 2**32:
             raise UserError(f"--seed must be below 2**32, not {self.seed}")
         if re.match(r"\w\w+:/", str(self.folder())):  # pathlib makes one slash of two

@@ -28,7 +28,7 @@ class EvalConfig:
     """Print the loss of a model on the part of the data that training holds out, or on all of it."""
 
     model: tyro.conf.Positional[Path]
-    """The folder of a run, or of a published model."""
+    """The folder of a run (with --ema, the averages of its weights), or of a published model."""
     data: Path
     """A file or a folder of text or JSON Lines, as for `mmnnx train`."""
     all: bool = False

@@ -23,7 +23,7 @@ class ExportConfig:
     """Write the model of a run as a folder of the Hugging Face hub: safetensors, config and tokenizer."""
 
     run: tyro.conf.Positional[Path]
-    """The folder of the run."""
+    """The folder of the run; of one with --ema the averages of the weights are exported."""
     folder: tyro.conf.Positional[Path]
     """The folder to write, new or empty."""
     step: int | None = None

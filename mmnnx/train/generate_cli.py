@@ -27,7 +27,7 @@ class GenerateConfig:
     """Print what a model writes after a prompt, as it comes; after several prompts, when all is there."""
 
     model: tyro.conf.Positional[Path]
-    """The folder of a run, or of a published model."""
+    """The folder of a run (with --ema, the averages of its weights), or of a published model."""
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]")]
     """What the text begins with; several are read side by side."""
     chat: bool = False

@@ -15,6 +15,7 @@ from mmnnx.inspect import draw_loss, draw_timeline
 from mmnnx.modules import LMConfig
 from mmnnx.plan.chips import chip_of
 from mmnnx.plan.language_models import flops_of_token
+from mmnnx.train.average import averaged
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
 from mmnnx.train.checkpoint.step_folders import replaced
 from mmnnx.train.config import TrainConfig
@@ -81,7 +82,7 @@ def train(config: TrainConfig) -> RunFolder:
             model, optimizer = make_abstract(config) if start else create(config, placement)
         nodes = {"model": model, "optimizer": optimizer}
         if start:
-            with raise_in_all(UserError, CheckpointError):
+            with raise_in_all(UserError, CheckpointError), averaged(model, optimizer):
                 data = checkpoints.restore(nodes, start, sharding=placement).data
                 if data["text"] != corpus.checksum:
                     raise UserError(
@@ -117,14 +118,15 @@ def train(config: TrainConfig) -> RunFolder:
                 stopping = stop(step)
                 if stopping or step % config.eval_every == 0 or step == config.steps:
                     meter.flush()
-                    bits = meter.validation(step, validate(model))
-                    checkpoints.save(
-                        step,
-                        nodes,
-                        data={"batches": batches.get_state(), "text": corpus.checksum},
-                        config=json.loads(config.to_json()),
-                        metrics={"val_bits_per_byte": bits},
-                    )
+                    with averaged(model, optimizer):
+                        bits = meter.validation(step, validate(model))
+                        checkpoints.save(
+                            step,
+                            nodes,
+                            data={"batches": batches.get_state(), "text": corpus.checksum},
+                            config=json.loads(config.to_json()),
+                            metrics={"val_bits_per_byte": bits},
+                        )
                 if stop.signal and stopping and step < config.steps:
                     raise Interrupted(step, stop.signal)
 
@@ -135,7 +137,8 @@ def train(config: TrainConfig) -> RunFolder:
                 draw_timeline(timeline).savefig(folder.path / "timeline.png")
         if config.sample:
             prompt = held_out[0, 0, : max(1, config.sequence // 4)]
-            tokens = sample(model, prompt, config.sample, config.sequence, seed=config.seed)
+            with averaged(model, optimizer):
+                tokens = sample(model, prompt, config.sample, config.sequence, seed=config.seed)
             text = codec.decode(tokens)
             display.say(f"--- a sample of its text:\n{text}\n---")
             if first:

@@ -18,6 +18,7 @@ from mmnnx.modules.build import build
 from mmnnx.mpmd.jit.jit import Jit
 from mmnnx.plan.language_models import rules_of, schedule_meshes
 from mmnnx.sharding.pipeline import pipeline_sharding
+from mmnnx.train.average import average_weights
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.errors import UserError
 
@@ -172,7 +173,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The optimizer's rule on clipped gradients; matrices alone decay."""
+    """The optimizer's rule on clipped gradients, and the average of the weights; matrices alone decay."""
 
     def is_matrix(path, param):
         in_stack = config.scan and jax.tree_util.keystr(path[:1], simple=True) == "blocks"
@@ -203,7 +204,8 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     else:
         by_rate = lambda step: decay * rate(step)  # which its own decay is not multiplied by
         rule = optax.adafactor(rate, weight_decay_rate=by_rate, weight_decay_mask=matrices)
-    return optax.chain(optax.clip_by_global_norm(config.clip), rule)
+    average = [average_weights(config.ema)] if config.ema else []
+    return optax.chain(optax.clip_by_global_norm(config.clip), rule, *average)
 
 
 def loss_fn(model: LM, tokens: jax.Array) -> jax.Array:
