@@ -23,6 +23,7 @@ from mmnnx.train.data import Corpus, load_corpus, train_batches, valid_batches
 from mmnnx.train.devices import choose_devices
 from mmnnx.train.errors import Diverged, Interrupted, UserError
 from mmnnx.train.lockstep import is_first, raise_in_all
+from mmnnx.train.memory import make_peak_bytes
 from mmnnx.train.metrics import Meter, Work
 from mmnnx.train.progress import Display
 from mmnnx.train.run_folder import RunFolder
@@ -93,6 +94,7 @@ def train(config: TrainConfig) -> RunFolder:
             if first:
                 folder.begin(config, start)
         train_step, validate = make_train_step(config), make_validate(held_out)
+        peak_bytes = make_peak_bytes(train_step, mesh.devices)
 
         with (
             Display(config.steps, start, quiet=not first) as display,
@@ -118,8 +120,9 @@ def train(config: TrainConfig) -> RunFolder:
                 stopping = stop(step)
                 if stopping or step % config.eval_every == 0 or step == config.steps:
                     meter.flush()
+                    memory = peak_bytes(model, optimizer, held_out[0])
                     with averaged(model, optimizer):
-                        bits = meter.validation(step, validate(model))
+                        bits = meter.validation(step, validate(model), memory)
                         checkpoints.save(
                             step,
                             nodes,

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -83,13 +84,16 @@ class Meter:
             self._folder.add(step=step, **values, learning_rate=rate, seconds=seconds, **speeds)
         self._display.step(step, loss, speeds["tokens_per_second"])
 
-    def validation(self, step: int, loss: float) -> float:
-        """Record the validation loss after ``step``, in nats per token; returns it in bits per byte."""
+    def validation(self, step: int, loss: float, memory: Mapping[str, int] | None = None) -> float:
+        """Record the validation loss after ``step``, in nats per token, and the memory until then.
+
+        Returns the loss in bits per byte.
+        """
         if not math.isfinite(loss):
             raise Diverged(step, "the validation loss", loss)
         bits = loss / math.log(2) / self._work.bytes_per_token
         if self._folder:
-            self._folder.add(step=step, val_loss=loss, val_bits_per_byte=bits)
+            self._folder.add(step=step, val_loss=loss, val_bits_per_byte=bits, **(memory or {}))
         tokens = "" if self._work.bytes_per_token == 1 else f"perplexity {math.exp(min(loss, 700)):,.2f}, "
         self._display.say(f"step {step}: validation loss {loss:.4f}, {tokens}{bits:.3f} bits per byte")
         self._times = deque([time.perf_counter()], maxlen=11)

@@ -21,8 +21,8 @@ class RunFolder:
     """A folder with config.json, metrics.jsonl, the checkpoints and the pictures of one run.
 
     metrics.jsonl has a row for each step, with ``step``, ``loss`` in nats per token, ``grad_norm``,
-    ``learning_rate``, ``seconds`` and speeds, and one for each validation, with ``step``, ``val_loss`` and
-    ``val_bits_per_byte``. Only one process of a run writes it.
+    ``learning_rate``, ``seconds`` and speeds, and one for each validation, with ``step``, ``val_loss``,
+    ``val_bits_per_byte`` and, after a step, the memory of each mesh. Only one process of a run writes it.
     """
 
     def __init__(self, path: Path):
