@@ -84,9 +84,8 @@ def parse(options: Sequence[str]) -> TrainConfig:
     if not config.resume:
         return config
     _, saved = RunFolder.open(config.folder())
-    before = dataclasses.replace(
-        saved, cluster=False, config=None
-    )  # how this process was started is not kept
+    # How this process was started is not kept, nor what it was to measure.
+    before = dataclasses.replace(saved, cluster=False, config=None, profile=0)
     if given.config is not None:
         before = before.with_file(given.config)
     resumed = above(before)

@@ -15,6 +15,7 @@ from mmnnx.train.errors import UserError
 
 PATHS = ("config", "data", "model", "out")
 DEVICES = "--stages x --data-parallel x --tensor"
+BEFORE_PROFILE = 2  # first steps, which compile and are not traced
 SIZES = ("layers", "width", "heads", "kv_heads", "mlp", "tied")
 
 
@@ -40,6 +41,9 @@ class TrainConfig:
     """Steps between two validations, each of which saves a checkpoint too."""
     sample: int = 200
     """Bytes (tokens, with a model) of text to generate at the end; 0 for none."""
+    profile: int = 0
+    """Steps to trace by jax.profiler, after the first two, which compile; 0 for none. At the end each part of
+    a step is measured, too (one process, several stages). Both are kept in the run's folder, in profile/."""
 
     # --- the data
 
@@ -168,11 +172,16 @@ class TrainConfig:
             if not getattr(self, field) > 0:
                 option = "--learning-rate" if field == "peak_rate" else _option(field)
                 raise UserError(f"{option} must be above zero, not {getattr(self, field)}")
-        for field in ("warmup", "weight_decay", "seed", "sample", "lora"):
+        for field in ("warmup", "weight_decay", "seed", "sample", "profile", "lora"):
             if not getattr(self, field) >= 0:
                 raise UserError(f"{_option(field)} must not be below zero, not {getattr(self, field)}")
         if not 0 <= self.ema < 1:
             raise UserError(f"--ema must be 0 or more and below 1, not {self.ema}")
+        if self.profile and self.steps < BEFORE_PROFILE + self.profile:
+            raise UserError(
+                f"--profile {self.profile} comes after {BEFORE_PROFILE} steps: --steps must be at least "
+                f"{BEFORE_PROFILE + self.profile}, not {self.steps}"
+            )
         if self.seed >= 2**32:
             raise UserError(f"--seed must be below 2**32, not {self.seed}")
         if re.match(r"\w\w+:/", str(self.folder())):  # pathlib makes one slash of two
@@ -272,7 +281,7 @@ class TrainConfig:
 
     def check_resumes(self, saved: TrainConfig) -> None:
         """Raise UserError if this config changes more than how long, where or in what order it computes."""
-        free = {"name", "config", "out", "resume", "steps", "eval_every", "sample"}
+        free = {"name", "config", "out", "resume", "steps", "eval_every", "sample", "profile"}
         free |= {"stages", "tensor", "data_parallel", "fsdp", "virtual_stages", "processes", "cluster"}
         free |= {"microbatches", "schedule", "remat"}
         for field in dataclasses.fields(self):

@@ -18,13 +18,14 @@ from mmnnx.plan.language_models import flops_of_token
 from mmnnx.train.average import averaged
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
 from mmnnx.train.checkpoint.step_folders import replaced
-from mmnnx.train.config import TrainConfig
+from mmnnx.train.config import BEFORE_PROFILE, TrainConfig
 from mmnnx.train.data import Corpus, load_corpus, train_batches, valid_batches
 from mmnnx.train.devices import choose_devices
 from mmnnx.train.errors import Diverged, Interrupted, UserError
 from mmnnx.train.lockstep import is_first, raise_in_all
 from mmnnx.train.memory import make_peak_bytes
 from mmnnx.train.metrics import Meter, Work
+from mmnnx.train.profile import measure, traced
 from mmnnx.train.progress import Display
 from mmnnx.train.run_folder import RunFolder
 from mmnnx.train.sample import sample
@@ -100,6 +101,7 @@ def train(config: TrainConfig) -> RunFolder:
             Display(config.steps, start, quiet=not first) as display,
             Stop() as stop,
             with_last_checkpoint(checkpoints),
+            contextlib.ExitStack() as profiling,
         ):
             size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
             data = [config.data_parallel] if config.data_parallel > 1 else []
@@ -116,7 +118,12 @@ def train(config: TrainConfig) -> RunFolder:
             if not start:
                 meter.validation(0, validate(model))
             for step in range(start + 1, config.steps + 1):
-                meter.step(step, train_step(model, optimizer, next(batches)))
+                if config.profile and step == start + BEFORE_PROFILE + 1:
+                    profiling.enter_context(traced(folder.path / "profile", optimizer))
+                with jax.profiler.StepTraceAnnotation("train_step", step_num=step):
+                    meter.step(step, train_step(model, optimizer, next(batches)))
+                if step == start + BEFORE_PROFILE + config.profile:
+                    profiling.close()
                 stopping = stop(step)
                 if stopping or step % config.eval_every == 0 or step == config.steps:
                     meter.flush()
@@ -147,6 +154,9 @@ def train(config: TrainConfig) -> RunFolder:
             if first:
                 with folder.written():
                     (folder.path / "sample.txt").write_text(text)
+        if config.profile and config.stages > 1 and jax.process_count() == 1:  # last, as it takes a step
+            with folder.written():
+                display.say(str(measure(train_step, model, optimizer, held_out[0], folder.path / "profile")))
     return folder
 
 

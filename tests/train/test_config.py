@@ -26,6 +26,7 @@ def test_defaults_are_valid():
         (dict(learning_rate=float("nan")), "--learning-rate must be above zero, not nan"),
         (dict(warmup=-1), "--warmup must not be below zero, not -1"),
         (dict(ema=1.0), "--ema must be 0 or more and below 1, not 1.0"),
+        (dict(profile=5, steps=6), "--profile 5 comes after 2 steps: --steps must be at least 7, not 6"),
         (dict(seed=2**32), "--seed must be below 2**32, not 4294967296"),
         (dict(out=Path("gs://bucket/lm")), "--out gs:/bucket/lm: a run is kept on a file system"),
         (dict(name="lr=[1e-3]"), "runs/lr=[1e-3]: orbax would take *, ? and [ for a pattern"),
