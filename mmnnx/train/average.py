@@ -17,11 +17,11 @@ class AverageState(NamedTuple):
     """The average is optimizer state, so it lives, is sharded, donated and saved as that is.
 
     Attributes:
-      count: the steps that it is over, int32.
+      steps: how many it is over, int32.
       weights: the average, like the parameters; see `averaged` for what is here in a checkpoint.
     """
 
-    count: jax.Array
+    steps: jax.Array
     weights: Any
 
 
@@ -43,10 +43,10 @@ def average_weights(decay: float) -> optax.GradientTransformation:
         return AverageState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, params))
 
     def update(updates: Any, state: AverageState, params: Any = None) -> tuple[Any, AverageState]:
-        count = optax.safe_increment(state.count)
-        share = (1 - decay) / -jnp.expm1(count * math.log(decay))  # of this step: (1 - d) / (1 - d^count)
+        steps = optax.safe_increment(state.steps)
+        share = (1 - decay) / -jnp.expm1(steps * math.log(decay))  # of this step: (1 - d) / (1 - d^steps)
         new = optax.apply_updates(params, updates)
-        return updates, AverageState(count, optax.incremental_update(new, state.weights, share))
+        return updates, AverageState(steps, optax.incremental_update(new, state.weights, share))
 
     return optax.GradientTransformation(init, update)
 
@@ -55,7 +55,8 @@ def average_weights(decay: float) -> optax.GradientTransformation:
 def averaged(model: nnx.Module, optimizer: nnx.Optimizer) -> Iterator[None]:
     """Inside, the model has the averages of its weights, and the optimizer's state has the weights.
 
-    So what is saved inside has the averages as its model. Nothing is copied. Without averages nothing changes.
+    So a checkpoint that is saved inside has the averages as its model. Nothing is copied. Without averages
+    nothing changes.
     """
     if not isinstance(optimizer.opt_state[-1], AverageState):
         yield

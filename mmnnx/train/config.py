@@ -45,6 +45,11 @@ class TrainConfig:
     """Steps to trace by jax.profiler, after the first two, which compile; 0 for none. At the end each part of
     a step is measured, too (one process, several stages). Both are kept in the run's folder, in profile/."""
 
+    tensorboard: bool = False
+    """Write what is measured for TensorBoard as well, in the run's folder, in tensorboard/."""
+    wandb: str | None = None
+    """Project of Weights & Biases to send what is measured to; a resumed run goes on in the same place."""
+
     # --- the data
 
     data: Path | None = None
@@ -130,7 +135,7 @@ class TrainConfig:
     """Largest global norm of the gradients; they are scaled down to it."""
     ema: float = 0.0
     """Decay of a moving average of the weights, such as 0.999; 0 for none. Validations, the sample, and
-    `mmnnx eval`, `generate` and `export` of the run use the averages. Memory: one more copy of what is trained."""
+    `mmnnx eval`, `generate` and `export` use the averages. It needs the memory of what is trained once more."""
 
     def folder(self) -> Path:
         """Where the run is kept."""
@@ -281,7 +286,18 @@ class TrainConfig:
 
     def check_resumes(self, saved: TrainConfig) -> None:
         """Raise UserError if this config changes more than how long, where or in what order it computes."""
-        free = {"name", "config", "out", "resume", "steps", "eval_every", "sample", "profile"}
+        free = {
+            "name",
+            "config",
+            "out",
+            "resume",
+            "steps",
+            "eval_every",
+            "sample",
+            "profile",
+            "tensorboard",
+            "wandb",
+        }
         free |= {"stages", "tensor", "data_parallel", "fsdp", "virtual_stages", "processes", "cluster"}
         free |= {"microbatches", "schedule", "remat"}
         for field in dataclasses.fields(self):

@@ -40,6 +40,7 @@ from mmnnx.train.step import (
     place,
 )
 from mmnnx.train.tokens import codec_of
+from mmnnx.train.trackers import Trackers, check_installed
 
 
 def train(config: TrainConfig) -> RunFolder:
@@ -57,6 +58,8 @@ def train(config: TrainConfig) -> RunFolder:
     first, claimed = is_first(), contextlib.ExitStack()
     with raise_in_all(UserError):
         config.validate()
+        if first:
+            check_installed(config)
         codec, sizes = codec_of(config.model), model_config(config)
         if codec.vocab > sizes.vocab:
             raise UserError(
@@ -97,8 +100,10 @@ def train(config: TrainConfig) -> RunFolder:
         train_step, validate = make_train_step(config), make_validate(held_out)
         peak_bytes = make_peak_bytes(train_step, mesh.devices)
 
+        display = Display(config.steps, start, quiet=not first)
         with (
-            Display(config.steps, start, quiet=not first) as display,
+            Trackers(config, folder.path if first else None, start, display.say) as trackers,
+            display,
             Stop() as stop,
             with_last_checkpoint(checkpoints),
             contextlib.ExitStack() as profiling,
@@ -114,7 +119,7 @@ def train(config: TrainConfig) -> RunFolder:
             )
             if config.resume and not start:
                 display.say("there is no checkpoint to resume: this run begins at its first step")
-            meter = Meter(folder if first else None, display, work(config, sizes, corpus, mesh))
+            meter = Meter(folder if first else None, trackers, display, work(config, sizes, corpus, mesh))
             if not start:
                 meter.validation(0, validate(model))
             for step in range(start + 1, config.steps + 1):

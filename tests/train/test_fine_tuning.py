@@ -70,7 +70,9 @@ def test_it_learns_is_resumed_and_exported(folder, tmp_path, scan, capsys, monke
 
 @pytest.mark.slow
 def test_low_rank_additions_are_trained_resumed_and_merged(folder, tmp_path, monkeypatch):
-    whole, halves = (config(folder, tmp_path / name, lora=2, stages=2, ema=0.5) for name in ("whole", "halves"))
+    whole, halves = (
+        config(folder, tmp_path / name, lora=2, stages=2, ema=0.5) for name in ("whole", "halves")
+    )
     train(whole)
     found = validations(whole.out)
     assert found[-1] < found[0] - 0.05

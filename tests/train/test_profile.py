@@ -26,9 +26,7 @@ def test_some_steps_are_traced_and_one_is_measured(config):
     assert losses(folder) == losses(plain)  # what is measured is no step of the run
     profile = folder.path / "profile"
     assert traced(profile) == [3, 4]
-    simulated, measured = (
-        matplotlib.image.imread(f / "timeline.png").shape for f in (folder.path, profile)
-    )
+    simulated, measured = (matplotlib.image.imread(f / "timeline.png").shape for f in (folder.path, profile))
     assert min(measured[:2]) > 150 and len(simulated) == len(measured)
     table = (profile / "fragments.txt").read_text()
     assert table.startswith("step ") and "stage1 backward" in table and "transfers: " in table
