@@ -8,6 +8,7 @@ import json
 import os
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -16,7 +17,23 @@ from mmnnx.train.errors import UserError
 PATHS = ("config", "data", "model", "out")
 DEVICES = "--stages x --data-parallel x --tensor"
 BEFORE_PROFILE = 2  # first steps, which compile and are not traced
+FAR = 300  # how much larger a value may be that is proposed in place of one that does not fit
 SIZES = ("layers", "width", "heads", "kv_heads", "mlp", "tied")
+
+Schedule = Literal[
+    "auto",
+    "1f1b",
+    "gpipe",
+    "eager-1f1b",
+    "wavefront",
+    "zero-bubble-h1",
+    "zero-bubble-h2",
+    "interleaved-1f1b",
+    "looped-bfs",
+    "interleaved-zero-bubble",
+    "zbv",
+    "dualpipe-v",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +95,9 @@ class TrainConfig:
     """This is one of the processes that Slurm, Open MPI or another launcher known to JAX has started."""
     microbatches: int = 8
     """Equal parts the batch is divided into, which go through the pipeline one after the other."""
-    schedule: Literal[
-        "1f1b",
-        "gpipe",
-        "eager-1f1b",
-        "wavefront",
-        "zero-bubble-h1",
-        "zero-bubble-h2",
-        "interleaved-1f1b",
-        "looped-bfs",
-        "interleaved-zero-bubble",
-        "zbv",
-        "dualpipe-v",
-    ] = "1f1b"
-    """Order in which a stage runs forwards and backwards of microbatches; `mmnnx schedule` compares them."""
+    schedule: Schedule = "1f1b"
+    """Order in which a stage runs forwards and backwards of microbatches; `mmnnx schedule` compares them;
+    auto takes the one with the shortest simulated step of those for so many stages and microbatches."""
     remat: bool = False
     """Keep only what is between blocks for the backward, which computes each block again."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -135,7 +141,7 @@ class TrainConfig:
     """Largest global norm of the gradients; they are scaled down to it."""
     ema: float = 0.0
     """Decay of a moving average of the weights, such as 0.999; 0 for none. Validations, the sample, and
-    `mmnnx eval`, `generate` and `export` use the averages. It needs the memory of what is trained once more."""
+    `mmnnx eval`, `generate` and `export` use the averages. They take as much memory as what is trained."""
 
     def folder(self) -> Path:
         """Where the run is kept."""
@@ -154,7 +160,13 @@ class TrainConfig:
         return self.stages * self.data_parallel * self.tensor
 
     def validate(self) -> None:
-        """Raise UserError, naming the options, for values that cannot work together."""
+        """Raise UserError for values that cannot work together, naming the options and what would do."""
+        try:
+            self._check()
+        except _Misfit as misfit:
+            raise UserError(f"{misfit}{nearest(self, misfit.options)}") from None
+
+    def _check(self) -> None:
         for field in (
             "steps",
             "eval_every",
@@ -195,9 +207,10 @@ class TrainConfig:
             raise UserError(f"{where}: orbax would take *, ? and [ for a pattern; choose another --out")
         self._check_multiple("batch", "microbatches")
         if (rows := self.batch // self.microbatches) % self.data_parallel:
-            raise UserError(
+            raise _Misfit(
                 f"--data-parallel {self.data_parallel} does not divide the {rows} sequences of a microbatch "
-                f"(--batch {self.batch} over --microbatches {self.microbatches})"
+                f"(--batch {self.batch} over --microbatches {self.microbatches})",
+                *("data_parallel", "batch", "microbatches"),
             )
         if self.fsdp and self.data_parallel == 1:
             raise UserError("--fsdp divides weights among the groups of --data-parallel, and there is one")
@@ -218,7 +231,7 @@ class TrainConfig:
         share_of_devices(self.devices, self.processes)
 
     def _check_sizes(self) -> None:
-        """Raises UserError for sizes of a new model that do not fit each other or the devices."""
+        """Raises _Misfit for sizes of a new model that do not fit each other or the devices."""
         for whole, part in (
             ("width", "heads"),
             ("heads", "kv_heads"),
@@ -228,20 +241,24 @@ class TrainConfig:
         ):
             self._check_multiple(whole, part)
         if self.width // self.heads % 2:
-            raise UserError(
+            raise _Misfit(
                 f"--width {self.width} over --heads {self.heads} leaves {self.width // self.heads} features "
-                "a head; rotary positions need an even number"
+                "a head, and rotary positions need an even number",
+                *("width", "heads"),
             )
         if 256 % self.tensor:
-            raise UserError(f"--tensor {self.tensor} must divide the 256 byte values of the vocabulary")
+            text = f"--tensor {self.tensor} must divide the 256 byte values of the vocabulary"
+            raise _Misfit(text, "tensor")
         if self.stages > self.layers:
-            raise UserError(f"--stages {self.stages} is more than there are blocks: --layers {self.layers}")
+            text = f"--stages {self.stages} is more than there are blocks: --layers {self.layers}"
+            raise _Misfit(text, "stages", "layers")
 
     def _check_multiple(self, whole: str, part: str) -> None:
         if getattr(self, whole) % getattr(self, part):
-            raise UserError(
+            raise _Misfit(
                 f"{_option(whole)} {getattr(self, whole)} must be a multiple of "
-                f"{_option(part)} {getattr(self, part)}"
+                f"{_option(part)} {getattr(self, part)}",
+                *(whole, part),
             )
 
     def to_json(self) -> str:
@@ -307,6 +324,38 @@ class TrainConfig:
                     f"the run was started with {_option(field.name)} {before}; --resume cannot change it "
                     f"to {now}. Start another run with --name"
                 )
+
+
+class _Misfit(UserError):
+    """Options, by their fields, that do not go together."""
+
+    def __init__(self, text: str, *options: str):
+        super().__init__(text)
+        self.options = options
+
+
+def nearest(config: TrainConfig, options: Sequence[str]) -> str:
+    """The nearest values below and above of each of some options with which the config is valid.
+
+    >>> nearest(TrainConfig(batch=20), ["batch", "microbatches"])
+    '; --batch 16 or 24, or --microbatches 5 or 10 would do'
+    """
+
+    def fits(**change: Any) -> bool:
+        try:
+            dataclasses.replace(config, **change)._check()
+        except UserError:
+            return False
+        return True
+
+    proposals = []
+    for option in options:
+        value = getattr(config, option)
+        ways = range(value - 1, 0, -1), range(value + 1, value + FAR)
+        found = [next((n for n in way if fits(**{option: n})), None) for way in ways]
+        if values := [str(n) for n in found if n is not None]:
+            proposals.append(f"{_option(option)} {' or '.join(values)}")
+    return f"; {', or '.join(proposals)} would do" if proposals else ""
 
 
 def share_of_devices(devices: int, processes: int) -> int:

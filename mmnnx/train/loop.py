@@ -38,6 +38,7 @@ from mmnnx.train.step import (
     make_validate,
     model_config,
     place,
+    with_schedule,
 )
 from mmnnx.train.tokens import codec_of
 from mmnnx.train.trackers import Trackers, check_installed
@@ -60,6 +61,7 @@ def train(config: TrainConfig) -> RunFolder:
         config.validate()
         if first:
             check_installed(config)
+        automatic, config = config.schedule == "auto", with_schedule(config)
         codec, sizes = codec_of(config.model), model_config(config)
         if codec.vocab > sizes.vocab:
             raise UserError(
@@ -117,6 +119,8 @@ def train(config: TrainConfig) -> RunFolder:
                 f"{'files' if corpus.unit == 'byte' else 'documents'}, "
                 f"run in {folder.path}"
             )
+            if automatic:
+                display.say(f"--schedule auto: {config.schedule}, whose simulated step is the shortest")
             if config.resume and not start:
                 display.say("there is no checkpoint to resume: this run begins at its first step")
             meter = Meter(folder if first else None, trackers, display, work(config, sizes, corpus, mesh))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import mmnnx as mm
+from mmnnx.inspect.schedules import by_name
 from mmnnx.modules import LM, LMConfig, lora
 from mmnnx.modules.build import build
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.mpmd.jit.jit import Jit
 from mmnnx.plan.language_models import rules_of, schedule_meshes
 from mmnnx.sharding.pipeline import pipeline_sharding
 from mmnnx.train.average import average_weights
-from mmnnx.train.config import TrainConfig
+from mmnnx.train.config import Schedule, TrainConfig
 from mmnnx.train.errors import UserError
 
 
@@ -42,6 +45,27 @@ def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.Ta
         for n, at in enumerate(stage_meshes(config, sizes))
     ]
     return mesh, pipeline_sharding(nnx.eval_shape(lambda: build(sizes)), stages)
+
+
+def with_schedule(config: TrainConfig) -> TrainConfig:
+    """The config with the schedule that "auto" stands for.
+
+    That is the one with the lowest step latency in simulation with unit costs, as in `mm.microbatch`, of
+    those for so many stages, virtual stages and microbatches; of equal ones, that with the fewest saved
+    activations. There always is one: 1f1b, and looped-bfs for virtual stages.
+    """
+    if config.schedule != "auto":
+        return config
+    found = []
+    for name in get_args(Schedule)[1:]:
+        try:
+            one = by_name(name, config.stages, config.microbatches, config.virtual_stages, UNIT_COSTS)
+        except ValueError:
+            continue  # not for so many
+        if one.stages_per_mesh == config.virtual_stages:
+            found.append((round(one.timeline.makespan, 6), max(one.memory), name))
+    *_, name = min(found, key=lambda one: one[:2])
+    return dataclasses.replace(config, schedule=name)
 
 
 def stage_meshes(config: TrainConfig, sizes: LMConfig) -> tuple[int, ...]:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mmnnx.inspect.schedules import by_name
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.train import TrainConfig
 from mmnnx.train.cli import parse
+from mmnnx.train.config import Schedule
 from mmnnx.train.errors import UserError
 from mmnnx.train.run_folder import RunFolder
+from mmnnx.train.step import with_schedule
+from tests.slow import examples
 
 
 def test_defaults_are_valid():
@@ -54,6 +63,58 @@ def test_options_that_do_not_fit(options, says):
     with pytest.raises(UserError) as error:
         TrainConfig(**options).validate()
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(batch=10, microbatches=4), "--batch 8 or 12, or --microbatches 2 or 5 would do"),
+        (dict(tensor=3, heads=6, width=96, kv_heads=3, mlp=255), "; --tensor 1 would do"),
+        (dict(kv_heads=1), "; --kv-heads 2, or --tensor 1 would do"),
+        (dict(data_parallel=4), "; --data-parallel 2, or --batch 32, or --microbatches 4 would do"),
+        (dict(stages=9), "; --stages 8, or --layers 9 would do"),
+        (
+            dict(batch=10, microbatches=4, mlp=255),
+            "--microbatches 4",
+        ),  # two mistakes: no one value mends both
+    ],
+)
+def test_a_refusal_names_the_nearest_that_would_do(options, says):
+    with pytest.raises(UserError, match=f"{re.escape(says)}$"):
+        TrainConfig(**options).validate()
+
+
+OPTIONS = (
+    "batch",
+    "microbatches",
+    "data_parallel",
+    "tensor",
+    "stages",
+    "layers",
+    "width",
+    "heads",
+    "kv_heads",
+)
+
+
+@examples(200)
+@given(st.dictionaries(st.sampled_from(OPTIONS), st.integers(1, 24), max_size=2))
+def test_what_a_refusal_proposes_is_accepted_and_nothing_nearer_is(options):
+    config = TrainConfig(**options)
+    try:
+        config.validate()
+        return
+    except UserError as error:
+        text = str(error)
+    proposals = text.partition("; ")[2].removesuffix(" would do").split(", or ") if "would do" in text else []
+    for option, values in (proposal.removeprefix("--").split(" ", 1) for proposal in proposals):
+        field = option.replace("-", "_")
+        given = getattr(config, field)
+        for value in map(int, values.split(" or ")):
+            dataclasses.replace(config, **{field: value}).validate()
+            for nearer in range(min(value, given) + 1, max(value, given)):
+                with pytest.raises(UserError):
+                    dataclasses.replace(config, **{field: nearer})._check()
 
 
 def test_what_is_fine_tuned_has_a_lower_learning_rate():
@@ -137,7 +198,7 @@ def test_options_of_a_file_are_below_those_of_the_command_line(tmp_path):
     [
         ("stepps = 7", "there is no option 'stepps': is it 'steps'?"),
         ('steps = "7"', "steps is '7'"),
-        ('schedule = "2f2b"', "schedule is '2f2b'; there are 1f1b, gpipe"),
+        ('schedule = "2f2b"', "schedule is '2f2b'; there are auto, 1f1b, gpipe"),
         ("[run]\nsteps = 7", "there is no option 'run'"),
         ("steps 7", "Expected '=' after a key"),
     ],
@@ -157,3 +218,19 @@ def test_a_resumed_run_takes_a_file_above_what_it_had(tmp_path):
     )
     with pytest.raises(UserError, match="--resume cannot change it to 32"):
         parse(["--config", toml(tmp_path, f'resume = true\nwidth = 32\nout = "{tmp_path}/run"')])
+
+
+@pytest.mark.parametrize(
+    "options", [dict(stages=4), dict(stages=2, virtual_stages=2), dict(stages=4, microbatches=1)]
+)
+def test_an_automatic_schedule_is_the_shortest_of_those_that_fit(options):
+    config = TrainConfig(schedule="auto", **options)
+    chosen = with_schedule(config)
+    steps = {}
+    for name in get_args(Schedule)[1:]:
+        with contextlib.suppress(ValueError):
+            found = by_name(name, config.stages, config.microbatches, config.virtual_stages, UNIT_COSTS)
+            if found.stages_per_mesh == config.virtual_stages:
+                steps[name] = found.timeline.makespan
+    assert len(steps) > 2 and steps[chosen.schedule] == min(steps.values())
+    assert chosen == dataclasses.replace(config, schedule=chosen.schedule) == with_schedule(chosen)

@@ -144,6 +144,12 @@ def test_schedules_that_do_not_go_with_other_options(options, said, config):
         train(config(**(dict(stages=2, layers=6, batch=8, microbatches=4) | options)))
 
 
+def test_an_automatic_schedule_is_said_and_kept(config, capsys):
+    folder = train(config(stages=2, layers=2, schedule="auto", steps=2))
+    assert "--schedule auto: zero-bubble-h1, whose simulated step is the shortest" in capsys.readouterr().out
+    assert json.loads((folder.path / "config.json").read_text())["schedule"] == "zero-bubble-h1"
+
+
 def test_a_row_of_each_step(whole):
     row = next(row for row in whole.rows() if row["step"] == 3)
     assert row.keys() == {
