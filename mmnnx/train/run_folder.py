@@ -22,7 +22,8 @@ class RunFolder:
 
     metrics.jsonl has a row for each step, with ``step``, ``loss`` in nats per token, ``grad_norm``,
     ``learning_rate``, ``seconds`` and speeds, and one for each validation, with ``step``, ``val_loss``,
-    ``val_bits_per_byte`` and, after a step, the memory of each mesh. Only one process of a run writes it.
+    ``val_bits_per_byte`` and, after a step, the memory of each mesh; docs/runs.md has all fields. Only one
+    process of a run writes it.
     """
 
     def __init__(self, path: Path):
