@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -121,7 +122,7 @@ class TrainingJob:
 
     def rules(self) -> LogicalRules:
         """Where the axes of weights and activations go inside a stage (see `rules_of`)."""
-        return rules_of(self.config, self.data, self.tensor, self.fsdp)
+        return rules_of(self.config, {"data": self.data, "model": self.tensor}, self.fsdp)
 
     def devices(self) -> list[jax.Device]:
         """The devices of its machine."""
@@ -189,15 +190,25 @@ class TrainingJob:
         return self.tokens * flops_of_token(self.config, self.sequence)
 
 
-def rules_of(config: LMConfig, data: int, tensor: int, fsdp: bool) -> LogicalRules:
-    """Where the axes of weights and activations go inside a stage; experts go along "model"."""
-    presets = ["tensor"] if tensor > 1 else []
-    if isinstance(config, MoELMConfig) and tensor > 1:
-        presets.append("expert")
-    if data > 1:
-        presets.append("fsdp" if fsdp else "data")
-    renamed = {"expert": "model"} if "expert" in presets else None
-    return logical_rules(*presets, mesh_axes=renamed)
+def rules_of(config: LMConfig, axes: Mapping[str, int], fsdp: bool) -> LogicalRules:
+    """Where the axes of weights and activations go inside a stage.
+
+    Args:
+      config: the model.
+      axes: sizes of the axes "data", "model" and, if they are there, "context" and "expert". Experts go along
+        "expert", else along "model"; sequences along "context"; the batch along "data" and "expert".
+      fsdp: whether weights are divided over "data".
+    """
+    many = {axis for axis, size in axes.items() if size > 1}
+    experts = next((axis for axis in ("expert", "model") if axis in many), None)
+    rules: dict[str, Any] = {
+        "batch": tuple(axis for axis in ("data", "expert") if axis in many) or None,
+        "sequence": "context" if "context" in many else None,
+    }
+    if isinstance(config, MoELMConfig):
+        rules["expert"] = experts
+    presets = (*(["tensor"] if "model" in many else []), *(["fsdp"] if fsdp else []))
+    return logical_rules(*presets, **rules)
 
 
 def flops_of_token(config: LMConfig, sequence: int) -> float:

@@ -91,9 +91,8 @@ def parse(options: Sequence[str]) -> TrainConfig:
     if config.checkpoints is not None and not (config.folder() / "config.json").exists():
         place = config.checkpoints  # all there is on another machine
     _, saved = read_run(place)
-    before = dataclasses.replace(
-        saved, cluster=False, config=None
-    )  # how this process was started is not kept
+    # How this process was started is not kept, nor what it was to measure.
+    before = dataclasses.replace(saved, cluster=False, config=None, profile=0)
     if given.config is not None:
         before = before.with_file(given.config)
     resumed = above(before)

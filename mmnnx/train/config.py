@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -17,8 +19,25 @@ from mmnnx.train.errors import UserError
 from mmnnx.train.rows import Packing
 
 PATHS = ("config", "data", "model", "out")
-DEVICES = "--stages x --data-parallel x --tensor"
+DEVICES = "--stages x --data-parallel x --context x --expert x --tensor"
+BEFORE_PROFILE = 2  # first steps, which compile and are not traced
+FAR = 300  # how much larger a value may be that is proposed in place of one that does not fit
 SIZES = ("layers", "width", "heads", "kv_heads", "mlp", "tied")
+
+Schedule = Literal[
+    "auto",
+    "1f1b",
+    "gpipe",
+    "eager-1f1b",
+    "wavefront",
+    "zero-bubble-h1",
+    "zero-bubble-h2",
+    "interleaved-1f1b",
+    "looped-bfs",
+    "interleaved-zero-bubble",
+    "zbv",
+    "dualpipe-v",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +64,14 @@ class TrainConfig:
     """Steps between two validations, each of which saves a checkpoint too."""
     sample: int = 200
     """Bytes (tokens, with a model) of text to generate at the end; 0 for none."""
+    profile: int = 0
+    """Steps to trace by jax.profiler, after the first two, which compile; 0 for none. At the end each part of
+    a step is measured, too (one process, several stages). Both are kept in the run's folder, in profile/."""
+
+    tensorboard: bool = False
+    """Write what is measured for TensorBoard as well, in the run's folder, in tensorboard/."""
+    wandb: str | None = None
+    """Project of Weights & Biases to send what is measured to; a resumed run goes on in the same place."""
 
     # --- the data
 
@@ -65,9 +92,13 @@ class TrainConfig:
     stages: int = 4
     """Pipeline stages the layers are split over."""
     tensor: int = 2
-    """Devices over which the weights of a stage, and its experts, are split (tensor parallelism)."""
+    """Devices over which weights of a stage are split (tensor parallelism), with --expert 1 experts, too."""
     data_parallel: int = 1
     """Groups of such devices in a stage, among which the sequences of a microbatch are divided."""
+    context: int = 1
+    """Parts of a sequence in such a group, each on devices of its own; keys and values are gathered."""
+    expert: int = 1
+    """Parts of a group that have different experts, for a --model with some, and different sequences."""
     fsdp: bool = False
     """Divide weights and optimizer state among these groups, too."""
     virtual_stages: int = 1
@@ -78,20 +109,9 @@ class TrainConfig:
     """This is one of the processes that Slurm, Open MPI or another launcher known to JAX has started."""
     microbatches: int = 8
     """Equal parts the batch is divided into, which go through the pipeline one after the other."""
-    schedule: Literal[
-        "1f1b",
-        "gpipe",
-        "eager-1f1b",
-        "wavefront",
-        "zero-bubble-h1",
-        "zero-bubble-h2",
-        "interleaved-1f1b",
-        "looped-bfs",
-        "interleaved-zero-bubble",
-        "zbv",
-        "dualpipe-v",
-    ] = "1f1b"
-    """Order in which a stage runs forwards and backwards of microbatches; `mmnnx schedule` compares them."""
+    schedule: Schedule = "1f1b"
+    """Order in which a stage runs forwards and backwards of microbatches; `mmnnx schedule` compares them;
+    auto takes the one with the shortest simulated step of those for so many stages and microbatches."""
     remat: bool = False
     """Keep only what is between blocks for the backward, which computes each block again."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -133,6 +153,9 @@ class TrainConfig:
     """Decay of the weight matrices (gains of norms do not decay)."""
     clip: float = 1.0
     """Largest global norm of the gradients; they are scaled down to it."""
+    ema: float = 0.0
+    """Decay of a moving average of the weights, such as 0.999; 0 for none. Validations, the sample, and
+    `mmnnx eval`, `generate` and `export` use the averages. They take as much memory as what is trained."""
 
     def folder(self) -> Path:
         """Where the run is kept."""
@@ -148,10 +171,27 @@ class TrainConfig:
     @property
     def devices(self) -> int:
         """How many devices it runs on."""
-        return self.stages * self.data_parallel * self.tensor
+        return math.prod(self.mesh_axes.values())
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """The axes of its mesh, with their sizes."""
+        optional = {"context": self.context, "expert": self.expert}
+        return {
+            "stage": self.stages,
+            "data": self.data_parallel,
+            **{axis: size for axis, size in optional.items() if size > 1},
+            "model": self.tensor,
+        }
 
     def validate(self) -> None:
-        """Raise UserError, naming the options, for values that cannot work together."""
+        """Raise UserError for values that cannot work together, naming the options and what would do."""
+        try:
+            self._check()
+        except _Misfit as misfit:
+            raise UserError(f"{misfit}{nearest(self, misfit.options)}") from None
+
+    def _check(self) -> None:
         for field in (
             "steps",
             "eval_every",
@@ -160,6 +200,8 @@ class TrainConfig:
             "stages",
             "tensor",
             "data_parallel",
+            "context",
+            "expert",
             "virtual_stages",
             "processes",
             "microbatches",
@@ -174,9 +216,16 @@ class TrainConfig:
             if not getattr(self, field) > 0:
                 option = "--learning-rate" if field == "peak_rate" else _option(field)
                 raise UserError(f"{option} must be above zero, not {getattr(self, field)}")
-        for field in ("warmup", "weight_decay", "seed", "sample", "lora"):
+        for field in ("warmup", "weight_decay", "seed", "sample", "profile", "lora"):
             if not getattr(self, field) >= 0:
                 raise UserError(f"{_option(field)} must not be below zero, not {getattr(self, field)}")
+        if not 0 <= self.ema < 1:
+            raise UserError(f"--ema must be 0 or more and below 1, not {self.ema}")
+        if self.profile and self.steps < BEFORE_PROFILE + self.profile:
+            raise UserError(
+                f"--profile {self.profile} comes after {BEFORE_PROFILE} steps: --steps must be at least "
+                f"{BEFORE_PROFILE + self.profile}, not {self.steps}"
+            )
         if self.seed >= 2**32:
             raise UserError(f"--seed must be below 2**32, not {self.seed}")
         if re.match(r"\w\w+:/", str(self.folder())):  # pathlib makes one slash of two
@@ -189,16 +238,24 @@ class TrainConfig:
         if re.search(r"[*?[]", where := os.path.abspath(self.folder())):
             raise UserError(f"{where}: orbax would take *, ? and [ for a pattern; choose another --out")
         self._check_multiple("batch", "microbatches")
-        if (rows := self.batch // self.microbatches) % self.data_parallel:
-            raise UserError(
-                f"--data-parallel {self.data_parallel} does not divide the {rows} sequences of a microbatch "
-                f"(--batch {self.batch} over --microbatches {self.microbatches})"
+        self._check_multiple("sequence", "context")
+        groups = {
+            name: getattr(self, name) for name in ("data_parallel", "expert") if getattr(self, name) > 1
+        }
+        if (rows := self.batch // self.microbatches) % math.prod(groups.values()):
+            given = " x ".join(f"{_option(name)} {size}" for name, size in groups.items())
+            raise _Misfit(
+                f"{given} does not divide the {rows} sequences of a microbatch "
+                f"(--batch {self.batch} over --microbatches {self.microbatches})",
+                *(*groups, "batch", "microbatches"),
             )
         if self.fsdp and self.data_parallel == 1:
             raise UserError("--fsdp divides weights among the groups of --data-parallel, and there is one")
         if self.model is None:
             if self.lora:
                 raise UserError("--lora adds to the layers of a --model, and there is none")
+            if self.expert > 1:
+                raise UserError("--expert divides the experts of a --model that has some, and there is none")
             self._check_sizes()
         else:
             usual = type(self).__dataclass_fields__
@@ -221,7 +278,7 @@ class TrainConfig:
             raise UserError(f"--checkpoints {url} is no URL, gs://BUCKET/FOLDER; for a folder give --out")
 
     def _check_sizes(self) -> None:
-        """Raises UserError for sizes of a new model that do not fit each other or the devices."""
+        """Raises _Misfit for sizes of a new model that do not fit each other or the devices."""
         for whole, part in (
             ("width", "heads"),
             ("heads", "kv_heads"),
@@ -231,20 +288,24 @@ class TrainConfig:
         ):
             self._check_multiple(whole, part)
         if self.width // self.heads % 2:
-            raise UserError(
+            raise _Misfit(
                 f"--width {self.width} over --heads {self.heads} leaves {self.width // self.heads} features "
-                "a head; rotary positions need an even number"
+                "a head, and rotary positions need an even number",
+                *("width", "heads"),
             )
         if 256 % self.tensor:
-            raise UserError(f"--tensor {self.tensor} must divide the 256 byte values of the vocabulary")
+            text = f"--tensor {self.tensor} must divide the 256 byte values of the vocabulary"
+            raise _Misfit(text, "tensor")
         if self.stages > self.layers:
-            raise UserError(f"--stages {self.stages} is more than there are blocks: --layers {self.layers}")
+            text = f"--stages {self.stages} is more than there are blocks: --layers {self.layers}"
+            raise _Misfit(text, "stages", "layers")
 
     def _check_multiple(self, whole: str, part: str) -> None:
         if getattr(self, whole) % getattr(self, part):
-            raise UserError(
+            raise _Misfit(
                 f"{_option(whole)} {getattr(self, whole)} must be a multiple of "
-                f"{_option(part)} {getattr(self, part)}"
+                f"{_option(part)} {getattr(self, part)}",
+                *(whole, part),
             )
 
     def to_json(self) -> str:
@@ -289,8 +350,20 @@ class TrainConfig:
 
     def check_resumes(self, saved: TrainConfig) -> None:
         """Raise UserError if this config changes more than how long, where or in what order it computes."""
-        free = {"name", "config", "out", "resume", "steps", "eval_every", "sample"}
-        free |= {"stages", "tensor", "data_parallel", "fsdp", "virtual_stages", "processes", "cluster"}
+        free = {
+            "name",
+            "config",
+            "out",
+            "resume",
+            "steps",
+            "eval_every",
+            "sample",
+            "profile",
+            "tensorboard",
+            "wandb",
+        }
+        free |= {"stages", "tensor", "data_parallel", "context", "expert", "fsdp", "virtual_stages"}
+        free |= {"processes", "cluster"}
         free |= {"microbatches", "schedule", "remat"}
         for field in dataclasses.fields(self):
             before, now = _plain(getattr(saved, field.name)), _plain(getattr(self, field.name))
@@ -299,6 +372,38 @@ class TrainConfig:
                     f"the run was started with {_option(field.name)} {before}; --resume cannot change it "
                     f"to {now}. Start another run with --name"
                 )
+
+
+class _Misfit(UserError):
+    """Options, by their fields, that do not go together."""
+
+    def __init__(self, text: str, *options: str):
+        super().__init__(text)
+        self.options = options
+
+
+def nearest(config: TrainConfig, options: Sequence[str]) -> str:
+    """The nearest values below and above of each of some options with which the config is valid.
+
+    >>> nearest(TrainConfig(batch=20), ["batch", "microbatches"])
+    '; --batch 16 or 24, or --microbatches 5 or 10 would do'
+    """
+
+    def fits(**change: Any) -> bool:
+        try:
+            dataclasses.replace(config, **change)._check()
+        except UserError:
+            return False
+        return True
+
+    proposals = []
+    for option in options:
+        value = getattr(config, option)
+        ways = range(value - 1, 0, -1), range(value + 1, value + FAR)
+        found = [next((n for n in way if fits(**{option: n})), None) for way in ways]
+        if values := [str(n) for n in found if n is not None]:
+            proposals.append(f"{_option(option)} {' or '.join(values)}")
+    return f"; {', or '.join(proposals)} would do" if proposals else ""
 
 
 def share_of_devices(devices: int, processes: int) -> int:

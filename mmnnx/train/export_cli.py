@@ -23,7 +23,8 @@ class ExportConfig:
     """Write the model of a run as a folder of the Hugging Face hub: safetensors, config and tokenizer."""
 
     run: tyro.conf.Positional[str]
-    """The folder of the run, or the gs:// URL of its checkpoints."""
+    """The folder of the run, or the gs:// URL of its checkpoints; with --ema, it is the averages of the
+    weights."""
     folder: tyro.conf.Positional[Path]
     """The folder to write, new or empty."""
     step: int | None = None

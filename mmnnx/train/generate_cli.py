@@ -26,7 +26,8 @@ class GenerateConfig:
     """Print what a model writes after a prompt, as it comes; after several prompts, when all is there."""
 
     model: tyro.conf.Positional[str]
-    """The folder of a run or of a published model, or the gs:// URL of a run's checkpoints."""
+    """The folder of a run (with --ema, the averages of its weights), the gs:// URL of its checkpoints, or the
+    folder of a published model."""
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]")]
     """What the text begins with; several are read side by side."""
     chat: bool = False

@@ -15,15 +15,18 @@ from mmnnx.inspect import draw_loss, draw_timeline
 from mmnnx.modules import LMConfig
 from mmnnx.plan.chips import chip_of
 from mmnnx.plan.language_models import flops_of_token
+from mmnnx.train.average import averaged
 from mmnnx.train.batches import train_batches, valid_batches
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
 from mmnnx.train.checkpoint.step_folders import replaced
-from mmnnx.train.config import TrainConfig
+from mmnnx.train.config import BEFORE_PROFILE, TrainConfig
 from mmnnx.train.data import Corpus, load_corpus
 from mmnnx.train.devices import choose_devices
 from mmnnx.train.errors import Diverged, Interrupted, UserError
 from mmnnx.train.lockstep import is_first, raise_in_all
+from mmnnx.train.memory import make_peak_bytes
 from mmnnx.train.metrics import Meter, Work
+from mmnnx.train.profile import measure, traced
 from mmnnx.train.progress import Display
 from mmnnx.train.rows import Packed, Rows, rows_of
 from mmnnx.train.run_folder import RunFolder
@@ -37,8 +40,10 @@ from mmnnx.train.step import (
     make_validate,
     model_config,
     place,
+    with_schedule,
 )
 from mmnnx.train.tokens import codec_of
+from mmnnx.train.trackers import Trackers, check_installed
 
 
 def train(config: TrainConfig) -> RunFolder:
@@ -56,6 +61,9 @@ def train(config: TrainConfig) -> RunFolder:
     first, claimed = is_first(), contextlib.ExitStack()
     with raise_in_all(UserError):
         config.validate()
+        if first:
+            check_installed(config)
+        automatic, config = config.schedule == "auto", with_schedule(config)
         codec, sizes = codec_of(config.model), model_config(config)
         if codec.vocab > sizes.vocab:
             raise UserError(
@@ -84,7 +92,7 @@ def train(config: TrainConfig) -> RunFolder:
             model, optimizer = make_abstract(config) if start else create(config, placement)
         nodes = {"model": model, "optimizer": optimizer}
         if start:
-            with raise_in_all(UserError, CheckpointError):
+            with raise_in_all(UserError, CheckpointError), averaged(model, optimizer):
                 data = checkpoints.restore(nodes, start, sharding=placement).data
                 if data["text"] != corpus.checksum:
                     raise UserError(
@@ -95,15 +103,19 @@ def train(config: TrainConfig) -> RunFolder:
             if first:
                 folder.begin(config, start)
         train_step, validate = make_train_step(config), make_validate(held_out)
+        peak_bytes = make_peak_bytes(train_step, mesh.devices)
 
+        display = Display(config.steps, start, quiet=not first)
         with (
-            Display(config.steps, start, quiet=not first) as display,
+            Trackers(config, folder.path if first else None, start, display.say) as trackers,
+            display,
             Stop() as stop,
             with_last_checkpoint(checkpoints),
+            contextlib.ExitStack() as profiling,
         ):
             size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-            data = [config.data_parallel] if config.data_parallel > 1 else []
-            shape = " x ".join(map(str, (config.stages, *data, config.tensor)))
+            sizes_shown = [n for axis, n in config.mesh_axes.items() if n > 1 or axis in ("stage", "model")]
+            shape = " x ".join(map(str, sizes_shown))
             display.say(
                 f"{size:,} parameters on {shape} {describe_devices(mesh)}, "
                 f"{len(corpus.train) + len(corpus.valid):,} {corpus.unit}s of text in {corpus.files:,} "
@@ -115,24 +127,34 @@ def train(config: TrainConfig) -> RunFolder:
                     f"documents are packed in {len(rows):,} rows of {config.sequence} {corpus.unit}s, which "
                     f"they fill to {rows.used:.1%}"
                 )
+            if automatic:
+                display.say(f"--schedule auto: {config.schedule}, whose simulated step is the shortest")
             if config.resume and not start:
                 display.say("there is no checkpoint to resume: this run begins at its first step")
-            meter = Meter(folder if first else None, display, work(config, sizes, corpus, rows, mesh))
+            done = work(config, sizes, corpus, rows, mesh)
+            meter = Meter(folder if first else None, trackers, display, done)
             if not start:
                 meter.validation(0, validate(model))
             for step in range(start + 1, config.steps + 1):
-                meter.step(step, train_step(model, optimizer, next(batches)))
+                if config.profile and step == start + BEFORE_PROFILE + 1:
+                    profiling.enter_context(traced(folder.path / "profile", optimizer))
+                with jax.profiler.StepTraceAnnotation("train_step", step_num=step):
+                    meter.step(step, train_step(model, optimizer, next(batches)))
+                if step == start + BEFORE_PROFILE + config.profile:
+                    profiling.close()
                 stopping = stop(step)
                 if stopping or step % config.eval_every == 0 or step == config.steps:
                     meter.flush()
-                    bits = meter.validation(step, validate(model))
-                    checkpoints.save(
-                        step,
-                        nodes,
-                        data={"batches": batches.get_state(), "text": corpus.checksum},
-                        config=json.loads(config.to_json()),
-                        metrics={"val_bits_per_byte": bits},
-                    )
+                    memory = peak_bytes(model, optimizer, held_out[0])
+                    with averaged(model, optimizer):
+                        bits = meter.validation(step, validate(model), memory)
+                        checkpoints.save(
+                            step,
+                            nodes,
+                            data={"batches": batches.get_state(), "text": corpus.checksum},
+                            config=json.loads(config.to_json()),
+                            metrics={"val_bits_per_byte": bits},
+                        )
                 if stop.signal and stopping and step < config.steps:
                     raise Interrupted(step, stop.signal)
 
@@ -143,12 +165,16 @@ def train(config: TrainConfig) -> RunFolder:
                 draw_timeline(timeline).savefig(folder.path / "timeline.png")
         if config.sample:
             prompt = corpus.valid.tokens[: max(1, config.sequence // 4)].astype(np.int32)
-            tokens = sample(model, prompt, config.sample, config.sequence, seed=config.seed)
+            with averaged(model, optimizer):
+                tokens = sample(model, prompt, config.sample, config.sequence, seed=config.seed)
             text = codec.decode(tokens)
             display.say(f"--- a sample of its text:\n{text}\n---")
             if first:
                 with folder.written():
                     (folder.path / "sample.txt").write_text(text)
+        if config.profile and config.stages > 1 and jax.process_count() == 1:  # last, as it takes a step
+            with folder.written():
+                display.say(str(measure(train_step, model, optimizer, held_out[0], folder.path / "profile")))
     return folder
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ import mmnnx as mm
 from mmnnx.train.errors import Diverged
 from mmnnx.train.progress import Display
 from mmnnx.train.run_folder import RunFolder
+from mmnnx.train.trackers import Trackers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Meter:
     in every process that has one. ``folder`` is None if another process writes.
     """
 
-    def __init__(self, folder: RunFolder | None, display: Display, work: Work):
-        self._folder, self._display, self._work = folder, display, work
+    def __init__(self, folder: RunFolder | None, trackers: Trackers, display: Display, work: Work):
+        self._folder, self._trackers, self._display, self._work = folder, trackers, display, work
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._times: deque[float] = deque([time.perf_counter()], maxlen=11)
 
@@ -77,20 +79,26 @@ class Meter:
             raise Diverged(step, "the loss", loss)
         self._times.append(time.perf_counter())
         speeds = self._work.speeds(len(self._times) - 1, self._times[-1] - self._times[0])
-        if self._folder:
-            rate = float(self._work.learning_rate[step - 1])
-            seconds = round(self._times[-1] - self._times[-2], 6)
-            self._folder.add(step=step, **values, learning_rate=rate, seconds=seconds, **speeds)
+        rate = float(self._work.learning_rate[step - 1])
+        seconds = round(self._times[-1] - self._times[-2], 6)
+        self._record(step=step, **values, learning_rate=rate, seconds=seconds, **speeds)
         self._display.step(step, loss, speeds["tokens_per_second"])
 
-    def validation(self, step: int, loss: float) -> float:
-        """Record the validation loss after ``step``, in nats per token; returns it in bits per byte."""
+    def validation(self, step: int, loss: float, memory: Mapping[str, int] | None = None) -> float:
+        """Record the validation loss after ``step``, in nats per token, and the memory until then.
+
+        Returns the loss in bits per byte.
+        """
         if not math.isfinite(loss):
             raise Diverged(step, "the validation loss", loss)
         bits = loss / math.log(2) / self._work.bytes_per_token
-        if self._folder:
-            self._folder.add(step=step, val_loss=loss, val_bits_per_byte=bits)
+        self._record(step=step, val_loss=loss, val_bits_per_byte=bits, **(memory or {}))
         tokens = "" if self._work.bytes_per_token == 1 else f"perplexity {math.exp(min(loss, 700)):,.2f}, "
         self._display.say(f"step {step}: validation loss {loss:.4f}, {tokens}{bits:.3f} bits per byte")
         self._times = deque([time.perf_counter()], maxlen=11)
         return bits
+
+    def _record(self, **row: float) -> None:
+        if self._folder:
+            self._folder.add(**row)
+        self._trackers.add(row)

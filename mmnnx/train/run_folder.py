@@ -24,8 +24,9 @@ class RunFolder:
     """A folder with config.json, metrics.jsonl, the checkpoints and the pictures of one run.
 
     metrics.jsonl has a row for each step, with ``step``, ``loss`` in nats per token, ``grad_norm``,
-    ``learning_rate``, ``seconds`` and speeds, and one for each validation, with ``step``, ``val_loss`` and
-    ``val_bits_per_byte``. Only one process of a run writes it.
+    ``learning_rate``, ``seconds`` and speeds, and one for each validation, with ``step``, ``val_loss``,
+    ``val_bits_per_byte`` and, after a step, the memory of each mesh; docs/runs.md has all fields. Only one
+    process of a run writes it.
 
     The checkpoints may be in a bucket instead, by a gs:// URL, with another config.json.
     """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import mmnnx as mm
+from mmnnx.inspect.schedules import by_name
 from mmnnx.modules import LM, LMConfig, lora
 from mmnnx.modules.build import build
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.mpmd.jit.jit import Jit
 from mmnnx.plan.language_models import rules_of, schedule_meshes
 from mmnnx.sharding.pipeline import pipeline_sharding
-from mmnnx.train.config import TrainConfig
+from mmnnx.train.average import average_weights
+from mmnnx.train.config import Schedule, TrainConfig
 from mmnnx.train.errors import UserError
 from mmnnx.train.rows import Row
 
@@ -33,15 +37,35 @@ def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.Ta
       UserError: for a schedule that does not go with so many stages and microbatches.
     """
     sizes = model_config(config)
-    shape = (config.stages, config.data_parallel, config.tensor)
-    names = ("stage", "data", "model")
+    names, shape = zip(*config.mesh_axes.items())
     mesh = mm.MultiMesh(axis_sizes=shape, axis_names=names, devices=devices.reshape(shape))
-    rules = rules_of(sizes, config.data_parallel, config.tensor, config.fsdp)
+    rules = rules_of(sizes, config.mesh_axes, config.fsdp)
     stages = [
         mm.Task(f"stage{n}", mesh_slice={"stage": at}, logical_axes=rules)
         for n, at in enumerate(stage_meshes(config, sizes))
     ]
     return mesh, pipeline_sharding(nnx.eval_shape(lambda: build(sizes)), stages)
+
+
+def with_schedule(config: TrainConfig) -> TrainConfig:
+    """The config with the schedule that "auto" stands for.
+
+    That is the one with the lowest step latency in simulation with unit costs, as in `mm.microbatch`, of
+    those for so many stages, virtual stages and microbatches; of equal ones, that with the fewest saved
+    activations. There always is one: 1f1b, and looped-bfs for virtual stages.
+    """
+    if config.schedule != "auto":
+        return config
+    found = []
+    for name in get_args(Schedule)[1:]:
+        try:
+            one = by_name(name, config.stages, config.microbatches, config.virtual_stages, UNIT_COSTS)
+        except ValueError:
+            continue  # not for so many
+        if one.stages_per_mesh == config.virtual_stages:
+            found.append((round(one.timeline.makespan, 6), max(one.memory), name))
+    *_, name = min(found, key=lambda one: one[:2])
+    return dataclasses.replace(config, schedule=name)
 
 
 def stage_meshes(config: TrainConfig, sizes: LMConfig) -> tuple[int, ...]:
@@ -100,6 +124,10 @@ def model_config(config: TrainConfig) -> LMConfig:
     for name in ("vocab", "heads", "kv_heads", "mlp"):
         if (size := getattr(found, name)) % config.tensor:
             raise UserError(f"--tensor {config.tensor} does not divide the {name} {where}, {size}")
+    experts = getattr(found, "experts", 1)
+    if experts % config.expert:
+        text = f"the {experts} experts" if experts > 1 else "a model without experts"
+        raise UserError(f"--expert {config.expert} does not divide {text} {where}")
     longest = getattr(found, "positions", config.sequence)
     if config.sequence > longest:
         raise UserError(f"--sequence {config.sequence} is more than the {longest} positions {where}")
@@ -173,7 +201,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The optimizer's rule on clipped gradients; matrices alone decay."""
+    """The optimizer's rule on clipped gradients, and the average of the weights; matrices alone decay."""
 
     def is_matrix(path, param):
         in_stack = config.scan and jax.tree_util.keystr(path[:1], simple=True) == "blocks"
@@ -204,7 +232,8 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     else:
         by_rate = lambda step: decay * rate(step)  # which its own decay is not multiplied by
         rule = optax.adafactor(rate, weight_decay_rate=by_rate, weight_decay_mask=matrices)
-    return optax.chain(optax.clip_by_global_norm(config.clip), rule)
+    average = [average_weights(config.ema)] if config.ema else []
+    return optax.chain(optax.clip_by_global_norm(config.clip), rule, *average)
 
 
 def loss_fn(model: LM, batch: Row) -> jax.Array:
@@ -217,13 +246,15 @@ def make_train_step(config: TrainConfig) -> Jit:
     With weights that sum to one over the batch it is the mean over its labels, however these are divided.
     Model and optimizer are updated in place: their state is donated.
     """
+    rules = rules_of(model_config(config), config.mesh_axes, config.fsdp)
+    examples = rules["batch"], rules["sequence"]
     grad_fn = mm.microbatch(
         nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, trained(config))),
         dim=0,
         size=config.batch // config.microbatches,
         argnum=1,
         schedule=config.schedule,
-        arg_shardings=PartitionSpec("data") if config.data_parallel > 1 else None,
+        arg_shardings=PartitionSpec(*examples) if any(examples) else None,
         reduce="sum",
     )
 

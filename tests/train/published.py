@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
-from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mmnnx.modules import LM, LMConfig, hf
+from mmnnx.modules import LMConfig, MoELMConfig, hf
+from mmnnx.modules.build import build
 
 TEXT = ["the cat sat on the mat", "a dog ran to the cat", "the mat was on the floor", "hé, a hat"]
 TEMPLATE = (
@@ -21,11 +21,10 @@ TEMPLATE = (
 
 
 def publish(folder: Path, **sizes) -> Path:
-    """Writes the model."""
-    config = dataclasses.replace(
-        LMConfig(vocab=300, layers=4, width=16, heads=4, kv_heads=2, mlp=32, tied=True), **sizes
-    )
-    hf.save(LM(config, rngs=nnx.Rngs(0)), folder)
+    """Writes the model, with experts if `sizes` has some."""
+    kind: Any = MoELMConfig if "experts" in sizes else LMConfig
+    config = kind(**(dict(vocab=300, layers=4, width=16, heads=4, kv_heads=2, mlp=32, tied=True) | sizes))
+    hf.save(build(config), folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

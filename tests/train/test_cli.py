@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mmnnx.cli import main
+from mmnnx.train.config import DEVICES
 from tests.train.command import MODEL, ONE_DEVICE, losses, rows, started, wait_until
 from tests.train.kill import compare
 
@@ -43,7 +44,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, capsys, monkeypatch):
         "--data short.txt": "less than one batch",
         "--batch 12": "--batch 12 must be a multiple of --microbatches 8",
         "--stages 9": "--stages 9 is more than there are blocks",
-        "--processes 3": "3 processes cannot share 8 devices (--stages x --data-parallel x --tensor)",
+        "--processes 3": f"3 processes cannot share 8 devices ({DEVICES})",
         "--processes 2 --cluster": "--cluster joins processes that were started elsewhere",
         "--data short.txt --batch 1 --microbatches 1 --sequence 1 --stages 1 --tensor 1": "runs/lm exists",
         "--resume --name other": "runs/other is no run to resume",

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mmnnx.inspect.schedules import by_name
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.train import TrainConfig
 from mmnnx.train.cli import parse
+from mmnnx.train.config import DEVICES, Schedule
 from mmnnx.train.errors import UserError
 from mmnnx.train.run_folder import RunFolder
+from mmnnx.train.step import with_schedule
+from tests.slow import examples
 
 
 def test_defaults_are_valid():
@@ -25,6 +34,8 @@ def test_defaults_are_valid():
         (dict(steps=0), "--steps must be above zero, not 0"),
         (dict(learning_rate=float("nan")), "--learning-rate must be above zero, not nan"),
         (dict(warmup=-1), "--warmup must not be below zero, not -1"),
+        (dict(ema=1.0), "--ema must be 0 or more and below 1, not 1.0"),
+        (dict(profile=5, steps=6), "--profile 5 comes after 2 steps: --steps must be at least 7, not 6"),
         (dict(seed=2**32), "--seed must be below 2**32, not 4294967296"),
         (dict(out=Path("gs://bucket/lm")), "--out gs:/bucket/lm: a run is kept on a file system"),
         (dict(checkpoints="s3://bucket/lm"), "--checkpoints s3://bucket/lm: checkpoints are kept on a file"),
@@ -40,11 +51,13 @@ def test_defaults_are_valid():
         (dict(processes=0), "--processes must be above zero, not 0"),
         (
             dict(processes=3),
-            "3 processes cannot share 8 devices (--stages x --data-parallel x --tensor)",
+            f"3 processes cannot share 8 devices ({DEVICES})",
         ),
         (dict(processes=2, stages=1, tensor=1), "2 processes cannot share 1 devices"),
         (dict(processes=2, cluster=True), "--cluster joins processes that were started elsewhere"),
         (dict(data_parallel=4), "--data-parallel 4 does not divide the 2 sequences of a microbatch"),
+        (dict(context=3), "--sequence 128 must be a multiple of --context 3"),
+        (dict(expert=2), "--expert divides the experts of a --model that has some, and there is none"),
         (dict(lora=8), "--lora adds to the layers of a --model, and there is none"),
         (dict(fsdp=True), "--fsdp divides weights among the groups of --data-parallel, and there is one"),
         (dict(stages=9), "--stages 9 is more than there are blocks: --layers 8"),
@@ -54,6 +67,60 @@ def test_options_that_do_not_fit(options, says):
     with pytest.raises(UserError) as error:
         TrainConfig(**options).validate()
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(batch=10, microbatches=4), "--batch 8 or 12, or --microbatches 2 or 5 would do"),
+        (dict(tensor=3, heads=6, width=96, kv_heads=3, mlp=255), "; --tensor 1 would do"),
+        (dict(kv_heads=1), "; --kv-heads 2, or --tensor 1 would do"),
+        (dict(data_parallel=4), "; --data-parallel 2, or --batch 32, or --microbatches 4 would do"),
+        (dict(stages=9), "; --stages 8, or --layers 9 would do"),
+        (
+            dict(batch=10, microbatches=4, mlp=255),
+            "--microbatches 4",
+        ),  # two mistakes: no one value mends both
+    ],
+)
+def test_a_refusal_names_the_nearest_that_would_do(options, says):
+    with pytest.raises(UserError, match=f"{re.escape(says)}$"):
+        TrainConfig(**options).validate()
+
+
+OPTIONS = (
+    "batch",
+    "microbatches",
+    "data_parallel",
+    "context",
+    "sequence",
+    "tensor",
+    "stages",
+    "layers",
+    "width",
+    "heads",
+    "kv_heads",
+)
+
+
+@examples(200)
+@given(st.dictionaries(st.sampled_from(OPTIONS), st.integers(1, 24), max_size=2))
+def test_what_a_refusal_proposes_is_accepted_and_nothing_nearer_is(options):
+    config = TrainConfig(**options)
+    try:
+        config.validate()
+        return
+    except UserError as error:
+        text = str(error)
+    proposals = text.partition("; ")[2].removesuffix(" would do").split(", or ") if "would do" in text else []
+    for option, values in (proposal.removeprefix("--").split(" ", 1) for proposal in proposals):
+        field = option.replace("-", "_")
+        given = getattr(config, field)
+        for value in map(int, values.split(" or ")):
+            dataclasses.replace(config, **{field: value}).validate()
+            for nearer in range(min(value, given) + 1, max(value, given)):
+                with pytest.raises(UserError):
+                    dataclasses.replace(config, **{field: nearer})._check()
 
 
 def test_what_is_fine_tuned_has_a_lower_learning_rate():
@@ -137,7 +204,7 @@ def test_options_of_a_file_are_below_those_of_the_command_line(tmp_path):
     [
         ("stepps = 7", "there is no option 'stepps': is it 'steps'?"),
         ('steps = "7"', "steps is '7'"),
-        ('schedule = "2f2b"', "schedule is '2f2b'; there are 1f1b, gpipe"),
+        ('schedule = "2f2b"', "schedule is '2f2b'; there are auto, 1f1b, gpipe"),
         ("[run]\nsteps = 7", "there is no option 'run'"),
         ("steps 7", "Expected '=' after a key"),
     ],
@@ -157,3 +224,19 @@ def test_a_resumed_run_takes_a_file_above_what_it_had(tmp_path):
     )
     with pytest.raises(UserError, match="--resume cannot change it to 32"):
         parse(["--config", toml(tmp_path, f'resume = true\nwidth = 32\nout = "{tmp_path}/run"')])
+
+
+@pytest.mark.parametrize(
+    "options", [dict(stages=4), dict(stages=2, virtual_stages=2), dict(stages=4, microbatches=1)]
+)
+def test_an_automatic_schedule_is_the_shortest_of_those_that_fit(options):
+    config = TrainConfig(schedule="auto", **options)
+    chosen = with_schedule(config)
+    steps = {}
+    for name in get_args(Schedule)[1:]:
+        with contextlib.suppress(ValueError):
+            found = by_name(name, config.stages, config.microbatches, config.virtual_stages, UNIT_COSTS)
+            if found.stages_per_mesh == config.virtual_stages:
+                steps[name] = found.timeline.makespan
+    assert len(steps) > 2 and steps[chosen.schedule] == min(steps.values())
+    assert chosen == dataclasses.replace(config, schedule=chosen.schedule) == with_schedule(chosen)

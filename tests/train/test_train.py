@@ -110,10 +110,12 @@ LAYOUTS = {
     "interleaved": dict(stages=2, virtual_stages=2, schedule="interleaved-1f1b"),
     "interleaved, scanned": dict(stages=2, virtual_stages=2, schedule="looped-bfs", remat=True),
     "v-shaped": dict(stages=2, schedule="zbv", remat=True),
+    "context": dict(stages=2, context=2, tensor=2),
+    "context, data and fsdp, scanned": dict(stages=2, context=2, data_parallel=2, fsdp=True),
 }
 
 
-@pytest.mark.parametrize("layout", all_but(["fsdp and tensor"], LAYOUTS))
+@pytest.mark.parametrize("layout", all_but(["fsdp and tensor", "context"], LAYOUTS))
 def test_where_it_runs_does_not_change_the_losses(layout, config, tmp_path):
     sizes = dict(layers=4, steps=3, batch=8, microbatches=4, scan="scanned" in layout)
     one = losses(train(config(**sizes, stages=1, out=tmp_path / "one")))
@@ -142,6 +144,12 @@ def test_other_optimizers_learn(optimizer, scan, config, tmp_path):
 def test_schedules_that_do_not_go_with_other_options(options, said, config):
     with pytest.raises(UserError, match=said):
         train(config(**(dict(stages=2, layers=6, batch=8, microbatches=4) | options)))
+
+
+def test_an_automatic_schedule_is_said_and_kept(config, capsys):
+    folder = train(config(stages=2, layers=2, schedule="auto", steps=2))
+    assert "--schedule auto: zero-bubble-h1, whose simulated step is the shortest" in capsys.readouterr().out
+    assert json.loads((folder.path / "config.json").read_text())["schedule"] == "zero-bubble-h1"
 
 
 def test_a_row_of_each_step(whole):
