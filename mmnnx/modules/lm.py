@@ -7,7 +7,7 @@ axes (`vocab`, `embed`, `heads`, `kv_heads`, `mlp`), which a `mmnnx.Task` maps t
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,7 @@ class LMConfig:
       remat: the backward computes each block again: True, or a policy of `jax.checkpoint`.
       loss_chunks: `loss` makes the logits of so many parts of the sequence one after the other.
       attention_chunks: so are the scores of attention, for so many parts of the queries.
+      attention: the implementation of attention, as in `Attention`; "cudnn" is flash attention on GPUs.
 
     Raises:
       ValueError: sizes that do not fit each other.
@@ -80,6 +81,7 @@ class LMConfig:
     remat: Any = False
     loss_chunks: int = 1
     attention_chunks: int = 1
+    attention: Literal["xla", "cudnn"] | None = None
 
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
     norm: ClassVar[Any] = RMSNorm
@@ -301,6 +303,7 @@ def causal_attention(config: LMConfig, rngs: nnx.Rngs, **options: Any) -> Attent
         norm_epsilon=config.norm_eps,
         bias=config.bias,
         chunks=config.attention_chunks,
+        implementation=config.attention,
         out_init=nnx.initializers.zeros,
         rngs=rngs,
         **types(config),

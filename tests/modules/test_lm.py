@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mmnnx.modules import LM, LMConfig
+from mmnnx.modules import LM, GemmaConfig, GPT2Config, LMConfig, MoELMConfig
+from mmnnx.modules.build import build as build_model
 from mmnnx.modules.lm import Block
 from mmnnx.modules.mlp import MLP, SwiGLU
 from mmnnx.modules.presets import PRESETS
@@ -238,6 +239,24 @@ def test_scanned_or_rematerialised_blocks_change_nothing(segments, remat):
         mine = [found["blocks"][n]["attention"]["query"]["kernel"][...] for n in range(3)]
     np.testing.assert_allclose(mine, kernels, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found["embed"]["embedding"][...], grads["embed"]["embedding"][...], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LMConfig(attention="cudnn"),
+        MoELMConfig(attention="cudnn"),
+        GemmaConfig(attention="cudnn"),
+        GPT2Config(attention="cudnn"),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_an_implementation_of_attention_reaches_every_block(config):
+    model = nnx.eval_shape(lambda: build_model(config))
+    assert {block.attention.implementation for block in model.blocks} == {"cudnn"}
+    with pytest.raises(ValueError, match="implementation='cudnn' knows no softcap: use None or \"xla\""):
+        softcap = GemmaConfig(attention="cudnn", attention_softcap=50.0, layers=1)
+        nnx.eval_shape(lambda: build_model(softcap)(jnp.zeros((1, 4), jnp.int32)))
 
 
 @pytest.mark.parametrize("remat", [False, True])
