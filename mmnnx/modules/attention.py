@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmnnx.modules.chunked_attention import chunked_attention
+from mmnnx.modules.flash_attention import flash_attention
 from mmnnx.modules.kv_cache import KVCache
 from mmnnx.modules.linear import KERNEL_INIT, Linear, Names
 from mmnnx.modules.logical import constrain
@@ -20,7 +21,8 @@ from mmnnx.modules.rotary import Scaling, rotary
 class Attention(nnx.Module):
     """Scaled dot-product attention (arXiv:1706.03762) with its four projections, on `jax.nn`.
 
-    A subclass overrides `attend`, which gets queries, keys and values by head, and the mask.
+    A subclass overrides `attend`, which gets queries, keys and values by head, and the mask. ("flash" does
+    without it.)
 
     Args:
       width: features of input and output.
@@ -41,7 +43,9 @@ class Attention(nnx.Module):
       softcap: bound of the scores (see `chunked_attention`). Default: none.
       bias: whether the projections to query, key and value have biases.
       out_bias: whether the projection of the result has one.
-      implementation: of `jax.nn.dot_product_attention`: None, "xla", or "cudnn" (flash attention).
+      implementation: of `jax.nn.dot_product_attention`: None, "xla", or "cudnn" (flash attention on GPUs);
+        or "flash", for `flash_attention` of a sequence to itself, on TPUs. With a `mask` or a cache that is
+        as None.
       chunks: parts of the queries whose scores are made one after the other (see `chunked_attention`); where
         they do not divide the queries, as in decoding, all scores are made at once.
       query_axes: logical names of the axes of the query kernel [width, heads * head_dim]; the last also names
@@ -87,7 +91,7 @@ class Attention(nnx.Module):
         softcap: float | None = None,
         bias: bool = False,
         out_bias: bool = False,
-        implementation: Literal["xla", "cudnn"] | None = None,
+        implementation: Literal["xla", "cudnn", "flash"] | None = None,
         chunks: int = 1,
         query_axes: Names = ("embed", "heads"),
         kv_axes: Names = ("embed", "kv_heads"),
@@ -175,7 +179,7 @@ class Attention(nnx.Module):
             scale=self.scale,
             softcap=self.softcap,
             chunks=1 if query.shape[1] % self.chunks else self.chunks,
-            implementation=self.implementation,
+            implementation=None if self.implementation == "flash" else self.implementation,
         )
 
     def __call__(
@@ -226,7 +230,19 @@ class Attention(nnx.Module):
             positions = places if positions is None else positions
             query = rotary(query, positions, self.rotary_base, self.rotary_scaling)
             key = rotary(key, positions, self.rotary_base, self.rotary_scaling)
-        if cache is None:
+        if cache is None and mask is None and memory is None and self.implementation == "flash":
+            y = flash_attention(
+                query,
+                key,
+                value,
+                segment_ids,
+                causal=self.causal,
+                window=self.window,
+                scale=self.scale,
+                softcap=self.softcap,
+                kv_heads=next(iter(self.kv_heads_axes), None),
+            )
+        elif cache is None:
             same = None if segment_ids is None else segment_mask(segment_ids, memory_segment_ids)
             seen = combine(query, key, mask, same)
             y = self.attend(query, key, value, seen, causal=self.causal, window=self.window)

@@ -55,7 +55,7 @@ class LMConfig:
       remat: the backward computes each block again: True, or a policy of `jax.checkpoint`.
       loss_chunks: `loss` makes the logits of so many parts of the sequence one after the other.
       attention_chunks: so are the scores of attention, for so many parts of the queries.
-      attention: the implementation of attention, as in `Attention`; "cudnn" is flash attention on GPUs.
+      attention: the implementation of attention, as in `Attention`: "cudnn" for GPUs, "flash" for TPUs.
 
     Raises:
       ValueError: sizes that do not fit each other.
@@ -81,7 +81,7 @@ class LMConfig:
     remat: Any = False
     loss_chunks: int = 1
     attention_chunks: int = 1
-    attention: Literal["xla", "cudnn"] | None = None
+    attention: Literal["xla", "cudnn", "flash"] | None = None
 
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
     norm: ClassVar[Any] = RMSNorm

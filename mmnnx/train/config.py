@@ -114,6 +114,9 @@ class TrainConfig:
     auto takes the one with the shortest simulated step of those for so many stages and microbatches."""
     remat: bool = False
     """Keep only what is between blocks for the backward, which computes each block again."""
+    attention: Literal["auto", "xla", "cudnn", "flash"] = "auto"
+    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; the others make all
+    scores."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type to compute in. Weights and optimizer state are float32 either way."""
 
@@ -364,7 +367,7 @@ class TrainConfig:
         }
         free |= {"stages", "tensor", "data_parallel", "context", "expert", "fsdp", "virtual_stages"}
         free |= {"processes", "cluster"}
-        free |= {"microbatches", "schedule", "remat"}
+        free |= {"microbatches", "schedule", "remat", "attention"}
         for field in dataclasses.fields(self):
             before, now = _plain(getattr(saved, field.name)), _plain(getattr(self, field.name))
             if field.name not in free and before != now:

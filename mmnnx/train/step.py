@@ -100,6 +100,7 @@ def model_config(config: TrainConfig) -> LMConfig:
       UserError: for a published model that is not known, or does not go on the devices.
     """
     dtype = jnp.dtype(config.precision)
+    attention = None if config.attention == "auto" else config.attention
     if config.model is None:
         return LMConfig(
             vocab=256,
@@ -111,14 +112,21 @@ def model_config(config: TrainConfig) -> LMConfig:
             tied=config.tied,
             scan=config.scan,
             remat=config.remat,
+            attention=attention,
             dtype=dtype,
         )
-    changes: dict[str, Any] = dict(scan=config.scan, remat=config.remat, dtype=dtype, param_dtype=jnp.float32)
+    changes: dict[str, Any] = dict(
+        scan=config.scan, remat=config.remat, attention=attention, dtype=dtype, param_dtype=jnp.float32
+    )
     try:
         found = published().read_config(config.model, **changes)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {config.model}: {error}") from error
     where = f"of {config.model}"
+    if attention == "cudnn" and getattr(found, "attention_softcap", None) is not None:
+        raise UserError(
+            f"--attention cudnn knows no bounded scores, as those {where} are: auto or flash would do"
+        )
     if config.stages > found.layers:
         raise UserError(f"--stages {config.stages} is more than the {found.layers} blocks {where}")
     for name in ("vocab", "heads", "kv_heads", "mlp"):

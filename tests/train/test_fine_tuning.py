@@ -13,7 +13,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from mmnnx.cli import main
-from mmnnx.modules import GPT2, GPT2Config, hf
+from mmnnx.modules import GPT2, GemmaConfig, GPT2Config, hf
+from mmnnx.modules.build import build
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.errors import UserError
 from mmnnx.train.loop import train
@@ -194,3 +195,14 @@ def test_sequences_longer_than_learned_positions(folder, tmp_path):
     hf.save(GPT2(GPT2Config(**sizes), rngs=nnx.Rngs(0)), tmp_path / "model")
     with pytest.raises(UserError, match="--sequence 16 is more than the 12 positions of"):
         train(config(folder, tmp_path / "run", model=tmp_path / "model", stages=2))
+
+
+def test_bounded_scores_have_no_cudnn(folder, tmp_path):
+    sizes = dict(vocab=256, layers=2, width=16, heads=2, kv_heads=2, mlp=64, window=(4, None))
+    model = build(GemmaConfig(**sizes, attention_softcap=3.0, logits_softcap=5.0))
+    hf.save(model, tmp_path / "model")
+    with pytest.raises(
+        UserError, match="--attention cudnn knows no bounded scores, as those of .* auto or flash"
+    ):
+        options = dict(model=tmp_path / "model", stages=2, attention="cudnn")
+        train(config(folder, tmp_path / "run", **options))
