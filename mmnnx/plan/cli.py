@@ -66,6 +66,8 @@ class PlanConfig:
     """Parts of the sequence whose logits are made one after the other, for a large vocabulary."""
     attention_chunks: int = 1
     """Parts of the sequence whose attention scores are made one after the other, for a long sequence."""
+    attention: Annotated[Literal["xla", "cudnn", "flash"] | None, optional("NAME", "all scores")] = None
+    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs."""
     scan: bool = False
     """Stack the blocks and scan them, divided between the stages: one block is compiled for all."""
     json: Annotated[Path | None, optional("FILE", "none")] = None

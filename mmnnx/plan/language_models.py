@@ -54,6 +54,7 @@ class TrainingJob:
       moments: the dtype of Adam's first moment.
       layers: blocks, in place of the preset's.
       loss_chunks, attention_chunks: parts of the sequence whose logits (scores) are made one after the other.
+      attention: how it is computed (see `Attention`).
       scan: blocks are stacked and scanned, which compiles one for all; the stack is divided between stages.
 
     Raises:
@@ -76,6 +77,7 @@ class TrainingJob:
     layers: int | None = None
     loss_chunks: int = 1
     attention_chunks: int = 1
+    attention: Literal["xla", "cudnn", "flash"] | None = None
     scan: bool = False
 
     def __post_init__(self) -> None:
@@ -109,6 +111,7 @@ class TrainingJob:
         changes: dict[str, Any] = {} if self.layers is None else {"layers": self.layers}
         changes |= dict(remat=self.remat)
         changes |= dict(loss_chunks=self.loss_chunks, attention_chunks=self.attention_chunks)
+        changes |= dict(attention=self.attention)
         return kind.preset(self.model, scan=self.scan, **changes)
 
     @property
