@@ -18,8 +18,8 @@ _TILE = 1024  # features; with 512 rows, three tiles of bfloat16 take 5 of the 1
 def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     """`jax.lax.ragged_dot` that does what the rows need alone, on every platform and in the backward too.
 
-    XLA has no such program everywhere (jax 0.10): on CPU `ragged_dot` multiplies every row with every
-    matrix, on TPU its gradient does. Here TPUs run the Pallas kernels of MegaBlox (arXiv:2211.15841), which
+    XLA has no such program everywhere: on CPU `ragged_dot` multiplies every row with every matrix, and with
+    jax 0.10 its gradient does so on TPUs. Here TPUs run the Pallas kernels of MegaBlox (arXiv:2211.15841), which
     JAX has, and other devices go through the rows block by block.
 
     Args:
