@@ -19,8 +19,8 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     """`jax.lax.ragged_dot` that does what the rows need alone, on every platform and in the backward too.
 
     XLA has no such program everywhere: on CPU `ragged_dot` multiplies every row with every matrix, and with
-    jax 0.10 its gradient does so on TPUs. Here TPUs run the Pallas kernels of MegaBlox (arXiv:2211.15841), which
-    JAX has, and other devices go through the rows block by block.
+    jax 0.10 its gradient does so on TPUs. Here TPUs run the Pallas kernels of MegaBlox (arXiv:2211.15841) in
+    JAX, and other devices go through the rows block by block.
 
     Args:
       x: [rows, in], sorted by group.
