@@ -96,7 +96,7 @@ def outer_product_by_blocks(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax
 
 def _block(rows: int, groups: int) -> int:
     """Rows of a block: about those of an even group, so that few blocks are partly empty."""
-    return min(512, max(8, 1 << (rows // groups).bit_length() - 1))
+    return min(512, max(8, 1 << max(1, rows // groups).bit_length() - 1))
 
 
 def _blocks(sizes: jax.Array, block: int) -> tuple[Any, Any, Any, Any]:

@@ -52,7 +52,9 @@ def test_it_is_the_loop_over_rows(sizes, spare):
     assert_close(jax.jit(computed)(*given), by_rows(*given))
 
 
-@pytest.mark.parametrize("sizes, spare", [([700], 0), ([0, 0, 0], 4), ([1, 2, 600, 0], 50)])
+@pytest.mark.parametrize(
+    "sizes, spare", [([700], 0), ([0, 0, 0], 4), ([1, 2, 600, 0], 50), ([0, 0, 1, 0], 0)]
+)
 def test_many_blocks_none_and_one_group(sizes, spare):
     given = operands(sizes, spare, 4, 2)
     assert_close(jax.jit(computed)(*given), by_rows(*given))

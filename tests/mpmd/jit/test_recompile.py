@@ -45,11 +45,13 @@ def test_the_main_job_compiles_once(compiled, tmp_path):
     devices = np.array(jax.devices()[: CONFIG.stages * CONFIG.tensor])
     mesh, placement = place(CONFIG, devices)
     tokens = np.random.default_rng(0).integers(0, 256, (CONFIG.batch, CONFIG.sequence + 1), np.int32)
+    weights = np.full((CONFIG.batch, CONFIG.sequence), 1 / tokens[:, 1:].size, np.float32)
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}
     with mesh, Checkpoints(tmp_path / "checkpoints") as checkpoints:
         model, optimizer = create(CONFIG, placement)
-        train_step, validate = make_train_step(CONFIG), make_validate(tokens[None])
+        train_step, validate = make_train_step(CONFIG), make_validate([batch])
         calls = {
-            "train": lambda: train_step(model, optimizer, tokens),
+            "train": lambda: train_step(model, optimizer, batch),
             "validate": lambda: validate(model),
             "sample": lambda: sample(model, PROMPT, 6, CONFIG.sequence, seed=0),
         }
