@@ -127,6 +127,7 @@ def test_the_persistent_cache_of_a_plan_serves_the_run(tmp_path):
     assert missed["plan"] > 6 and missed["run"] == 0
 
 
+@pytest.mark.slow
 def test_what_the_runtime_refuses_is_compiled(tmp_path, forgotten):
     expected = losses(JOB)
     plan_here(JOB).save(tmp_path / "step.executables")
@@ -139,6 +140,7 @@ def test_what_the_runtime_refuses_is_compiled(tmp_path, forgotten):
         assert losses(JOB) == expected
 
 
+@pytest.mark.slow
 def test_another_step_is_compiled(tmp_path, forgotten):
     plan_here(JOB).save(tmp_path / "step.executables")
     mm.load_executables(tmp_path / "step.executables")

@@ -97,6 +97,7 @@ def test_a_job_that_cannot_be_compiled_is_named(eight_devices, monkeypatch):
     assert lines[0].startswith("not possible, ") and lines[-1] == "None that was compiled fits."
 
 
+@pytest.mark.slow
 def test_the_command_compiles_the_best(capsys):
     options = "--search --target v5e:2x4 --model tiny --batch 16 --sequence 64 --compile-best 2"
     assert main(["plan", *options.split(), "--tensor", "2", "--layers", "2"]) == 0

@@ -23,6 +23,7 @@ def test_functions_in_turn(tmp_path):
             np.testing.assert_allclose(values[name], expected, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_stacks_of_layers(tmp_path):
     """State that spans processes, and comes back from a checkpoint in the same pieces."""
     for count in (1, 2):

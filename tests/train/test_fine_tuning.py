@@ -98,18 +98,26 @@ def test_how_a_batch_of_packed_documents_is_divided_changes_no_loss(folder, tmp_
     np.testing.assert_allclose(validations(tmp_path / "other"), validations(tmp_path / "one"), rtol=1e-5)
 
 
-def test_experts_over_an_axis_of_their_own_change_no_loss(folder, tmp_path):
+EXPERTS = {
+    "with tensor": dict(expert=2, tensor=2),
+    "with data": dict(expert=2, data_parallel=2, fsdp=True, tensor=1),
+}
+
+
+@pytest.mark.parametrize("layout", all_but(["with data"], EXPERTS))
+def test_experts_over_an_axis_of_their_own_change_no_loss(layout, folder, tmp_path):
     """Nor the losses of the routers in it."""
     model = publish(tmp_path / "moe", experts=4, top_k=2, tied=False)
     usual = dict(model=model, steps=3, sequence=40, stages=2, microbatches=2, sample=0)
     train(config(folder, tmp_path / "one", **usual, tensor=1))
-    for name, layout in {
-        "expert": dict(expert=2, tensor=2),
-        "all": dict(expert=2, data_parallel=2, fsdp=True, tensor=1),
-    }.items():
-        train(config(folder, tmp_path / name, **usual, **layout))
-        np.testing.assert_allclose(losses(tmp_path / name), losses(tmp_path / "one"), rtol=2e-5)
-        np.testing.assert_allclose(validations(tmp_path / name), validations(tmp_path / "one"), rtol=2e-5)
+    train(config(folder, tmp_path / "other", **usual, **EXPERTS[layout]))
+    np.testing.assert_allclose(losses(tmp_path / "other"), losses(tmp_path / "one"), rtol=2e-5)
+    np.testing.assert_allclose(validations(tmp_path / "other"), validations(tmp_path / "one"), rtol=2e-5)
+
+
+def test_experts_that_are_not_there_or_do_not_divide(folder, tmp_path):
+    model = publish(tmp_path / "moe", experts=4, top_k=2, tied=False)
+    usual = dict(model=model, stages=2, sequence=40, microbatches=2)
     with pytest.raises(UserError, match=f"--expert 3 does not divide the 4 experts of {model}"):
         train(config(folder, tmp_path / "no", **usual, expert=3, batch=12, tensor=1))
     with pytest.raises(UserError, match="--expert 2 does not divide a model without experts of "):

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import matplotlib.image
+import pytest
 
 from mmnnx.train import train
 from mmnnx.train.cli import parse
@@ -32,6 +33,7 @@ def test_some_steps_are_traced_and_one_is_measured(config):
     assert table.startswith("step ") and "stage1 backward" in table and "transfers: " in table
 
 
+@pytest.mark.slow
 def test_one_stage_is_traced_alone_and_a_resumed_run_is_not_asked_again(config, tmp_path):
     train(config(steps=2))
     run = ["--resume", "--out", str(tmp_path / "run")]

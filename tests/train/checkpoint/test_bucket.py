@@ -180,6 +180,7 @@ def test_killed_at_any_moment_of_writing(objects):
     assert steps_of(objects) == [str(next_step)]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_bucket_alone(objects, tmp_path, capsys):
     """As on another machine; what another run has there is refused, before anything runs."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
