@@ -103,7 +103,7 @@ def _blocks(sizes: jax.Array, block: int) -> tuple[Any, Any, Any, Any]:
     """How many blocks there are; and for the number of one its group, its first row, and its group's end."""
     ends, blocks = jnp.cumsum(sizes), -(-sizes // block)
     last = jnp.cumsum(blocks)
-    group_of = lambda n: jnp.searchsorted(last, n, side="right")
+    group_of = lambda n: jnp.sum(last <= n)  # those before it have no more blocks
     start_of = lambda n: ends[group_of(n)] - sizes[group_of(n)] + (n - (last - blocks)[group_of(n)]) * block
     return last[-1], group_of, start_of, lambda n: ends[group_of(n)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,8 @@ class RotaryScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+    magnitude: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         if min(self.factor, self.low_freq_factor, self.original_max_position_embeddings) <= 0:
@@ -57,6 +60,8 @@ class LinearScaling:
     """
 
     factor: float
+
+    magnitude: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         if self.factor <= 0:
@@ -196,7 +201,7 @@ def rotary(
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"rotary positions are integers, not {positions.dtype}")
     angle = positions[..., None, None] * rotary_frequencies(x.shape[-1], base, scaling)
-    size = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
+    size = 1.0 if scaling is None else scaling.magnitude
     cos, sin = size * jnp.cos(angle), size * jnp.sin(angle)
     a, b = jnp.split(x, 2, axis=-1)  # float32 once multiplied
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -12,7 +12,7 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.inspect import draw_loss, draw_timeline
-from mmnnx.modules import LMConfig
+from mmnnx.modules import LM, LMConfig
 from mmnnx.plan.chips import chip_of
 from mmnnx.plan.language_models import flops_of_token
 from mmnnx.train.average import averaged
@@ -113,20 +113,7 @@ def train(config: TrainConfig) -> RunFolder:
             with_last_checkpoint(checkpoints),
             contextlib.ExitStack() as profiling,
         ):
-            size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-            sizes_shown = [n for axis, n in config.mesh_axes.items() if n > 1 or axis in ("stage", "model")]
-            shape = " x ".join(map(str, sizes_shown))
-            display.say(
-                f"{size:,} parameters on {shape} {describe_devices(mesh)}, "
-                f"{len(corpus.train) + len(corpus.valid):,} {corpus.unit}s of text in {corpus.files:,} "
-                f"{'files' if corpus.unit == 'byte' else 'documents'}, "
-                f"run in {folder.path}"
-            )
-            if isinstance(rows, Packed):
-                display.say(
-                    f"documents are packed in {len(rows):,} rows of {config.sequence} {corpus.unit}s, which "
-                    f"they fill to {rows.used:.1%}"
-                )
+            display.say(describe(config, model, corpus, rows, mesh, folder))
             if automatic:
                 display.say(f"--schedule auto: {config.schedule}, whose simulated step is the shortest")
             if config.resume and not start:
@@ -158,11 +145,11 @@ def train(config: TrainConfig) -> RunFolder:
                 if stop.signal and stopping and step < config.steps:
                     raise Interrupted(step, stop.signal)
 
-        timeline = train_step.program(model, optimizer, held_out[0]).simulate()
+        program = train_step.program(model, optimizer, held_out[0])
         if first:
             with folder.written():
                 draw_loss(folder.rows()).savefig(folder.path / "loss.png")
-                draw_timeline(timeline).savefig(folder.path / "timeline.png")
+                draw_timeline(program.simulate()).savefig(folder.path / "timeline.png")
         if config.sample:
             prompt = corpus.valid.tokens[: max(1, config.sequence // 4)].astype(np.int32)
             with averaged(model, optimizer):
@@ -199,6 +186,25 @@ def work(config: TrainConfig, sizes: LMConfig, corpus: Corpus, rows: Rows, mesh:
         peak=None if chip is None else chip.flops[config.precision],
         bytes_per_token=corpus.bytes_per_token,
         learning_rate=np.asarray(learning_rate(config)(np.arange(config.steps))),
+    )
+
+
+def describe(
+    config: TrainConfig, model: LM, corpus: Corpus, rows: Rows, mesh: mm.MultiMesh, folder: RunFolder
+) -> str:
+    """What is trained, on what, and where it is kept."""
+    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    shown = [n for axis, n in config.mesh_axes.items() if n > 1 or axis in ("stage", "model")]
+    text = (
+        f"{size:,} parameters on {' x '.join(map(str, shown))} {describe_devices(mesh)}, "
+        f"{len(corpus.train) + len(corpus.valid):,} {corpus.unit}s of text in {corpus.files:,} "
+        f"{'files' if corpus.unit == 'byte' else 'documents'}, run in {folder.path}"
+    )
+    if not isinstance(rows, Packed):
+        return text
+    return (
+        f"{text}\ndocuments are packed in {len(rows):,} rows of {config.sequence} {corpus.unit}s, which they "
+        f"fill to {rows.used:.1%}"
     )
 
 

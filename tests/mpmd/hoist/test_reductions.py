@@ -242,6 +242,41 @@ def test_a_mixture_of_experts_over_data_and_experts():
     assert {(2, 4, 16, 32), (2, 4, 32, 16)} <= {tuple(v.aval.shape) for v, _ in program.values}
 
 
+class Counting(nnx.Module):
+    """A scan over layers whose carry has a scalar besides the activations."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.Param(jax.random.normal(rngs.params(), (3, 8, 8)))
+
+    def __call__(self, x, total):
+        step = lambda carry, w: ((jnp.tanh(carry[0] @ w), carry[1] + carry[0].mean()), None)
+        return jax.lax.scan(step, (x, total), self.layers[...])[0]
+
+
+def test_gradients_of_a_scan_with_a_scalar_in_its_carry():
+    """Which the backward hands on as it is."""
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+
+    def loss(model, x):
+        total = jnp.zeros(())
+        for layer in model:
+            x, total = layer(x, total)
+        return jnp.mean(x**2) + total
+
+    program = assert_parity(
+        lambda: nnx.List([Counting(nnx.Rngs(n)) for n in range(2)]),
+        loss,
+        np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32),
+        mm.TaskSharding({mm.path(n): (task, P()) for n, task in enumerate(tasks)}),
+        mesh=mesh,
+        microbatch=4,
+        steps=1,
+        arg_shardings=P("data"),
+    )
+    assert not program.notes
+    assert (2, 3, 8, 8) in {tuple(v.aval.shape) for v, _ in program.values}  # parts of the sum
+
+
 class Experts(nnx.Module):
     """Every example goes to every expert; each device computes with its own experts."""
 
