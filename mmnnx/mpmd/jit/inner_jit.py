@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 from jax.sharding import Mesh
 
 from mmnnx import _compat
@@ -171,11 +172,24 @@ class FlatJit:
         return found
 
     def _trace_once(self, args: Sequence[Any], kwargs: dict[str, Any], explicit: list[Mesh] | None) -> Trace:
-        # JAX would give one jax.jit the same trace again where what differs is not known to it.
-        jitted = jax.jit(functools.partial(self.observed), **self.options)
+        done: list[jax.stages.Traced] = []
+
+        # One of its own for each trace: JAX would give a jax.jit the same trace again where what differs is
+        # not known to it. And what JAX forgets (jax.clear_caches) it traces again in a call that did not go
+        # through nnx.jit, which the function cannot be traced without: then its equations stand for it.
+        @functools.wraps(self.observed)
+        def fun(*args: Any, **kwargs: Any) -> Any:
+            leaves = jax.tree.leaves(self.static.separate(args, kwargs)[0])
+            is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)  # not under jax.disable_jit
+            if not done or not is_traced:
+                return self.observed(*args, **kwargs)
+            return jax.tree.unflatten(done[0].out_tree, jex.jaxpr_as_fun(done[0].jaxpr)(*leaves))
+
+        jitted = jax.jit(fun, **self.options)
         split = not ignoring.get()
         with tracing(split, explicit), gc_paused(), jax.disable_jit(False):
             traced = jitted.trace(*args, **kwargs)
+        done.append(traced)
         return Trace(jitted, traced, self.observer.take_record())
 
 

@@ -662,3 +662,25 @@ def test_metadata_that_may_change_in_place_is_looked_at_every_time(mesh, taken):
     for _ in range(3):
         assert float(scaled(layer)[0]) == 2
     assert not taken
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_what_jax_has_forgotten_runs_all_the_same(placed):
+    """`jax.clear_caches` between two calls, of which the second does not go through `nnx.jit`."""
+    traced = []
+
+    def count_up(model, x, times):
+        traced.append(times)
+        model.bias[...] += times
+        return model(x)
+
+    model, x = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 2))
+    if placed:
+        task = mm.Task("t", mesh=jax.make_mesh((2,), ("model",)))
+        model = mm.jit(lambda model: model, out_shardings=mm.TaskSharding({...: task}))(model)
+    before, step = model(x), mm.jit(count_up, static_argnums=2)
+    for calls in range(1, 5):
+        if calls == 3:
+            jax.clear_caches()
+        np.testing.assert_allclose(step(model, x, 2), before + 2 * calls, rtol=1e-6)
+    assert traced == [2]
