@@ -92,13 +92,14 @@ class TrainConfig:
     stages: int = 4
     """Pipeline stages the layers are split over."""
     tensor: int = 2
-    """Devices over which weights of a stage are split (tensor parallelism), with --expert 1 experts, too."""
+    """Devices over which the weights of a stage are split (tensor parallelism)."""
     data_parallel: int = 1
     """Groups of such devices in a stage, among which the sequences of a microbatch are divided."""
     context: int = 1
-    """Parts of a sequence in such a group, each on devices of its own; keys and values are gathered."""
+    """Devices over which each sequence is split (context parallelism); keys and values are gathered."""
     expert: int = 1
-    """Parts of a group that have different experts, for a --model with some, and different sequences."""
+    """Devices over which the experts of a --model are split (expert parallelism), and sequences, too. With 1,
+    experts are split over --tensor."""
     fsdp: bool = False
     """Divide weights and optimizer state among these groups, too."""
     virtual_stages: int = 1
