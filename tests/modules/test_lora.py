@@ -15,6 +15,7 @@ from mmnnx.modules import LM, LMConfig, LoRALinear, MoELM, MoELMConfig, lora
 
 SIZES = dict(vocab=32, layers=5, width=16, heads=4, kv_heads=2, mlp=32)
 TOKENS = np.arange(64).reshape(4, 16) % 32
+from tests.slow import all_but
 
 
 def make(scan: bool = False):
@@ -38,7 +39,7 @@ def placed(scan: bool):
     return mm.jit(lambda: make(scan), out_shardings=sharding)()
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", all_but([True], [False, True]))
 def test_the_same_at_first_and_where_the_layers_live(scan):
     """Also where the kernels are a DividedArray: two layers and three."""
     expected = make(scan)(TOKENS)
@@ -58,7 +59,7 @@ def test_the_same_at_first_and_where_the_layers_live(scan):
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", all_but([True], [False, True]))
 def test_trained_over_stages_as_on_one_device(scan):
     def train(model, jit, loop):
         optimizer = jit(lambda model: nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam))(model)

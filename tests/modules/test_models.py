@@ -115,7 +115,7 @@ def test_a_new_models_loss_falls(model):
 @pytest.mark.parametrize(
     "model, stages, options, layers",
     [
-        (ViT, 2, dict(layers=3), "blocks"),
+        pytest.param(ViT, 2, dict(layers=3), "blocks", marks=pytest.mark.slow),
         (EncoderDecoder, 3, dict(tied=True), ["encoder.blocks", "decoder.blocks"]),
         (MoELM, 2, dict(scan=2, capacity_factor=1.0), "blocks"),
     ],

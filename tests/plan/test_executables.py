@@ -75,6 +75,7 @@ def forgotten(monkeypatch, no_folder, compiled_anew):
     monkeypatch.setattr(saved_executables, "_loaded", {})
 
 
+@pytest.mark.slow
 def test_what_is_loaded_is_not_compiled(tmp_path):
     """On all meshes, though one of alike fragments is in the file; with the same losses.
 

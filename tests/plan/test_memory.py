@@ -26,7 +26,7 @@ JOBS = {
     "fsdp": small(data=2, fsdp=True),
     "gpipe": small(schedule="gpipe"),
 }
-QUICK = ("remat", "experts", "tensor")
+QUICK = ("experts", "tensor")
 
 
 @pytest.mark.parametrize("name", all_but(QUICK, JOBS))

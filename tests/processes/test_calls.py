@@ -8,6 +8,7 @@ import pytest
 from tests.processes.harness import run
 
 
+@pytest.mark.slow
 def test_functions_in_turn(tmp_path):
     """State that one call has sent and the next donates, results of one function twice, counters of
     optax.MultiSteps, weak types, arrays without elements, and what each process has of its own."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from flax import nnx
 
 from mmnnx.modules import LM, LMConfig, hf
 from tests.processes.harness import run
 
 
+@pytest.mark.slow
 def test_two_processes_read_and_write_it(tmp_path):
     """Five layers, so that a scanned stack is in pieces of two sizes."""
     config = LMConfig(vocab=64, layers=5, width=16, heads=4, kv_heads=2, mlp=32)

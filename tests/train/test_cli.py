@@ -91,7 +91,8 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text, environment):
         assert errors == f"mmnnx: stopped after step {taken}; to go on: mmnnx train --resume --out '{out}'\n"
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 3])
 def test_kills_then_resume(times, tmp_path, text, environment):
     """Kill -9 at random moments; `python -m tests.train.kill --times 20` does it more often."""
     assert len(compare(environment, tmp_path, text, times, seed=0)) == times

@@ -104,7 +104,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("layout", all_but(["with data"], EXPERTS))
+@pytest.mark.parametrize("layout", all_but([], EXPERTS))
 def test_experts_over_an_axis_of_their_own_change_no_loss(layout, folder, tmp_path):
     """Nor the losses of the routers in it."""
     model = publish(tmp_path / "moe", experts=4, top_k=2, tied=False)

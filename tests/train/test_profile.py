@@ -20,6 +20,7 @@ def traced(folder: Path) -> list[int]:
     return sorted(int(e["args"]["step_num"]) for e in events if e.get("name") == "train_step")
 
 
+@pytest.mark.slow
 def test_some_steps_are_traced_and_one_is_measured(config):
     plain = train(config(stages=2, layers=2, steps=5))
     folder = train(config(stages=2, layers=2, steps=5, profile=2, out=plain.path.with_name("profiled")))

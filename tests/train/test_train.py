@@ -97,7 +97,7 @@ def test_tied_shared_heads_in_half_precision_by_gpipe(config):
     assert losses(folder) == pytest.approx([8 * math.log(2)] * 2, abs=0.3)
 
 
-@pytest.mark.parametrize("stages", all_but([3], [2, 3]))  # four blocks: two each, or one, two, one
+@pytest.mark.parametrize("stages", all_but([], [2, 3]))  # four blocks: two each, or one, two, one
 def test_scanned_blocks_are_divided_between_stages(stages, config, tmp_path):
     one = losses(train(config(scan=True, layers=4, stages=1, steps=4, out=tmp_path / "one")))
     folder = train(config(scan=True, layers=4, stages=stages, steps=4))
@@ -116,7 +116,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", all_but(["fsdp and tensor", "flash"], LAYOUTS))
+@pytest.mark.parametrize("layout", all_but(["fsdp and tensor"], LAYOUTS))
 def test_where_it_runs_does_not_change_the_losses(layout, config, tmp_path):
     sizes = dict(layers=4, steps=3, batch=8, microbatches=4, scan="scanned" in layout)
     one = losses(train(config(**sizes, stages=1, out=tmp_path / "one")))

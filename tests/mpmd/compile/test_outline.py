@@ -275,6 +275,7 @@ def test_what_is_left_whole(monkeypatch, blocks, limits):
     assert not parts(program)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_as_the_others_are_compiled_with_them():
     """A stage of two of them holds no more kinds of operations than one does: only what goes on beside it,
     once a step, is worth a call."""

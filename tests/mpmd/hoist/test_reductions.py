@@ -220,6 +220,7 @@ def test_a_language_model_over_data_and_tensor(hlo, options, fsdp):
     assert 0 in {n for _, n in found["outside"]}
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_over_data_and_experts():
     mesh, tasks = pipeline(2, 2, 2, axes=("data", "expert"))
     rules = {"batch": "data", "expert": "expert"}

@@ -153,6 +153,7 @@ def test_no_access(server, tmp_path):
         read_run(url)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_of_writing(objects):
     """The latest checkpoint is whole, at most the one being written is lost, and no rubbish piles up."""
     rng, next_step = np.random.default_rng(0), 1
