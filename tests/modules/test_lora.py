@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.modules import LM, LMConfig, LoRALinear, MoELM, MoELMConfig, lora
+from tests.slow import all_but
 
 SIZES = dict(vocab=32, layers=5, width=16, heads=4, kv_heads=2, mlp=32)
 TOKENS = np.arange(64).reshape(4, 16) % 32
-from tests.slow import all_but
 
 
 def make(scan: bool = False):
