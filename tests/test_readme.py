@@ -75,6 +75,11 @@ def test_the_program_with_a_model_of_another_package(tmp_path):
         assert [float(figure) for figure in figures] == pytest.approx(losses[int(step)], abs=1e-3)
 
 
+@pytest.mark.slow
+def test_the_program_that_generates(tmp_path):
+    assert run_document("docs/generation.md", tmp_path) == "True\n"
+
+
 def test_the_programs_written_for_multimesh(tmp_path):
     printed = run_document("docs/multimesh.md", tmp_path).splitlines()
     assert printed[:2] == ["P('model',) [0, 1, 2, 3]", "P(None, 'model') [4, 5, 6, 7]"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mmnnx.modules.decode import decode
 from mmnnx.modules.kv_cache import KVCache
-from mmnnx.modules.sampling import check_choice, filter_logits
+from mmnnx.modules.sampling import check_choice
 from mmnnx.mpmd.distributed.fetch import fetch
 from mmnnx.mpmd.jit.jit import jit
 
@@ -30,6 +30,8 @@ def generate(
     eos: int | None = None,
     lengths: Any = None,
     capacity: int | None = None,
+    in_flight: int = 1,
+    prefill_chunk: int | None = None,
     on_token: Callable[[np.ndarray], None] | None = None,
 ) -> jax.Array:
     """The tokens that a language model generates after a prompt.
@@ -39,6 +41,11 @@ def generate(
     a layer stays on the mesh of that layer and is overwritten there; tokens are chosen on the mesh of the
     logits. A placed model is used where it is: call this while its MultiMesh is current, as for any function
     of `mm.jit`. Dropout stays as it is set: `model.eval()` switches it off.
+
+    A token goes through all stages before the next one of its row can begin, so one batch keeps one stage
+    busy. `in_flight=` divides the rows into groups that follow each other through the stages (a pipelined
+    decode): with as many groups as stages none of them waits. What a stage does for a group must then take
+    less than for all rows: in a small batch most of it is to read the weights, which each group does.
 
     Args:
       model: an `LM`, or anything with these two: `model.init_cache(batch, capacity)`, a pytree of empty
@@ -50,12 +57,16 @@ def generate(
       top_k: tokens are drawn from the `top_k` likeliest.
       top_p: tokens are drawn from the likeliest ones whose probabilities sum up to `top_p` (nucleus sampling,
         arXiv:1904.09751), after `top_k`.
-      rng: a key. Needed to draw, that is with a temperature above 0.
+      rng: a key. Needed to draw, that is with a temperature above 0. The draws of a row depend on its number
+        in the batch, and not on the rows beside it.
       eos: the token that ends a row: after it the row is filled up with it.
       lengths: int [batch], how many tokens of each row of the prompt count; the others, on the right, are
         padding. All caches must be `KVCache`s. Default: all.
       capacity: tokens that a row of the cache has room for, at least length + max_new_tokens - 1; to give the
         same for several calls saves compiling. Default: that.
+      in_flight: groups of rows that are under way at once; it divides the batch.
+      prefill_chunk: the prompt is read in parts of so many tokens, which follow each other through the stages
+        too, and need less memory than all at once. Default: all at once.
       on_token: called with the tokens of each step, int32 [batch], when the next one is under way: to show
         text as it comes. In several processes each must give it.
 
@@ -79,15 +90,7 @@ def generate(
     _check_prompt(model, prompt, lengths)
     _check_tokens(model, prompt, lengths, eos)
     check_choice(temperature, top_k, top_p, rng)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: generate at least one token")
-    needed = prompt.shape[1] + max_new_tokens - 1
-    capacity = needed if capacity is None else capacity
-    if capacity < needed:
-        raise ValueError(
-            f"capacity={capacity} is too small for a prompt of {prompt.shape[1]} tokens and "
-            f"{max_new_tokens} new ones: give at least {needed}"
-        )
+    capacity = _check_sizes(*prompt.shape, max_new_tokens, capacity, in_flight, prefill_chunk)
     choice: dict[str, Any] = dict(
         key=jax.random.key(0) if rng is None else rng,
         temperature=np.float32(temperature or 1),
@@ -96,93 +99,53 @@ def generate(
         greedy=temperature == 0,
         eos=eos,
     )
+    prompt = prompt.astype(np.int32)
+    # One number for all rows where it can be: so none has to be looked up.
     held = np.int32(prompt.shape[1] - 1) if lengths is None else np.asarray(lengths, np.int32) - 1
-    token, cache = _prefill(model, prompt.astype(np.int32), held, capacity=capacity, **choice)
-    tokens = [token]
-    shown = lambda token: on_token and on_token(np.asarray(fetch(token))[:, 0])
-    for step in range(1, max_new_tokens):
-        # One step behind, so that devices do not wait for the host; processes must all take as many steps.
-        if eos is not None and step > 1 and jax.process_count() == 1 and _is_all(tokens[-2], eos):
-            tokens += [token] * (max_new_tokens - step)
+    streams = [
+        decode(model, prompt[rows], held[rows] if held.ndim else held, rows, capacity, prefill_chunk, choice)
+        for rows in np.split(np.arange(len(prompt), dtype=np.int32), in_flight)
+    ]
+    tokens: list[list[jax.Array]] = [[] for _ in streams]
+    shown = lambda: on_token and on_token(np.concatenate([fetch(own[-1]) for own in tokens])[:, 0])
+    for step in range(max_new_tokens):
+        # A group's next token is dispatched when those of all others are on their way.
+        new = [next(stream, None) for stream in streams]
+        if step:
+            shown()  # one step behind, so that devices do not wait for the host
+        if all(token is None for token in new):
             break
-        token, cache = _decode(model, cache, token, held + np.int32(step), np.uint32(step), **choice)
-        shown(tokens[-1])
-        tokens.append(token)
-    shown(tokens[-1])
-    return _join(*tokens)
-
-
-def _read(model: Any, prompt: Any, held: Any, *, capacity: int, **choice: Any) -> Any:
-    """Reads a prompt [batch, length] into a new cache and chooses the token after it.
-
-    The last token goes through the model on its own: of all others no logits are needed, and none are made.
-    """
-    cache, last = model.init_cache(len(prompt), capacity), prompt[:, -1:]
-    if prompt.shape[1] > 1:
-        _, cache = model(prompt[:, :-1], cache=cache)
-    if held.ndim:
-        last = jnp.take_along_axis(prompt, held[:, None], axis=1)
-    return _step(model, cache, last, held, 0, **choice)
-
-
-def _step(
-    model: Any,
-    cache: Any,
-    token: Any,
-    held: Any,
-    step: Any,
-    *,
-    key: Any,
-    temperature: Any,
-    top_p: Any,
-    top_k: int | None,
-    greedy: bool,
-    eos: int | None,
-) -> Any:
-    """(the token [batch, 1] after `token`, the next cache without its lengths).
-
-    `held`, a scalar or [batch], is the number of tokens in the caches. It is an argument because the caller
-    knows it: so no stage computes it, returns it and has to place it.
-    """
-    logits, cache = model(token, cache=_map(_with_length, cache, held))
-    logits = logits[:, -1:]
-    if greedy:
-        chosen = jnp.argmax(logits, axis=-1)
+        for own, token in zip(tokens, new):
+            own.append(own[-1] if token is None else token)
     else:
-        logits = filter_logits(logits, temperature, top_k, top_p)
-        chosen = jax.random.categorical(jax.random.fold_in(key, step), logits)
-    if eos is not None:
-        chosen = jnp.where((token == eos) & (step > 0), eos, chosen)  # a prompt may end with it
-    return chosen.astype(jnp.int32), _map(_without_length, cache)
+        shown()
+    return _join([own + own[-1:] * (max_new_tokens - len(own)) for own in tokens])
 
 
 # Module-level, so that equal calls use what earlier ones compiled.
-_STATIC = ("top_k", "greedy", "eos")
-_prefill = jit(_read, static_argnames=("capacity", *_STATIC))
-_decode = jit(_step, static_argnames=_STATIC, donate_argnames="cache")
-_join = jit(lambda *tokens: jnp.concatenate(tokens, axis=1))
+_join = jit(lambda tokens: jnp.concatenate([jnp.concatenate(own, axis=1) for own in tokens]))
 
 
-def _map(fun: Callable[..., KVCache], cache: Any, *args: Any) -> Any:
-    """`fun` of every KVCache in a pytree; what else is in it stays."""
-    return jax.tree.map(lambda c: fun(c, *args) if _is_kv_cache(c) else c, cache, is_leaf=_is_kv_cache)
-
-
-def _is_kv_cache(x: Any) -> bool:
-    return isinstance(x, KVCache)
-
-
-def _with_length(cache: KVCache, length: jax.Array) -> KVCache:
-    layers = cache.key.shape[:-4]  # the leading axes in a cache of scanned layers
-    return cache.with_length(jnp.broadcast_to(length, (*layers, *length.shape)))
-
-
-def _without_length(cache: Any) -> Any:
-    return dataclasses.replace(cache, length=None)
-
-
-def _is_all(tokens: jax.Array, eos: int) -> bool:
-    return bool((np.asarray(tokens) == eos).all())
+def _check_sizes(
+    batch: int, length: int, new: int, capacity: int | None, in_flight: int, chunk: int | None
+) -> int:
+    """The capacity of the caches; refuses numbers that will not do."""
+    if new < 1:
+        raise ValueError(f"max_new_tokens={new}: generate at least one token")
+    needed = length + new - 1
+    if capacity is not None and capacity < needed:
+        raise ValueError(
+            f"capacity={capacity} is too small for a prompt of {length} tokens and {new} new ones: give at "
+            f"least {needed}"
+        )
+    if in_flight < 1 or batch % in_flight:
+        fitting = [n for n in range(1, batch + 1) if batch % n == 0]
+        raise ValueError(
+            f"in_flight={in_flight} groups do not divide the {batch} rows of the prompt: {fitting} do"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"prefill_chunk={chunk}: at least one token is read at once")
+    return needed if capacity is None else capacity
 
 
 def _check_prompt(model: Any, prompt: np.ndarray, lengths: Any) -> None:
@@ -200,7 +163,8 @@ def _check_prompt(model: Any, prompt: np.ndarray, lengths: Any) -> None:
         return
     lengths = np.asarray(lengths)
     cache = jax.eval_shape(lambda: model.init_cache(*prompt.shape))
-    others = [c for c in jax.tree.leaves(cache, is_leaf=_is_kv_cache) if not _is_kv_cache(c)]
+    is_kv_cache = lambda x: isinstance(x, KVCache)
+    others = [c for c in jax.tree.leaves(cache, is_leaf=is_kv_cache) if not is_kv_cache(c)]
     if others:
         raise TypeError(
             f"lengths= takes padding out of KVCaches, and the caches of {type(model).__name__} also hold "

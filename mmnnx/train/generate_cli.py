@@ -29,7 +29,7 @@ class GenerateConfig:
     """The folder of a run (with --ema, the averages of its weights), the gs:// URL of its checkpoints, or the
     folder of a published model."""
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]")]
-    """What the text begins with; several are read side by side."""
+    """What the text begins with; several are written at the same time."""
     chat: bool = False
     """The prompt is what a user says: the model's chat template is put around it."""
     tokens: int = 128
@@ -44,6 +44,12 @@ class GenerateConfig:
     """Pipeline stages that the layers are split over."""
     tensor: int = 1
     """Devices over which the weights of a stage are split."""
+    in_flight: int | None = None
+    """Groups of prompts that follow each other through the stages, so that none waits. Default: as many as
+    stages, or more, if there are so many prompts."""
+    prefill_chunk: int | None = None
+    """Tokens of a prompt that are read at once; the parts follow each other through the stages.
+    Default: all."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type to compute in; weights are kept in it too."""
 
@@ -92,6 +98,8 @@ def write(config: GenerateConfig, console: Console) -> None:
             rng=jax.random.key(config.seed) if config.temperature else None,
             eos=codec.end,
             lengths=lengths if len(rows) > 1 else None,
+            in_flight=config.in_flight or groups(len(rows), config.stages),
+            prefill_chunk=config.prefill_chunk,
             on_token=stream,
         )
         tokens = mm.fetch(made)
@@ -113,6 +121,11 @@ def encode(codec: Codec, text: str, chat: bool) -> np.ndarray:
         text = codec.chat([{"role": "user", "content": text}], answer=True)
     tokens = codec.encode(text.encode())
     return tokens[:-1] if len(tokens) and tokens[-1] == codec.end else tokens
+
+
+def groups(rows: int, stages: int) -> int:
+    """The fewest groups of equal size that keep all stages busy; fewer where there are not so many rows."""
+    return min((n for n in range(stages, rows) if rows % n == 0), default=rows) if stages > 1 else 1
 
 
 def until(tokens: np.ndarray, end: int | None) -> list[int]:

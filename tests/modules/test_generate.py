@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections import Counter
 from typing import ClassVar
 
@@ -14,14 +13,13 @@ import pytest
 from flax import nnx
 
 import mmnnx as mm
+from mmnnx.modules import decode
 from mmnnx.modules.generate import generate
 from mmnnx.modules.lm import LM, LMConfig
 from mmnnx.modules.moe_lm import MoELM, MoELMConfig
 from mmnnx.modules.sampling import filter_logits
 from mmnnx.train.sample import sample
 from tests.slow import all_but
-
-module = importlib.import_module("mmnnx.modules.generate")  # the package has a function of that name
 
 SMALL = dict(vocab=32, layers=2, width=16, heads=4, kv_heads=2, mlp=24)
 RULES = [(axis, "model") for axis in ("vocab", "heads", "kv_heads", "mlp")]
@@ -130,7 +128,7 @@ def test_over_four_stages_as_on_one_device(options, how):
     expected = generate(build(layers=4, **options), prompts(), 3, **how)
     mesh, model = placed(**options)
     with mesh:
-        tokens = generate(model, prompts(), 3, **how)
+        tokens = generate(model, prompts(), 3, **how, in_flight=3, prefill_chunk=2)
     np.testing.assert_array_equal(tokens, expected)
     # A tied embedding stays where it is: what it is multiplied with goes there.
     assert tokens.sharding.device_set == set(mesh.devices[0 if options.get("tied") else 3])
@@ -141,21 +139,24 @@ def test_caches_stay_on_their_stages_and_tokens_alone_go_round(scan):
     mesh, model = placed(scan=scan) if scan else placed()
     choice = dict(key=jax.random.key(0), temperature=np.float32(1), top_p=None, top_k=None)
     choice |= dict(greedy=True, eos=None)
+    part, last, rows = prompts().astype(np.int32), np.int32([[1], [2], [3]]), np.arange(3, dtype=np.int32)
     held = np.int32([5, 3, 1])
     with mesh:
-        token, cache = module._prefill(model, prompts().astype(np.int32), held, capacity=8, **choice)
-        reading = module._prefill.program(model, prompts().astype(np.int32), held, capacity=8, **choice)
-        program = module._decode.program(model, cache, token, held + 1, np.uint32(1), **choice)
-        _, after = module._decode(model, cache, token, held + 1, np.uint32(1), **choice)
+        reading = decode._prefill.program(model, None, part, np.int32(0), capacity=8)
+        cache = decode._prefill(model, None, part, np.int32(0), capacity=8)
+        token, cache = decode._decode(model, cache, last, held, np.uint32(0), rows, capacity=8, **choice)
+        step = model, cache, token, held + 1, np.uint32(1), rows
+        program = decode._decode.program(*step, capacity=8, **choice)
+        _, after = decode._decode(*step, capacity=8, **choice)
     for caches in (cache, after):
         for devices, of_stage in zip(mesh.devices, caches, strict=True):
             arrays = jax.tree.leaves(of_stage)
             assert [array.sharding.device_set for array in arrays] == [set(devices)] * 2  # keys, values
             assert all(a.sharding.shard_shape(a.shape)[-2] == 1 for a in arrays)  # one of two heads each
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))  # each step takes over the last one's
-    # Of the prompt no logits are made but those of its last tokens.
-    assert "f32[3,1,32]" in str(reading.fragments[-1].jaxpr)
-    assert not any("f32[3,5,32]" in str(fragment.jaxpr) for fragment in reading.fragments)
+    # Of the prompt no logits are made but those of its last tokens, which go through `_decode`.
+    assert "f32[3,1,32]" in str(program.fragments[-1].jaxpr)
+    assert not any("f32[3,6,32]" in str(fragment.jaxpr) for fragment in reading.fragments)
     sent = [(t.source, t.target, t.shape) for t in program.transfers]
     assert sent == [
         ("stage3", "stage0", (3, 1)),
@@ -172,9 +173,9 @@ def test_compiled_once_for_a_shape_also_over_calls():
         generate(model, prompts(seed=1), 4, capacity=20)
         generate(model, prompts(seed=2), 9, capacity=20)
         assert Counted.traces == first
-        assert first == {(3, 5): 1, (3, 1): 2}  # the prompt, its last token, and each new one
+        assert first == {(3, 5): 1, (3, 1): 1}  # the prompt, and each token after
         generate(model, prompts(length=4), 9, capacity=20)
-    assert Counted.traces == first | {(3, 3): 1, (3, 1): 3}
+    assert Counted.traces == first | {(3, 3): 1}
 
 
 def test_rows_that_have_met_eos_keep_emitting_it():
@@ -192,13 +193,59 @@ def test_rows_that_have_met_eos_keep_emitting_it():
 
 def test_when_all_rows_have_ended_nothing_more_is_computed(monkeypatch):
     model, steps = build(), []
-    decode = module._decode
-    monkeypatch.setattr(module, "_decode", lambda *args, **kwargs: steps.append(1) or decode(*args, **kwargs))
+    step = decode._decode
+    monkeypatch.setattr(decode, "_decode", lambda *args, **kwargs: steps.append(1) or step(*args, **kwargs))
     eos = int(generate(model, prompts(1), 2)[0, 1])
     steps.clear()
     tokens = np.asarray(generate(model, prompts(1), 40, eos=eos))
     assert tokens.shape == (1, 40) and (tokens[0, 1:] == eos).all()
-    assert len(steps) <= 2
+    assert len(steps) <= 3
+
+
+def test_groups_follow_each_other(monkeypatch):
+    """Each is dispatched before the next token of any, and before the host looks at one."""
+    model, prompt, order = build(), prompts(6), []
+    step = decode._decode
+
+    def noted(*args, **kwargs):
+        order.append((int(args[4]), args[5].tolist()))
+        return step(*args, **kwargs)
+
+    whole = np.asarray(generate(model, prompt, 4))
+    monkeypatch.setattr(decode, "_decode", noted)
+    shown = []
+    tokens = generate(
+        model, prompt, 4, in_flight=3, on_token=lambda tokens: shown.append((len(order), tokens))
+    )
+    assert order == [(n, rows) for n in range(4) for rows in ([0, 1], [2, 3], [4, 5])]
+    assert [count for count, _ in shown] == [6, 9, 12, 12]
+    np.testing.assert_array_equal(tokens, whole)
+    np.testing.assert_array_equal(np.stack([tokens for _, tokens in shown], axis=1), whole)
+
+
+def test_a_group_that_has_ended_is_not_computed_while_others_are(monkeypatch):
+    model, prompt, steps = build(), prompts(2), Counter()
+    free = np.asarray(generate(model, prompt, 10))
+    eos = int(next(t for t in free[0] if t not in free[1]))
+    step = decode._decode
+    monkeypatch.setattr(
+        decode, "_decode", lambda *args, **kwargs: steps.update(args[5].tolist()) or step(*args, **kwargs)
+    )
+    shown = []
+    tokens = np.asarray(generate(model, prompt, 10, eos=eos, in_flight=2, on_token=shown.append))
+    end = free[0].tolist().index(eos)
+    assert steps == {0: min(end + 2, 10), 1: 10}
+    np.testing.assert_array_equal(tokens[1], free[1])
+    assert (tokens[0, end:] == eos).all()
+    np.testing.assert_array_equal(np.stack(shown, axis=1), tokens)
+
+
+def test_a_prompt_in_parts():
+    model, prompt = build(), prompts(2, 9)
+    expected = generate(model, prompt, 3, lengths=[9, 4])
+    for chunk in (1, 3, 20):
+        found = generate(model, prompt, 3, lengths=[9, 4], prefill_chunk=chunk)
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_options_may_be_arrays_of_one_number():
@@ -301,6 +348,9 @@ def test_any_model_with_a_cache_will_do():
     ("error", "options", "says"),
     [
         (ValueError, dict(max_new_tokens=0), "at least one token"),
+        (ValueError, dict(in_flight=2), r"in_flight=2 groups do not divide the 3 rows .*: \[1, 3\] do"),
+        (ValueError, dict(in_flight=0), "in_flight=0"),
+        (ValueError, dict(prefill_chunk=0), "prefill_chunk=0: at least one"),
         (ValueError, dict(capacity=8), "capacity=8 is too small for a prompt of 6 tokens and 4 new ones"),
         (ValueError, dict(temperature=-1.0), "temperature=-1.0"),
         (ValueError, dict(temperature=1.0), "needs a key: rng="),

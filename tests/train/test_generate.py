@@ -9,7 +9,7 @@ from rich.console import Console
 from mmnnx.cli import main
 from mmnnx.modules import generate, hf
 from mmnnx.train.config import TrainConfig
-from mmnnx.train.generate_cli import Stream, encode
+from mmnnx.train.generate_cli import Stream, encode, groups
 from mmnnx.train.loop import train
 from mmnnx.train.tokens import Bytes, HubTokenizer
 from tests.train.published import publish, records
@@ -54,6 +54,14 @@ def test_several_prompts_side_by_side(folder, capsys):
     assert found.split("\n\n")[:2] == [prompt + expected(folder, prompt) for prompt in prompts]
 
 
+def test_prompts_in_flight_keep_all_stages_busy():
+    found = {(rows, stages): groups(rows, stages) for rows in (1, 3, 6, 8) for stages in (1, 2, 4)}
+    assert found == {
+        (1, 1): 1, (1, 2): 1, (1, 4): 1, (3, 1): 1, (3, 2): 3, (3, 4): 3,
+        (6, 1): 1, (6, 2): 2, (6, 4): 6, (8, 1): 1, (8, 2): 2, (8, 4): 4,
+    }  # fmt: skip
+
+
 def test_a_conversation_and_a_draw(folder, capsys):
     options = [str(folder / "new"), "--prompt", "the mat", "--chat", "--tokens", "8", "--temperature", "1"]
     first, again = (written(capsys, *options, "--seed", "3") for _ in range(2))
@@ -66,6 +74,7 @@ def test_mistakes_are_told(folder, tmp_path, capsys):
         ([str(tmp_path), "--prompt", "a"], "there is no config.json in"),
         ([str(folder / "new"), "--prompt", ""], "the text is empty"),
         ([str(folder / "new"), "--prompt", "a", "--top-p", "2"], "top_p"),
+        ([str(folder / "new"), "--prompt", "a", "b", "--in-flight", "4"], "in_flight=4 groups do not divide"),
     ]:
         assert main(["generate", *options]) == 2
         assert said in capsys.readouterr().err
