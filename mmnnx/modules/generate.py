@@ -90,7 +90,8 @@ def generate(
     _check_prompt(model, prompt, lengths)
     _check_tokens(model, prompt, lengths, eos)
     check_choice(temperature, top_k, top_p, rng)
-    capacity = _check_sizes(*prompt.shape, max_new_tokens, capacity, in_flight, prefill_chunk)
+    batch, length = prompt.shape
+    capacity = _check_sizes(batch, length, max_new_tokens, capacity, in_flight, prefill_chunk)
     choice: dict[str, Any] = dict(
         key=jax.random.key(0) if rng is None else rng,
         temperature=np.float32(temperature or 1),
@@ -101,10 +102,10 @@ def generate(
     )
     prompt = prompt.astype(np.int32)
     # One number for all rows where it can be: so none has to be looked up.
-    held = np.int32(prompt.shape[1] - 1) if lengths is None else np.asarray(lengths, np.int32) - 1
+    held: Any = np.int32(length - 1) if lengths is None else np.asarray(lengths, np.int32) - 1
     streams = [
         decode(model, prompt[rows], held[rows] if held.ndim else held, rows, capacity, prefill_chunk, choice)
-        for rows in np.split(np.arange(len(prompt), dtype=np.int32), in_flight)
+        for rows in np.split(np.arange(batch, dtype=np.int32), in_flight)
     ]
     tokens: list[list[jax.Array]] = [[] for _ in streams]
     shown = lambda: on_token and on_token(np.concatenate([fetch(own[-1]) for own in tokens])[:, 0])
