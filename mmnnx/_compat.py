@@ -413,10 +413,22 @@ def is_optimizer_state(variable: Any) -> bool:
     return isinstance(variable, nnx.optimizer.OptState)
 
 
-def module_is_pytree(cls: type[nnx.Module]) -> bool:
+def module_is_pytree(cls: type[nnx.Pytree]) -> bool:
     """Whether an NNX Module class was made with `pytree=True`; a subclass does not inherit the choice,
     and Flax offers no way to ask for it."""
     return cls._pytree__is_pytree
+
+
+CONSTRUCTION = "_pytree__state"
+"""The attribute of an NNX object in which Flax keeps how far its construction is; it holds no arrays."""
+
+
+def data_attributes(module: Any) -> Mapping[str, bool]:
+    """Which attributes of an NNX object are data, and which static; one that is not in it is static.
+
+    Flax's own flattening reads it as well, but sorts all attributes every time.
+    """
+    return module._pytree__nodes._mapping
 
 
 def attribute_order(module: Any) -> list[str] | None:

@@ -333,6 +333,18 @@ def test_attribute_order():
     assert _compat.attribute_order(nnx.eval_shape(lambda: Model(nnx.Rngs(0)))) == order
 
 
+def test_data_attributes():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.weight, self.size = nnx.Param(jnp.ones(2)), 3
+            self.parts = nnx.data({"bias": jnp.zeros(2)})
+
+    model = Model()
+    found = {name for name in vars(model) if _compat.data_attributes(model).get(name)}
+    assert found == {"weight", "parts", _compat.CONSTRUCTION}
+    assert not jax.tree.leaves(vars(model)[_compat.CONSTRUCTION])
+
+
 def test_a_key_value_store():
     """`_compat.key_value_store`, in a process that has one to itself."""
     program = """

@@ -26,7 +26,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    rng: jax.Array | None = None,
+    key: jax.Array | None = None,
     eos: int | None = None,
     lengths: Any = None,
     capacity: int | None = None,
@@ -57,7 +57,7 @@ def generate(
       top_k: tokens are drawn from the `top_k` likeliest.
       top_p: tokens are drawn from the likeliest ones whose probabilities sum up to `top_p` (nucleus sampling,
         arXiv:1904.09751), after `top_k`.
-      rng: a key. Needed to draw, that is with a temperature above 0. The draws of a row depend on its number
+      key: needed to draw, that is with a temperature above 0. The draws of a row depend on its number
         in the batch, and not on the rows beside it.
       eos: the token that ends a row: after it the row is filled up with it.
       lengths: int [batch], how many tokens of each row of the prompt count; the others, on the right, are
@@ -89,11 +89,11 @@ def generate(
     top_k, eos = (None if n is None else operator.index(n) for n in (top_k, eos))
     _check_prompt(model, prompt, lengths)
     _check_tokens(model, prompt, lengths, eos)
-    check_choice(temperature, top_k, top_p, rng)
+    check_choice(temperature, top_k, top_p, key)
     batch, length = prompt.shape
     capacity = _check_sizes(batch, length, max_new_tokens, capacity, in_flight, prefill_chunk)
     choice: dict[str, Any] = dict(
-        key=jax.random.key(0) if rng is None else rng,
+        key=jax.random.key(0) if key is None else key,
         temperature=np.float32(temperature or 1),
         top_p=None if top_p in (None, 1) else np.float32(top_p),
         top_k=top_k,

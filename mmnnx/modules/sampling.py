@@ -44,22 +44,24 @@ def filter_logits(
     return logits
 
 
-def check_choice(temperature: float, top_k: int | None, top_p: float | None, rng: Any) -> None:
+def check_choice(temperature: float, top_k: int | None, top_p: float | None, key: Any) -> None:
     """Refuses options of `mmnnx.modules.generate` that do not go together.
 
     Raises:
       ValueError: one out of range, a key that is lacking, or options for drawing where nothing is drawn.
-      TypeError: `rng` is not a key.
+      TypeError: `key` is not a key.
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature}: it is 0 (the likeliest token) or above")
-    if temperature > 0 and rng is None:
-        raise ValueError(f"temperature={temperature} draws tokens, and needs a key: rng=jax.random.key(0)")
+    if temperature > 0 and key is None:
+        raise ValueError(f"temperature={temperature} draws tokens, and needs a key: key=jax.random.key(0)")
     if temperature == 0 and (top_k is not None or top_p is not None):
         raise ValueError("top_k= and top_p= are for drawing, and temperature=0 takes the likeliest token")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: at least one token must be left")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p}: it is a probability above 0")
-    if not isinstance(rng, jax.Array | None):
-        raise TypeError(f"rng={rng!r}: it is a key, such as jax.random.key(0), or that of a stream, rngs()")
+    if not isinstance(key, jax.Array | None):
+        raise TypeError(
+            f"key={key!r}: it is one of JAX, such as jax.random.key(0), or that of a stream, rngs()"
+        )

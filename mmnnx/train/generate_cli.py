@@ -95,7 +95,7 @@ def write(config: GenerateConfig, console: Console) -> None:
             config.tokens,
             temperature=config.temperature,
             top_p=config.top_p,
-            rng=jax.random.key(config.seed) if config.temperature else None,
+            key=jax.random.key(config.seed) if config.temperature else None,
             eos=codec.end,
             lengths=lengths if len(rows) > 1 else None,
             in_flight=config.in_flight or groups(len(rows), config.stages),

@@ -26,9 +26,9 @@ def sample(
     tokens, key = prompt.astype(np.int32), jax.random.key(seed)
     total = len(tokens) + count
     while len(tokens) < total:
-        key, rng = jax.random.split(key)
+        key, own = jax.random.split(key)
         recent = tokens[-max(1, window // 2) :]
         room = max(1, window - len(recent))
-        made = mm.fetch(generate(model, recent[None], room, temperature=temperature, rng=rng))
+        made = mm.fetch(generate(model, recent[None], room, temperature=temperature, key=own))
         tokens = np.concatenate([tokens, made[0].astype(np.int32)])
     return tokens[:total]

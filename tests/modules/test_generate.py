@@ -118,13 +118,13 @@ def test_padding_is_not_read():
     ("options", "how"),
     [
         pytest.param({}, {}, marks=pytest.mark.slow),
-        (dict(scan=4), dict(lengths=(2, 6, 3), temperature=1.5, top_k=20, top_p=0.95, rng=3)),
+        (dict(scan=4), dict(lengths=(2, 6, 3), temperature=1.5, top_k=20, top_p=0.95, key=3)),
         pytest.param(dict(tied=True), dict(lengths=(2, 6, 3)), marks=pytest.mark.slow),
     ],
 )
 def test_over_four_stages_as_on_one_device(options, how):
-    if "rng" in how:
-        how = how | dict(rng=jax.random.key(how["rng"]))
+    if "key" in how:
+        how = how | dict(key=jax.random.key(how["key"]))
     expected = generate(build(layers=4, **options), prompts(), 3, **how)
     mesh, model = placed(**options)
     with mesh:
@@ -251,7 +251,7 @@ def test_a_prompt_in_parts():
 def test_options_may_be_arrays_of_one_number():
     options = dict(temperature=0.5, top_k=3, eos=3)
     arrays = {name: jnp.asarray(value) for name, value in options.items()}
-    draw = lambda how: generate(build(), prompts(1), 4, rng=jax.random.key(0), **how)
+    draw = lambda how: generate(build(), prompts(1), 4, key=jax.random.key(0), **how)
     np.testing.assert_array_equal(draw(arrays), draw(options))
 
 
@@ -317,7 +317,7 @@ def test_tokens_are_drawn_from_the_filtered_distribution():
     logits = np.random.default_rng(1).normal(size=8)
     options = dict(temperature=0.8, top_k=5, top_p=0.9)
     p = filtered(logits[None], *options.values())[0]
-    tokens = generate(Fixed(logits), np.zeros((2000, 1), int), 2, rng=jax.random.key(0), **options)
+    tokens = generate(Fixed(logits), np.zeros((2000, 1), int), 2, key=jax.random.key(0), **options)
     for column in np.asarray(tokens).T:  # each step draws anew
         found = np.bincount(column, minlength=8) / 2000
         assert (found[p == 0] == 0).all()
@@ -327,7 +327,7 @@ def test_tokens_are_drawn_from_the_filtered_distribution():
 
 def test_the_key_decides_and_top_k_of_one_is_greedy():
     draw = lambda seed, **options: np.asarray(
-        generate(build(layers=1), prompts(), 8, rng=jax.random.key(seed), **options)
+        generate(build(layers=1), prompts(), 8, key=jax.random.key(seed), **options)
     )
     np.testing.assert_array_equal(draw(0, temperature=1.0), draw(0, temperature=1.0))
     assert (draw(0, temperature=1.0) != draw(1, temperature=1.0)).any()
@@ -353,13 +353,13 @@ def test_any_model_with_a_cache_will_do():
         (ValueError, dict(prefill_chunk=0), "prefill_chunk=0: at least one"),
         (ValueError, dict(capacity=8), "capacity=8 is too small for a prompt of 6 tokens and 4 new ones"),
         (ValueError, dict(temperature=-1.0), "temperature=-1.0"),
-        (ValueError, dict(temperature=1.0), "needs a key: rng="),
-        (TypeError, dict(temperature=1.0, rng=0), "rng=0: it is a key"),
+        (ValueError, dict(temperature=1.0), "needs a key: key="),
+        (TypeError, dict(temperature=1.0, key=0), "key=0: it is one of JAX"),
         (ValueError, dict(top_k=3), "temperature=0 takes the likeliest token"),
         (ValueError, dict(top_p=0.5), "temperature=0 takes the likeliest token"),
-        (ValueError, dict(temperature=1.0, rng=0, top_k=0), "top_k=0: at least one"),
-        (ValueError, dict(temperature=1.0, rng=0, top_p=0.0), "top_p=0.0: it is a probability"),
-        (ValueError, dict(temperature=1.0, rng=0, top_p=1.5), "top_p=1.5: it is a probability"),
+        (ValueError, dict(temperature=1.0, key=0, top_k=0), "top_k=0: at least one"),
+        (ValueError, dict(temperature=1.0, key=0, top_p=0.0), "top_p=0.0: it is a probability"),
+        (ValueError, dict(temperature=1.0, key=0, top_p=1.5), "top_p=1.5: it is a probability"),
         (ValueError, dict(lengths=[1, 2]), r"lengths= is int \[3\].*it is int64\[2\]"),
         (ValueError, dict(lengths=[1.0, 2.0, 3.0]), r"it is float64\[3\]"),
         (ValueError, dict(lengths=[0, 2, 3]), "lengths= are from 1 to 6"),

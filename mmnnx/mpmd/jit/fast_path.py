@@ -8,34 +8,14 @@ only to know that its arguments have equal keys: modules are pytrees, so that is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
 
 from mmnnx import _compat
-from mmnnx.mpmd.jit.cache_key import surroundings
+from mmnnx.mpmd.jit.arguments import Arguments
 from mmnnx.mpmd.jit.homes import is_homeless
-from mmnnx.sharding.divided_array import DividedArray
-
-
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    """The arguments of one call, flattened: with equal keys the same program runs on `values`.
-
-    To compare keys is cheap, for most of what is in them are the same objects from call to call; to hash them
-    is not.
-
-    Attributes:
-      key: all but the values.
-      variables: by number of the value, the Variable that holds it, if one does.
-      values: arrays and numbers; one that is shared is there once.
-    """
-
-    key: Any
-    variables: dict[int, nnx.Variable]
-    values: list[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,98 +45,6 @@ class FastPath:
         return jax.tree.unflatten(self.out_tree, results[self.out])
 
 
-def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
-    """Flattens the arguments of a call; None where only `nnx.jit` itself will do.
-
-    Args:
-      dynamic: positional and keyword arguments, without the static ones.
-      static: the static ones.
-    """
-    modules: list[int] = []  # by id, as often as they are met
-    times: dict[int, int] = {}
-    endless: list[Any] = []
-
-    def is_variable(x: Any) -> bool:
-        kind = _KINDS[type(x)]
-        if kind is _MODULE:
-            modules.append(id(x))
-            times[id(x)] = times.get(id(x), 0) + 1
-            if times[id(x)] > _MANY:  # to raise an error here would cost JAX some of Python's stack for good
-                endless.append(x)
-        return kind is _VARIABLE or bool(endless)
-
-    leaves, tree = jax.tree.flatten(dynamic, is_leaf=is_variable)
-    if endless:
-        return None
-    numbers = {m: n for n, m in enumerate(times)}
-    same = [numbers[m] for m in modules] if len(numbers) < len(modules) else None
-    seen: dict[int, int] = {}
-    shared: list[int] = []
-    types: list[Any] = []
-    values: list[Any] = []
-    variables: dict[int, nnx.Variable] = {}
-    for leaf in leaves:
-        value, kind, metadata = leaf, _KINDS[type(leaf)], None
-        first = seen.setdefault(id(leaf), len(values)) if kind is _VARIABLE else len(values)
-        shared.append(first)
-        if first < len(values):
-            continue  # a Variable met before
-        if kind is _VARIABLE:
-            variables[first] = leaf
-            value, metadata = leaf.get_raw_value(), tuple(leaf.get_metadata().items())
-            kind = _KINDS[type(value)]
-        if kind is _ARRAY or kind is _REFERENCE:
-            array = value if kind is _ARRAY else _compat.held(value)
-            placed = array.committed or isinstance(array, DividedArray)
-            aval, home = array.aval, array.sharding if placed else None
-            types.append((type(leaf), metadata, aval.shape, aval.dtype, aval.weak_type, home))
-        elif kind is _NUMBER:
-            types.append((type(leaf), metadata, jax.typeof(value)))
-        else:
-            return None
-        values.append(value)
-    return Arguments((static, surroundings(), shared, same, types, tree), variables, values)
-
-
-def variables_in(*trees: Any) -> Collection[nnx.Variable]:
-    """Every Variable in arguments or results."""
-    arguments = flatten_arguments(trees, None)
-    if arguments is not None:
-        return arguments.variables.values()
-    return [value for _, value in nnx.iter_graph(trees) if isinstance(value, nnx.Variable)]
-
-
-_VARIABLE, _MODULE, _OTHER = "Variable", "module", "other"
-_ARRAY, _REFERENCE, _NUMBER = "array", "reference", "number"
-
-_MANY = 64  # a module that is met more often refers to itself, as a child does that knows its parent.
-# Its flattening would go on until Python's stack is full.
-
-
-class _Kinds(dict[type, str]):
-    """What instances of a class are here. (To ask `isinstance` of each costs more than all the rest.)"""
-
-    def __missing__(self, cls: type) -> str:
-        if issubclass(cls, nnx.Variable):
-            kind = _VARIABLE
-        elif issubclass(cls, nnx.Pytree):
-            kind = _MODULE
-        elif issubclass(cls, jax.core.Tracer):
-            kind = _OTHER
-        elif issubclass(cls, jax.Array):
-            kind = _ARRAY
-        elif issubclass(cls, jax.Ref):
-            kind = _REFERENCE
-        else:
-            number = issubclass(cls, (int, float, complex)) or hasattr(cls, "__array__")
-            kind = _NUMBER if number else _OTHER
-        self[cls] = kind
-        return kind
-
-
-_KINDS = _Kinds()
-
-
 class FastPaths:
     """The fast paths of one function, the last used first."""
 
@@ -178,9 +66,9 @@ class FastPaths:
 
     def add(self, arguments: Arguments, path: FastPath) -> None:
         """Notes how to repeat a call."""
-        static, around, _, _, types, tree = arguments.key
+        static, around, types, structure = arguments.key
         try:
-            hash((static, around, tuple(types), tree))
+            hash((static, around, *types, *structure))
         except TypeError:  # what cannot be hashed may be changed, and still be equal to itself
             return
         self.known.insert(0, (arguments.key, path))

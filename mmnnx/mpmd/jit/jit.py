@@ -16,15 +16,9 @@ from mmnnx.mpmd.frontend.observe import Observer
 from mmnnx.mpmd.frontend.references import hijax_refused
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Profile
+from mmnnx.mpmd.jit.arguments import Arguments, flatten_arguments, variables_in
 from mmnnx.mpmd.jit.check_shardings import check_shardings
-from mmnnx.mpmd.jit.fast_path import (
-    Arguments,
-    FastPath,
-    FastPaths,
-    fast_path,
-    flatten_arguments,
-    variables_in,
-)
+from mmnnx.mpmd.jit.fast_path import FastPath, FastPaths, fast_path
 from mmnnx.mpmd.jit.homes import bring_home, note_homes
 from mmnnx.mpmd.jit.inner_jit import FlatJit
 from mmnnx.mpmd.jit.stage_objects import Lowered, Traced
