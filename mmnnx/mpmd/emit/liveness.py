@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence, Set
 
 from mmnnx.mpmd.ir.instructions import Control, Instruction
@@ -28,4 +27,4 @@ def free_after_last_use(instructions: Sequence[Instruction], results: Set[int]) 
             after.append(set(seen))
         elif control == "repeat":
             seen -= {*i.outputs}
-    return tuple(dataclasses.replace(i, frees=f) if f else i for i, f in zip(instructions, reversed(freed)))
+    return tuple(i.freeing(f) if f else i for i, f in zip(instructions, reversed(freed)))

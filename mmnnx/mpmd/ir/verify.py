@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import graphlib
 from collections import Counter
 from collections.abc import Set
@@ -34,7 +35,7 @@ def verify(program: ProgramData) -> None:
     results = {s for buffers in program.outputs for s in buffers}
     entered: list[set[int]] = []  # for each while that is not over, the buffers that were there before it
     for number, i in enumerate(program.instructions):
-        where = f"instruction {number}, {describe(program, i)}"
+        where = _Where(program, number)
         mesh_in, mesh_out = _meshes(i)
         for s in i.inputs:
             if s not in live:
@@ -70,6 +71,17 @@ def verify(program: ProgramData) -> None:
         raise VerificationError(f"{value_text(program, s)} is never freed")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Where:
+    """What messages call an instruction. Made into words where there is a message."""
+
+    program: ProgramData
+    number: int
+
+    def __str__(self) -> str:
+        return f"instruction {self.number}, {describe(self.program, self.program.instructions[self.number])}"
+
+
 def _meshes(i: Instruction) -> tuple[Mesh | None, Mesh | None]:
     """The mesh that an instruction reads on, and the one that it writes on; none for a while."""
     if isinstance(i, Control):
@@ -78,7 +90,7 @@ def _meshes(i: Instruction) -> tuple[Mesh | None, Mesh | None]:
 
 
 def _check_control(
-    program: ProgramData, i: Control, where: str, live: Set[int], entered: list[set[int]]
+    program: ProgramData, i: Control, where: _Where, live: Set[int], entered: list[set[int]]
 ) -> None:
     """Checks that a while has the same buffers before each iteration, and moves none to another mesh."""
     if i.kind == "while":
