@@ -42,61 +42,86 @@ def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
       dynamic: positional and keyword arguments, without the static ones.
       static: the static ones.
     """
-    structure: list[Any] = []
-    types: list[Any] = []
-    variables: dict[int, nnx.Variable] = {}
-    values: list[Any] = []
-    met: dict[int, int] = {}  # modules and Variables are numbered, by id
-    known = True
+    walk = _Walk()
+    walk.pytree(dynamic)
+    if not walk.known:
+        return None
+    key = (static, surroundings(), walk.types, walk.structure)
+    return Arguments(key, walk.variables, walk.values)
 
-    def visit(x: Any, kind: str) -> None:
-        nonlocal known
-        if kind is _MODULE or kind is _VARIABLE:
-            number = len(met)
-            if (first := met.setdefault(id(x), number)) < number:
-                structure.extend((_SEEN, first))
-                return
+
+class _Walk:
+    """Goes through arguments. (Functions in one another would be a circle, which keeps arrays alive.)
+
+    Attributes:
+      structure: what they consist of: types and attributes of modules, static values, numbers of what was met
+        before, each after one of the marks below.
+      types: of the values.
+      variables, values: as in `Arguments`.
+      known: whether all in them is of a kind that the fast path knows.
+    """
+
+    def __init__(self) -> None:
+        self.structure: list[Any] = []
+        self.types: list[Any] = []
+        self.variables: dict[int, nnx.Variable] = {}
+        self.values: list[Any] = []
+        self.known = True
+        self._numbers: dict[int, int] = {}  # of modules and Variables, by id
+
+    def pytree(self, x: Any) -> None:
+        leaves, tree = jax.tree.flatten(x, is_leaf=_is_walked)
+        self.structure.append(tree)
+        for leaf in leaves:
+            self._leaf(leaf, _KINDS[type(leaf)])
+
+    def _leaf(self, x: Any, kind: str) -> None:
         if kind is _MODULE:
-            attributes, is_data = vars(x), _compat.data_attributes(x)
-            names = _SORTED[tuple(attributes)]  # an update by `nnx.jit` changes their order
-            structure.extend((_ATTRIBUTES, type(x), names))
-            for name in names:
-                value = attributes[name]
-                if not is_data.get(name):
-                    structure.append(value)
-                elif (kind := _KINDS[type(value)]) is not _OTHER:
-                    visit(value, kind)
-                elif name != _compat.CONSTRUCTION:
-                    visit_pytree(value)
+            self._module(x)
+        elif kind is _VARIABLE:
+            self._variable(x)
+        else:
+            self._value(x, kind, (type(x),))
+
+    def _module(self, module: Any) -> None:
+        append, number = self.structure.append, len(self._numbers)
+        if (first := self._numbers.setdefault(id(module), number)) < number:
+            self.structure += (_SEEN, first)
             return
-        structure.append(_VALUE)
-        held: Any = type(x)
-        if kind is _VARIABLE:
-            variables[len(values)] = x
-            held = (held, *x.get_metadata().items())
-            x = x.get_raw_value()
-            kind = _KINDS[type(x)]
-        values.append(x)
+        attributes, is_data = vars(module), _compat.data_attributes(module)
+        names = _SORTED[tuple(attributes)]  # an update by `nnx.jit` changes their order
+        self.structure += (_ATTRIBUTES, type(module), names)
+        for name in names:
+            value = attributes[name]
+            if not is_data.get(name):
+                append(value)
+            elif (kind := _KINDS[type(value)]) is not _OTHER:
+                self._leaf(value, kind)
+            elif name != _compat.CONSTRUCTION:
+                append(_PYTREE)
+                self.pytree(value)
+
+    def _variable(self, variable: nnx.Variable) -> None:
+        number = len(self._numbers)
+        if (first := self._numbers.setdefault(id(variable), number)) < number:
+            self.structure += (_SEEN, first)
+            return
+        value = variable.get_raw_value()
+        self.variables[len(self.values)] = variable
+        self._value(value, _KINDS[type(value)], (type(variable), *variable.get_metadata().items()))
+
+    def _value(self, x: Any, kind: str, held: tuple[Any, ...]) -> None:
+        self.structure.append(_VALUE)
         if kind is _ARRAY or kind is _REFERENCE:
             array = x if kind is _ARRAY else _compat.held(x)
             placed = array.committed or isinstance(array, DividedArray)
             aval, home = array.aval, array.sharding if placed else None
-            types.append((held, aval.shape, aval.dtype, aval.weak_type, home))
+            self.types.append((held, aval.shape, aval.dtype, aval.weak_type, home))
         elif kind is _NUMBER:
-            types.append((held, jax.typeof(x)))
+            self.types.append((held, jax.typeof(x)))
         else:
-            known = False
-
-    def visit_pytree(x: Any) -> None:
-        leaves, tree = jax.tree.flatten(x, is_leaf=_is_walked)
-        structure.extend((_PYTREE, tree))
-        for leaf in leaves:
-            visit(leaf, _KINDS[type(leaf)])
-
-    visit_pytree(dynamic)
-    if not known:
-        return None
-    return Arguments((static, surroundings(), types, structure), variables, values)
+            self.known = False
+        self.values.append(x)
 
 
 def _is_walked(x: Any) -> bool:
