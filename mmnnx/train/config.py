@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from mmnnx.train.assistant import LossOn
 from mmnnx.train.checkpoint.errors import CheckpointError
 from mmnnx.train.checkpoint.paths import folder_at, in_bucket
 from mmnnx.train.errors import UserError
@@ -82,6 +83,9 @@ class TrainConfig:
     """How documents become sequences. "documents": whole ones side by side, of which none sees another, and
     padding; longer ones are cut. "stream": joined and cut, so that a token sees the documents before its own.
     "auto": documents for records, a stream for text files alone."""
+    loss_on: LossOn = "all"
+    """Which tokens of "messages" are trained on, and counted in validations. "assistant": those that the
+    assistant writes, with the token that ends its turn. Records with a "text" count in full."""
     batch: int = 16
     """Sequences in a step."""
     sequence: int = 128

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 import mmnnx as mm
+from mmnnx.train.assistant import LossOn
 from mmnnx.train.errors import Diverged
 from mmnnx.train.progress import Display
 from mmnnx.train.run_folder import RunFolder
@@ -27,7 +28,8 @@ class Work:
       flops: operations that the model needs for a token, without recomputation.
       devices: how many it runs on.
       peak: operations a second that one of them can do; None where that is not published, as of a CPU.
-      bytes_per_token: of the held-out text.
+      bytes_per_token: of the held-out text that is in the loss.
+      loss_on: which tokens are.
       learning_rate: of each step, float [steps].
     """
 
@@ -36,6 +38,7 @@ class Work:
     devices: int
     peak: float | None
     bytes_per_token: float
+    loss_on: LossOn
     learning_rate: np.ndarray
 
     def speeds(self, steps: int, seconds: float) -> dict[str, float]:
@@ -94,7 +97,8 @@ class Meter:
         bits = loss / math.log(2) / self._work.bytes_per_token
         self._record(step=step, val_loss=loss, val_bits_per_byte=bits, **(memory or {}))
         tokens = "" if self._work.bytes_per_token == 1 else f"perplexity {math.exp(min(loss, 700)):,.2f}, "
-        self._display.say(f"step {step}: validation loss {loss:.4f}, {tokens}{bits:.3f} bits per byte")
+        of = " of the assistant's tokens" if self._work.loss_on == "assistant" else ""
+        self._display.say(f"step {step}: validation loss{of} {loss:.4f}, {tokens}{bits:.3f} bits per byte")
         self._times = deque([time.perf_counter()], maxlen=11)
         return bits
 
