@@ -134,7 +134,8 @@ def load_corpus(path: Path | None = None, codec: Codec | None = None, loss_on: L
     others = documents(root, codec, "" if path else ".py", loss_on)
     first = list(itertools.islice(others, 2))
     if not first:
-        raise UserError(f"--data {root}: there is no UTF-8 text in it; name a folder of text files")
+        what = "UTF-8 text in it; name a folder of text files" if root.is_dir() else "record in it"
+        raise UserError(f"--data {root}: there is no {what}")
     corpus = _split(first[0], codec) if len(first) == 1 else _divide(itertools.chain(first, others), codec)
     if loss_on == "assistant" and corpus.train.in_loss is None and corpus.valid.in_loss is None:
         raise UserError(

@@ -17,7 +17,7 @@ from mmnnx.train.assistant import LossOn
 from mmnnx.train.batches import in_batches
 from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.data import load_corpus
-from mmnnx.train.errors import UserError
+from mmnnx.train.errors import UserError, above_zero
 from mmnnx.train.local_processes import MISTAKE
 from mmnnx.train.read_model import read_model, stage_mesh
 from mmnnx.train.rows import Packing, rows_of
@@ -83,8 +83,9 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
       "loss" in nats per token, "perplexity", "bits_per_byte", and the number of "tokens".
 
     Raises:
-      UserError: for data of less than one sequence.
+      UserError: for options that cannot be, and data of less than one sequence.
     """
+    above_zero(batch=config.batch, sequence=config.sequence)
     with stage_mesh(config.stages, config.tensor):
         model, codec = read_model(config.model, config.stages, config.precision)
         corpus = load_corpus(config.data, codec, config.loss_on)

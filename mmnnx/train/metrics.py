@@ -58,14 +58,16 @@ class Meter:
     """Records and shows the losses.
 
     Each is fetched after the next step is dispatched, so that the devices never wait for the host. Speeds
-    are means over ten steps, fewer after a validation. Raises Diverged at the first loss that is not finite,
-    in every process that has one. ``folder`` is None if another process writes.
+    are means over ten steps, fewer after a validation and after the first step, which compiles. Raises
+    Diverged at the first loss that is not finite, in every process that has one. ``folder`` is None if
+    another process writes.
     """
 
     def __init__(self, folder: RunFolder | None, trackers: Trackers, display: Display, work: Work):
         self._folder, self._trackers, self._display, self._work = folder, trackers, display, work
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._times: deque[float] = deque([time.perf_counter()], maxlen=11)
+        self._compiled = False
 
     def step(self, step: int, values: dict[str, jax.Array]) -> None:
         """``step`` is dispatched, and ``values`` will be its loss and the norm of its gradients."""
@@ -86,6 +88,8 @@ class Meter:
         seconds = round(self._times[-1] - self._times[-2], 6)
         self._record(step=step, **values, learning_rate=rate, seconds=seconds, **speeds)
         self._display.step(step, loss, speeds["tokens_per_second"])
+        if not self._compiled:  # the time of the first step says nothing about later ones
+            self._compiled, self._times = True, deque([self._times[-1]], maxlen=11)
 
     def validation(self, step: int, loss: float, memory: Mapping[str, int] | None = None) -> float:
         """Record the validation loss after ``step``, in nats per token, and the memory until then.

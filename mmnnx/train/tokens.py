@@ -78,7 +78,9 @@ class Bytes:
         Raises:
           UserError: always.
         """
-        raise UserError("records with messages need the chat template of a --model, and there is none")
+        raise UserError(
+            "a conversation needs the chat template of a published model, and a model of bytes has none"
+        )
 
 
 class HubTokenizer:

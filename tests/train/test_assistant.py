@@ -149,7 +149,7 @@ def test_without_conversations_it_is_refused(model, tmp_path):
         with pytest.raises(UserError, match='--loss-on assistant is for records with "messages"'):
             load_corpus(data, HubTokenizer(model), "assistant")
     data = write(tmp_path / "chats.jsonl", *[{"messages": CHAT}] * 3)
-    with pytest.raises(UserError, match="line 1: .* need the chat template of a --model"):
+    with pytest.raises(UserError, match="line 1: a conversation needs the chat template"):
         load_corpus(data, Bytes(), "assistant")
 
 
