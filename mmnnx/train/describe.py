@@ -7,19 +7,18 @@ import numpy as np
 from flax import nnx
 
 import mmnnx as mm
-from mmnnx.modules import LM
 from mmnnx.plan.chips import chip_of
 from mmnnx.plan.language_models import flops_of_token
-from mmnnx.train.config import TrainConfig
-from mmnnx.train.inputs import Data
 from mmnnx.train.metrics import Work
+from mmnnx.train.optimizers import learning_rate
 from mmnnx.train.rows import Packed
-from mmnnx.train.run_folder import RunFolder
-from mmnnx.train.step import learning_rate, model_config
+from mmnnx.train.run import Run
+from mmnnx.train.step import model_config
 
 
-def work(config: TrainConfig, data: Data, mesh: mm.MultiMesh) -> Work:
+def work(run: Run) -> Work:
     """What a step does, for its metrics."""
+    config, data, mesh = run.config, run.data, run.mesh
     chip = chip_of(mesh.devices.flat[0].device_kind)
     return Work(
         tokens=config.batch * config.sequence * data.rows.used,
@@ -32,15 +31,15 @@ def work(config: TrainConfig, data: Data, mesh: mm.MultiMesh) -> Work:
     )
 
 
-def describe(config: TrainConfig, model: LM, data: Data, mesh: mm.MultiMesh, folder: RunFolder) -> str:
+def describe(run: Run) -> str:
     """What is trained, on what, and where it is kept."""
-    corpus, rows = data.corpus, data.rows
-    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    config, corpus, rows = run.config, run.data.corpus, run.data.rows
+    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(run.model, nnx.Param)))
     shown = [n for axis, n in config.mesh_axes.items() if n > 1 or axis in ("stage", "model")]
     lines = [
-        f"{size:,} parameters on {' x '.join(map(str, shown))} {describe_devices(mesh)}, "
+        f"{size:,} parameters on {' x '.join(map(str, shown))} {describe_devices(run.mesh)}, "
         f"{len(corpus.train) + len(corpus.valid):,} {corpus.unit}s of text in {corpus.files:,} "
-        f"{'files' if corpus.unit == 'byte' else 'documents'}, run in {folder.path}"
+        f"{'files' if corpus.unit == 'byte' else 'documents'}, run in {run.folder.path}"
     ]
     if isinstance(rows, Packed):
         lines.append(

@@ -26,6 +26,7 @@ from mmnnx.train.metrics import Meter
 from mmnnx.train.profile import traced
 from mmnnx.train.progress import Display
 from mmnnx.train.results import draw_pictures, write_profile, write_sample
+from mmnnx.train.run import Run
 from mmnnx.train.run_folder import RunFolder
 from mmnnx.train.signals import Stop
 from mmnnx.train.step import (
@@ -71,53 +72,64 @@ def train(config: TrainConfig) -> RunFolder:
         with raise_in_all(UserError):
             if first:
                 folder.begin(config, start)
-        train_step, validate = make_train_step(config), make_validate(data.held_out)
+        run = Run(config, data, folder, start, mesh, model, optimizer, make_train_step(config))
 
         display = Display(config.steps, start, quiet=not first)
         with Trackers(config, folder.path if first else None, start, display.say) as trackers, display:
-            display.say(describe(config, model, data, mesh, folder))
+            display.say(describe(run))
             if asked.schedule == "auto":
                 display.say(f"--schedule auto: {config.schedule}, whose simulated step is the shortest")
             if config.resume and not start:
                 display.say("there is no checkpoint to resume: this run begins at its first step")
-            meter = Meter(folder if first else None, trackers, display, work(config, data, mesh))
-            peak_bytes = make_peak_bytes(train_step, mesh.devices)
+            take_steps(run, Meter(folder if first else None, trackers, display, work(run)), checkpoints)
 
-            def validate_and_save(step: int) -> None:
+        draw_pictures(run)
+        if config.sample:
+            write_sample(run, display)
+        if config.profile and config.stages > 1 and jax.process_count() == 1:  # last, as it takes a step
+            write_profile(run, display)
+    return folder
+
+
+def take_steps(run: Run, meter: Meter, checkpoints: Checkpoints) -> None:
+    """All steps of a run, with its validations, each of which is followed by a checkpoint.
+
+    Raises, in every process:
+      Diverged: if a loss is not finite.
+      Interrupted: after a signal, once the run is saved.
+    """
+    config, data, model, optimizer = run.config, run.data, run.model, run.optimizer
+    validate, peak_bytes = make_validate(data.held_out), make_peak_bytes(run.train_step, run.mesh.devices)
+    traced_first = run.start + BEFORE_PROFILE + 1
+    with Stop() as stop, with_last_checkpoint(checkpoints), contextlib.ExitStack() as profiling:
+        if not run.start:
+            meter.validation(0, validate(model))
+        for step in range(run.start + 1, config.steps + 1):
+            if config.profile and step == traced_first:
+                profiling.enter_context(traced(run.folder.path / "profile", optimizer))
+            with jax.profiler.StepTraceAnnotation("train_step", step_num=step):
+                meter.step(step, run.train_step(model, optimizer, next(data.batches)))
+            if step == traced_first + config.profile - 1:
+                profiling.close()
+            stopping = stop(step)
+            if stopping or step % config.eval_every == 0 or step == config.steps:
                 meter.flush()
                 memory = peak_bytes(model, optimizer, data.held_out[0])
                 with averaged(model, optimizer):
-                    bits = meter.validation(step, validate(model), memory)
-                    checkpoints.save(
-                        step,
-                        {"model": model, "optimizer": optimizer},
-                        data={"batches": data.batches.get_state(), "text": data.corpus.checksum},
-                        config=json.loads(config.to_json()),
-                        metrics={"val_bits_per_byte": bits},
-                    )
+                    save(run, step, meter.validation(step, validate(model), memory), checkpoints)
+            if stop.signal and stopping and step < config.steps:
+                raise Interrupted(step, stop.signal)
 
-            with Stop() as stop, with_last_checkpoint(checkpoints), contextlib.ExitStack() as profiling:
-                if not start:
-                    meter.validation(0, validate(model))
-                for step in range(start + 1, config.steps + 1):
-                    if config.profile and step == start + BEFORE_PROFILE + 1:
-                        profiling.enter_context(traced(folder.path / "profile", optimizer))
-                    with jax.profiler.StepTraceAnnotation("train_step", step_num=step):
-                        meter.step(step, train_step(model, optimizer, next(data.batches)))
-                    if step == start + BEFORE_PROFILE + config.profile:
-                        profiling.close()
-                    stopping = stop(step)
-                    if stopping or step % config.eval_every == 0 or step == config.steps:
-                        validate_and_save(step)
-                    if stop.signal and stopping and step < config.steps:
-                        raise Interrupted(step, stop.signal)
 
-        draw_pictures(train_step, model, optimizer, data, folder)
-        if config.sample:
-            write_sample(config, model, optimizer, data, folder, display)
-        if config.profile and config.stages > 1 and jax.process_count() == 1:  # last, as it takes a step
-            write_profile(train_step, model, optimizer, data, folder, display)
-    return folder
+def save(run: Run, step: int, bits: float, checkpoints: Checkpoints) -> None:
+    """A checkpoint after a step, with the validation loss there in bits per byte."""
+    checkpoints.save(
+        step,
+        {"model": run.model, "optimizer": run.optimizer},
+        data={"batches": run.data.batches.get_state(), "text": run.data.corpus.checksum},
+        config=json.loads(run.config.to_json()),
+        metrics={"val_bits_per_byte": bits},
+    )
 
 
 def open_folder(config: TrainConfig) -> tuple[RunFolder, int, contextlib.AbstractContextManager[Any]]:

@@ -120,7 +120,8 @@ class HubTokenizer:
     def encode_parts(self, text: bytes, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens, and which of them are in parts of the text, bool [bytes]: bool [count].
 
-        A token that is partly in them counts; one that is added to end the text is as the one before it.
+        A token that is partly in them counts. One that is added to end the text counts if the one before it
+        does, and is not special: that one has ended it.
         """
         found = self._tokenizer.encode(text.decode(), add_special_tokens=False)
         tokens = self._ended(found.ids)
@@ -130,7 +131,9 @@ class HubTokenizer:
         last = np.clip(last, first + 1, len(text))  # a space may have no offsets of its own
         so_far = np.append(0, np.cumsum(parts))
         inside = so_far[last] > so_far[first]
-        return tokens, np.pad(inside, (0, len(tokens) - len(inside)), "edge" if len(inside) else "constant")
+        if len(tokens) > len(inside):
+            inside = np.append(inside, inside[-1:].any() and not text.decode().endswith(self.special))
+        return tokens, inside
 
     def _ended(self, tokens: list[int]) -> np.ndarray:
         ended = self.end is None or tokens[-1:] == [self.end]

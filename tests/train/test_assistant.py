@@ -70,6 +70,11 @@ def test_answers_and_what_ends_them(codec, template):
     assert tokens.tolist() == codec.encode(text).tolist() and len(inside) == len(tokens)
     assert codec.decode(tokens[inside]) == "hé, a hat</s>sat</s>"
     assert not inside[-1], "the token that is added after the line break"
+    ended = np.ones(len(b"sat<s>"), bool)
+    assert [codec.encode_parts(text, ended[: len(text)])[1][-1] for text in (b"sat", b"sat<s>")] == [
+        True,
+        False,
+    ]
 
 
 def test_an_answer_that_nothing_ends(codec):
