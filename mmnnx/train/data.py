@@ -47,13 +47,13 @@ class Text:
         return len(self) if self.in_loss is None else int(np.count_nonzero(self.in_loss))
 
     def weights(self, start: int, size: int) -> np.ndarray:
-        """Of so many tokens from one on, in the loss: float32 [size]."""
+        """The weights in the loss of `size` tokens, from number `start` on: float32 [size], 1 or 0."""
         if self.in_loss is None:
             return np.ones(size, np.float32)
         return self.in_loss[start : start + size].astype(np.float32)
 
     def count(self, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """How many tokens of each piece are in the loss; all are ints [pieces]."""
+        """How many tokens of each piece are in the loss: int [pieces], as `starts` and `sizes` are."""
         if self.in_loss is None:
             return sizes
         so_far = np.append(0, np.cumsum(self.in_loss))
