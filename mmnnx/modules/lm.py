@@ -177,7 +177,8 @@ class Block(nnx.Module):
 class LM(nnx.Module):
     """Next-token model: pre-norm blocks of rotary grouped-query attention and a SwiGLU.
 
-    A subclass overrides `make_block`, or `embedded`, `hidden` or `logits`, the parts of a call.
+    A subclass overrides `make_block`, or `embedded`, `hidden` or `logits`, the parts of a call, or
+    `loss_of_labels`, that of a loss.
 
     Attributes:
       source: the folder that its weights were loaded from, by `mmnnx.modules.hf.load`.
@@ -288,6 +289,12 @@ class LM(nnx.Module):
         """
         if labels is None:
             tokens, labels = tokens[:, :-1], tokens[:, 1:]
+        return self.loss_of_labels(tokens, labels, weights, **options)
+
+    def loss_of_labels(
+        self, tokens: jax.Array, labels: jax.Array, weights: jax.Array | None, **options: Any
+    ) -> jax.Array:
+        """What `loss` returns, with the labels there."""
         x = self.hidden(tokens, **options)
         return mean_cross_entropy(self.logits, x, labels, self.config.loss_chunks, weights)
 

@@ -14,7 +14,6 @@ from mmnnx.modules.lm import LM, Block, LMConfig, types
 from mmnnx.modules.moe import MoE, MoEAux
 from mmnnx.modules.presets import MOE_PRESETS
 from mmnnx.modules.stack import apply_layers
-from mmnnx.sharding.incompatible_devices import advising
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,22 +130,13 @@ class MoELM(LM):
         (x, _), cache = self.routed(tokens, cache=cache, **options)
         return x, cache
 
-    @advising
-    def loss(
-        self,
-        tokens: jax.Array,
-        *,
-        labels: jax.Array | None = None,
-        weights: jax.Array | None = None,
-        **options: Any,
+    def loss_of_labels(
+        self, tokens: jax.Array, labels: jax.Array, weights: jax.Array | None, **options: Any
     ) -> jax.Array:
-        """Mean cross-entropy of what follows each token, in nats, and the weighted losses of the routers.
+        """Cross-entropy, and the weighted losses of the routers.
 
-        The arguments are those of `LM.loss`. Losses of the routers, which count padding as well, are times
-        the sum of `weights`.
+        The latter count padding as well, and are times the sum of `weights`.
         """
-        if labels is None:
-            tokens, labels = tokens[:, :-1], tokens[:, 1:]
         x, aux = self.routed(tokens, **options)
         loss = mean_cross_entropy(self.logits, x, labels, self.config.loss_chunks, weights)
         routers = self.config.load_balancing * aux.load_balancing + self.config.router_z * aux.router_z

@@ -13,15 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from mmnnx.train.assistant import LossOn
 from mmnnx.train.checkpoint.errors import CheckpointError
 from mmnnx.train.checkpoint.paths import folder_at, in_bucket
-from mmnnx.train.errors import UserError
+from mmnnx.train.errors import UserError, above_zero
 from mmnnx.train.rows import Packing
 
 PATHS = ("config", "data", "model", "out")
 DEVICES = "--stages x --data-parallel x --context x --expert x --tensor"
 BEFORE_PROFILE = 2  # first steps, which compile and are not traced
 FAR = 300  # how much larger a value may be that is proposed in place of one that does not fit
+POSITIVE = (
+    *("steps", "eval_every", "batch", "sequence", "stages", "tensor", "data_parallel", "context", "expert"),
+    *("virtual_stages", "processes", "microbatches", "layers", "width", "heads", "kv_heads", "mlp", "clip"),
+)
 SIZES = ("layers", "width", "heads", "kv_heads", "mlp", "tied")
 
 Schedule = Literal[
@@ -47,7 +52,7 @@ class TrainConfig:
     # --- the run
 
     config: Path | None = None
-    """A TOML file with some of these options, by their names; those that are given here go before."""
+    """A TOML file with some of these options, by their names; those of the command line go before."""
     name: str = "lm"
     """Name of the run: it is kept in runs/NAME."""
     out: Path | None = None
@@ -82,6 +87,9 @@ class TrainConfig:
     """How documents become sequences. "documents": whole ones side by side, of which none sees another, and
     padding; longer ones are cut. "stream": joined and cut, so that a token sees the documents before its own.
     "auto": documents for records, a stream for text files alone."""
+    loss_on: LossOn = "all"
+    """Which tokens of "messages" are trained on, and counted in validations. "assistant": those that the
+    assistant writes, with the token that ends its turn. Records with a "text" count in full."""
     batch: int = 16
     """Sequences in a step."""
     sequence: int = 128
@@ -94,14 +102,15 @@ class TrainConfig:
     tensor: int = 2
     """Devices over which the weights of a stage are split (tensor parallelism)."""
     data_parallel: int = 1
-    """Groups of such devices in a stage, among which the sequences of a microbatch are divided."""
+    """Groups of such devices in a stage, among which the sequences of a microbatch are divided (data
+    parallelism)."""
     context: int = 1
     """Devices over which each sequence is split (context parallelism); keys and values are gathered."""
     expert: int = 1
     """Devices over which the experts of a --model are split (expert parallelism), and sequences, too. With 1,
     experts are split over --tensor."""
     fsdp: bool = False
-    """Divide weights and optimizer state among these groups, too."""
+    """Divide weights and optimizer state among the groups of --data-parallel, too."""
     virtual_stages: int = 1
     """Stages on the same devices, for schedules with interleaved placement."""
     processes: int = 1
@@ -147,7 +156,7 @@ class TrainConfig:
     # --- the optimizer
 
     optimizer: Literal["adamw", "lion", "muon", "adafactor"] = "adamw"
-    """Its rule. Each has a learning rate of its own that suits it."""
+    """How weights follow from gradients. What --learning-rate suits one rarely suits another."""
     learning_rate: float | None = None
     """Peak learning rate, reached after the warm-up; it then decays along a cosine to a tenth. Default: 4e-3
     for a new model, 2e-5 for one from --model, 2e-4 with --lora."""
@@ -196,30 +205,7 @@ class TrainConfig:
             raise UserError(f"{misfit}{nearest(self, misfit.options)}") from None
 
     def _check(self) -> None:
-        for field in (
-            "steps",
-            "eval_every",
-            "batch",
-            "sequence",
-            "stages",
-            "tensor",
-            "data_parallel",
-            "context",
-            "expert",
-            "virtual_stages",
-            "processes",
-            "microbatches",
-            "layers",
-            "width",
-            "heads",
-            "kv_heads",
-            "mlp",
-            "peak_rate",
-            "clip",
-        ):
-            if not getattr(self, field) > 0:
-                option = "--learning-rate" if field == "peak_rate" else _option(field)
-                raise UserError(f"{option} must be above zero, not {getattr(self, field)}")
+        above_zero(**{field: getattr(self, field) for field in POSITIVE}, learning_rate=self.peak_rate)
         for field in ("warmup", "weight_decay", "seed", "sample", "profile", "lora"):
             if not getattr(self, field) >= 0:
                 raise UserError(f"{_option(field)} must not be below zero, not {getattr(self, field)}")
@@ -258,6 +244,8 @@ class TrainConfig:
         if self.model is None:
             if self.lora:
                 raise UserError("--lora adds to the layers of a --model, and there is none")
+            if self.loss_on == "assistant":
+                raise UserError("--loss-on assistant needs the chat template of a --model, and there is none")
             if self.expert > 1:
                 raise UserError("--expert divides the experts of a --model that has some, and there is none")
             self._check_sizes()
@@ -342,10 +330,13 @@ class TrainConfig:
         for name, value in values.items():
             if name not in usual:
                 close = difflib.get_close_matches(name, usual, 1)
-                raise ValueError(f"there is no option {name!r}" + (f": is it {close[0]!r}?" if close else ""))
+                hint = f": is it {close[0]!r}?" if close else ""
+                if isinstance(value, dict):
+                    hint = "; options are in no table"
+                raise ValueError(f"there is no option {name!r}{hint}")
             hint = hints[name]
             if type(value) not in {t for part in get_args(hint) or [hint] for t in _json_types(part)}:
-                raise ValueError(f"{name} is {value!r}")
+                raise ValueError(f"{name} is {value!r}, not {_kind(hint)}")
             known = get_args(hint)
             if isinstance(usual[name], str) and known and value not in known:
                 raise ValueError(f"{name} is {value!r}; there are {', '.join(map(str, known))}")
@@ -434,6 +425,12 @@ def _json_types(kind: Any) -> tuple[type, ...]:
     if isinstance(kind, str) or kind is Path:
         return (str,)
     return (float, int) if kind is float else (kind,)
+
+
+def _kind(hint: Any) -> str:
+    """What a value of a field of this type is called."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    return " or ".join(names[part] for part in get_args(hint) or [hint] if part in names) or "text"
 
 
 def _field(option: str) -> str:

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mmnnx.train.assistant import LossOn, conversation
 from mmnnx.train.errors import UserError
 from mmnnx.train.tokens import Codec
 
@@ -24,15 +27,17 @@ class Document:
       record: whether it is one of the records in that file; otherwise it is the file.
       key: the CRC-32 of its text if it is a record, else of its path in the folder: what is held out depends
         on it.
+      in_loss: which of its bytes are in the loss, bool [bytes]; None: all of them.
     """
 
     text: bytes
     file: Path
     record: bool
     key: int
+    in_loss: np.ndarray | None = None
 
 
-def documents(root: Path, codec: Codec, suffix: str = "") -> Iterator[Document]:
+def documents(root: Path, codec: Codec, suffix: str = "", loss_on: LossOn = "all") -> Iterator[Document]:
     """The documents in a file or a folder, one after the other, in an order that is the same anywhere.
 
     In a folder, hidden files and those that are neither records nor UTF-8 text are skipped.
@@ -41,6 +46,7 @@ def documents(root: Path, codec: Codec, suffix: str = "") -> Iterator[Document]:
       root: the file or folder.
       codec: whose chat template makes text of messages.
       suffix: files with other endings are skipped, in a folder.
+      loss_on: with "assistant", what it writes in messages is alone in the loss.
 
     Raises:
       UserError: for what cannot be read, and for records that are none; names the file, and the line or row.
@@ -49,8 +55,8 @@ def documents(root: Path, codec: Codec, suffix: str = "") -> Iterator[Document]:
         file = root / name if name else root
         if read := RECORDS.get(file.suffix):
             for where, record in read(file):
-                text = _text_of(record, codec, where)
-                yield Document(text, file, True, zlib.crc32(text))
+                text, in_loss = _text_of(record, codec, loss_on, where)
+                yield Document(text, file, True, zlib.crc32(text), in_loss)
         else:
             text = _read(file)
             if is_text(text):
@@ -144,8 +150,8 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _text_of(record: Any, codec: Codec, where: str) -> bytes:
-    """The text of a record."""
+def _text_of(record: Any, codec: Codec, loss_on: LossOn, where: str) -> tuple[bytes, np.ndarray | None]:
+    """The text of a record, and which part of it is in the loss."""
     if not isinstance(record, dict):
         raise UserError(f'{where}: a record is a JSON object with "text" or "messages", not {record!r:.40}')
     text, messages = record.get("text"), record.get("messages")
@@ -153,9 +159,11 @@ def _text_of(record: Any, codec: Codec, where: str) -> bytes:
         raise UserError(f'{where}: the record has neither "text" nor "messages", but {_list(record)}')
     try:
         if isinstance(text, str):
-            return text.encode()
+            return text.encode(), None
         if text is None and isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
-            return codec.chat(messages).encode()
+            if loss_on == "assistant":
+                return conversation(codec, messages)
+            return codec.chat(messages).encode(), None
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     except UnicodeEncodeError as error:  # JSON may have half a pair of surrogates

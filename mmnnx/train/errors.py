@@ -9,6 +9,18 @@ class UserError(Exception):
     """The options of a run cannot be carried out; the message says why, and what to change."""
 
 
+def above_zero(**options: float) -> None:
+    """Raises UserError for an option that is not above zero; each is given by the name of its field.
+
+    >>> above_zero(batch=16, learning_rate=0)
+    Traceback (most recent call last):
+    mmnnx.train.errors.UserError: --learning-rate must be above zero, not 0
+    """
+    for field, value in options.items():
+        if not value > 0:
+            raise UserError(f"--{field.replace('_', '-')} must be above zero, not {value}")
+
+
 class ReportedElsewhere(UserError):
     """A UserError that another process of the run reports."""
 

@@ -13,10 +13,11 @@ import tyro
 from rich.console import Console
 
 import mmnnx as mm
+from mmnnx.train.assistant import LossOn
 from mmnnx.train.batches import in_batches
 from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.data import load_corpus
-from mmnnx.train.errors import UserError
+from mmnnx.train.errors import UserError, above_zero
 from mmnnx.train.local_processes import MISTAKE
 from mmnnx.train.read_model import read_model, stage_mesh
 from mmnnx.train.rows import Packing, rows_of
@@ -34,6 +35,8 @@ class EvalConfig:
     """A file or a folder of text, JSON Lines or Parquet, as for `mmnnx train`."""
     packing: Packing = "auto"
     """How documents become sequences, as for `mmnnx train`."""
+    loss_on: LossOn = "all"
+    """Which tokens of "messages" count, as for `mmnnx train`."""
     all: bool = False
     """Use all of the data, not what is held out alone."""
     batch: int = 16
@@ -67,7 +70,9 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         text = (
             "loss {loss:.4f} nats per token, perplexity {perplexity:,.2f}, {bits_per_byte:.4f} bits per byte"
         )
-        Console(highlight=False).print(f"{text.format(**found)}, {found['tokens']:,} tokens", soft_wrap=True)
+        of = " of the assistant" if config.loss_on == "assistant" else ""
+        text = f"{text.format(**found)}, {found['tokens']:,} tokens{of}"
+        Console(highlight=False).print(text, soft_wrap=True)
     return 0
 
 
@@ -78,11 +83,12 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
       "loss" in nats per token, "perplexity", "bits_per_byte", and the number of "tokens".
 
     Raises:
-      UserError: for data of less than one sequence.
+      UserError: for options that cannot be, and data of less than one sequence.
     """
+    above_zero(batch=config.batch, sequence=config.sequence)
     with stage_mesh(config.stages, config.tensor):
         model, codec = read_model(config.model, config.stages, config.precision)
-        corpus = load_corpus(config.data, codec)
+        corpus = load_corpus(config.data, codec, config.loss_on)
         texts = [corpus.train, corpus.valid] if config.all else [corpus.valid]
         loss_of = mm.jit(loss_fn)
         total = tokens = 0.0
@@ -100,6 +106,9 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700)),
-        "bits_per_byte": loss / math.log(2) * sum(map(len, texts)) / sum(text.bytes for text in texts),
+        "bits_per_byte": loss
+        / math.log(2)
+        * sum(text.counted for text in texts)
+        / sum(text.bytes for text in texts),
         "tokens": int(tokens),
     }

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 import mmnnx as mm
+from mmnnx.train.assistant import LossOn
 from mmnnx.train.errors import Diverged
 from mmnnx.train.progress import Display
 from mmnnx.train.run_folder import RunFolder
@@ -27,7 +28,8 @@ class Work:
       flops: operations that the model needs for a token, without recomputation.
       devices: how many it runs on.
       peak: operations a second that one of them can do; None where that is not published, as of a CPU.
-      bytes_per_token: of the held-out text.
+      bytes_per_token: of the held-out text that is in the loss.
+      loss_on: which tokens are.
       learning_rate: of each step, float [steps].
     """
 
@@ -36,6 +38,7 @@ class Work:
     devices: int
     peak: float | None
     bytes_per_token: float
+    loss_on: LossOn
     learning_rate: np.ndarray
 
     def speeds(self, steps: int, seconds: float) -> dict[str, float]:
@@ -55,14 +58,16 @@ class Meter:
     """Records and shows the losses.
 
     Each is fetched after the next step is dispatched, so that the devices never wait for the host. Speeds
-    are means over ten steps, fewer after a validation. Raises Diverged at the first loss that is not finite,
-    in every process that has one. ``folder`` is None if another process writes.
+    are means over ten steps, fewer after a validation and after the first step, which compiles. Raises
+    Diverged at the first loss that is not finite, in every process that has one. ``folder`` is None if
+    another process writes.
     """
 
     def __init__(self, folder: RunFolder | None, trackers: Trackers, display: Display, work: Work):
         self._folder, self._trackers, self._display, self._work = folder, trackers, display, work
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._times: deque[float] = deque([time.perf_counter()], maxlen=11)
+        self._compiled = False
 
     def step(self, step: int, values: dict[str, jax.Array]) -> None:
         """``step`` is dispatched, and ``values`` will be its loss and the norm of its gradients."""
@@ -83,6 +88,8 @@ class Meter:
         seconds = round(self._times[-1] - self._times[-2], 6)
         self._record(step=step, **values, learning_rate=rate, seconds=seconds, **speeds)
         self._display.step(step, loss, speeds["tokens_per_second"])
+        if not self._compiled:  # the time of the first step says nothing about later ones
+            self._compiled, self._times = True, deque([self._times[-1]], maxlen=11)
 
     def validation(self, step: int, loss: float, memory: Mapping[str, int] | None = None) -> float:
         """Record the validation loss after ``step``, in nats per token, and the memory until then.
@@ -94,7 +101,8 @@ class Meter:
         bits = loss / math.log(2) / self._work.bytes_per_token
         self._record(step=step, val_loss=loss, val_bits_per_byte=bits, **(memory or {}))
         tokens = "" if self._work.bytes_per_token == 1 else f"perplexity {math.exp(min(loss, 700)):,.2f}, "
-        self._display.say(f"step {step}: validation loss {loss:.4f}, {tokens}{bits:.3f} bits per byte")
+        of = " of the assistant's tokens" if self._work.loss_on == "assistant" else ""
+        self._display.say(f"step {step}: validation loss{of} {loss:.4f}, {tokens}{bits:.3f} bits per byte")
         self._times = deque([time.perf_counter()], maxlen=11)
         return bits
 

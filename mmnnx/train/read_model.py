@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 import mmnnx as mm
-from mmnnx.modules import LM
+from mmnnx.modules import LM, LMConfig
 from mmnnx.sharding.pipeline import pipeline_sharding
 from mmnnx.sharding.rules import logical_rules
 from mmnnx.train.checkpoint import Checkpoints
 from mmnnx.train.devices import choose_devices
+from mmnnx.train.errors import UserError, above_zero
 from mmnnx.train.run_folder import RunFolder, read_run
 from mmnnx.train.step import make_model, published
 from mmnnx.train.tokens import Codec, codec_of
@@ -24,6 +25,7 @@ def stage_mesh(stages: int, tensor: int) -> mm.MultiMesh:
     Raises:
       UserError: if there are not so many devices.
     """
+    above_zero(stages=stages, tensor=tensor)
     devices = choose_devices(stages * tensor).reshape(stages, tensor)
     return mm.MultiMesh(axis_sizes=devices.shape, axis_names=("stage", "model"), devices=devices)
 
@@ -45,10 +47,17 @@ def read_model(place: str, stages: int, precision: str) -> tuple[LM, Codec]:
     run = RunFolder(Path(place))
     if not ("://" in place or run.checkpoints.is_dir() or run.metrics.exists()):
         dtype = jnp.dtype(precision)
+        _check_stages(stages, published().read_config(run.path), place)
         model = published().load(run.path, placement=placed, dtype=dtype, param_dtype=dtype)
         return model, codec_of(run.path)
     folder, trained = read_run(place)
     model = nnx.eval_shape(lambda: make_model(trained))
+    _check_stages(stages, model.config, place)
     with Checkpoints(folder) as checkpoints:
         checkpoints.restore({"model": model}, sharding=placed(model))
     return model, codec_of(trained.model)
+
+
+def _check_stages(stages: int, sizes: LMConfig, place: str) -> None:
+    if stages > sizes.layers:
+        raise UserError(f"--stages {stages} is more than the {sizes.layers} blocks of {place}")

@@ -29,7 +29,10 @@ class Rows(Protocol):
         """How many there are."""
 
     def __getitem__(self, index: int) -> Row:
-        """Row number `index`; its weights are 1, and 0 for padding."""
+        """Row number `index`; its weights are 1, and 0 for padding and for labels that are not in the loss.
+
+        Each row has a label that is.
+        """
 
 
 def rows_of(text: Text, length: int, packing: Packing) -> Rows:
@@ -50,21 +53,25 @@ class Stream:
 
     def __init__(self, text: Text, length: int):
         self.text, self.length = text, length
+        starts = np.arange(0, len(text) - length, length)
+        self._starts = starts[text.count(starts + 1, np.full_like(starts, length)) > 0]
 
     def __len__(self) -> int:
-        return max(0, (len(self.text) - 1) // self.length)
+        return len(self._starts)
 
     def __getitem__(self, index: int) -> Row:
-        start = index * self.length
+        start = self._starts[index]
         tokens = self.text.tokens[start : start + self.length + 1].astype(np.int32)
-        return {"tokens": tokens[:-1], "labels": tokens[1:], "weights": np.ones(self.length, np.float32)}
+        weights = self.text.weights(start + 1, self.length)
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "weights": weights}
 
 
 class Packed:
     """Whole documents side by side, each with segment number and positions of its own; the rest is padding.
 
     Every token but the first of its document is a label once. The last token of a document is label alone, so
-    that one of `n + 1` tokens fills `n` places. A longer one is cut into pieces, which do not see each other.
+    that one of `n + 1` tokens fills `n` places. A longer one is cut into pieces, which do not see each other;
+    a piece with no label in the loss is left out.
 
     >>> {name: values.tolist() for name, values in Packed(text, 5)[0].items()}
     {'tokens': [5, 6, 9, 0, 0], 'labels': [6, 7, 8, 0, 0], 'weights': [1.0, 1.0, 1.0, 0.0, 0.0],
@@ -78,8 +85,9 @@ class Packed:
         counts = -(-sizes // length)  # pieces of each document
         document = np.repeat(np.arange(len(counts)), counts)
         offset = length * (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts))
-        self._starts = firsts[document] + offset
-        self._sizes = np.minimum(length, sizes[document] - offset)
+        starts, lengths = firsts[document] + offset, np.minimum(length, sizes[document] - offset)
+        kept = text.count(starts + 1, lengths) > 0
+        self._starts, self._sizes = starts[kept], lengths[kept]
         row = best_fit(self._sizes, length)
         self._pieces = np.argsort(row, kind="stable")
         self._ends = np.cumsum(np.bincount(row))
@@ -99,7 +107,7 @@ class Packed:
             here = slice(at, at + size)
             row["tokens"][here] = self.text.tokens[start : start + size]
             row["labels"][here] = self.text.tokens[start + 1 : start + size + 1]
-            row["weights"][here] = 1
+            row["weights"][here] = self.text.weights(start + 1, size)
             row["positions"][here] = np.arange(size)
             row["segment_ids"][here] = segment
             at += size

@@ -12,6 +12,8 @@ import numpy as np
 
 from mmnnx.train.errors import UserError
 
+Marks = tuple[str, str] | None
+
 
 class Codec(Protocol):
     """How text is made of tokens.
@@ -20,20 +22,30 @@ class Codec(Protocol):
       vocab: tokens are below it.
       unit: what a token is called: "byte" or "token".
       end: the token that ends a text; None without one.
+      special: the text of tokens that stand for no text, such as the one that ends a turn.
     """
 
     vocab: int
     unit: str
     end: int | None
+    special: tuple[str, ...]
 
     def encode(self, text: bytes) -> np.ndarray:
         """The tokens of a document of UTF-8, unsigned integers [count], with what ends it."""
 
+    def encode_parts(self, text: bytes, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens, and which of them are in parts of the text, bool [bytes]: bool [count]."""
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens."""
 
-    def chat(self, messages: list[Mapping[str, Any]], answer: bool = False) -> str:
-        """The text of a conversation; with `answer`, up to where the model's answer begins."""
+    def chat(self, messages: list[Mapping[str, Any]], answer: bool = False, marks: Marks = None) -> str:
+        """The text of a conversation.
+
+        Args:
+          answer: it goes up to where the model's next answer begins.
+          marks: two strings, which are put around what is in `{% generation %}` blocks of the template.
+        """
 
 
 class Bytes:
@@ -46,22 +58,29 @@ class Bytes:
 
     vocab, unit = 256, "byte"
     end: int | None = None
+    special: tuple[str, ...] = ()
 
     def encode(self, text: bytes) -> np.ndarray:
         """The bytes, uint8 [count]."""
         return np.frombuffer(text, np.uint8)
 
+    def encode_parts(self, text: bytes, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes, uint8 [count], and the parts as they are."""
+        return self.encode(text), parts
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of bytes; those that are no text show as �."""
         return bytes(min(int(token), 255) for token in tokens).decode(errors="replace")
 
-    def chat(self, messages: list[Mapping[str, Any]], answer: bool = False) -> str:
+    def chat(self, messages: list[Mapping[str, Any]], answer: bool = False, marks: Marks = None) -> str:
         """Refused: which bytes a model takes for a turn of a conversation is its tokenizer's to say.
 
         Raises:
           UserError: always.
         """
-        raise UserError("records with messages need the chat template of a --model, and there is none")
+        raise UserError(
+            "a conversation needs the chat template of a published model, and a model of bytes has none"
+        )
 
 
 class HubTokenizer:
@@ -91,26 +110,51 @@ class HubTokenizer:
         self._fields = _json(folder / "tokenizer_config.json")
         end = self._special("eos_token")
         self.end = None if end is None else self._tokenizer.token_to_id(end)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.special = tuple(token.content for token in added if token.special)
 
     def encode(self, text: bytes) -> np.ndarray:
         """The tokens, uint16 or as the vocabulary needs, [count]; the token that ends a text is the last."""
-        found = self._tokenizer.encode(text.decode(), add_special_tokens=False).ids
-        ended = self.end is None or found[-1:] == [self.end]
-        return np.array(found if ended else [*found, self.end], np.min_scalar_type(self.vocab - 1))
+        return self._ended(self._tokenizer.encode(text.decode(), add_special_tokens=False).ids)
+
+    def encode_parts(self, text: bytes, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens, and which of them are in parts of the text, bool [bytes]: bool [count].
+
+        A token that is partly in them counts. One that is added to end the text counts if the one before it
+        does, and is not special: that one has ended it.
+        """
+        found = self._tokenizer.encode(text.decode(), add_special_tokens=False)
+        tokens = self._ended(found.ids)
+        begins_character = np.frombuffer(text, np.uint8) & 0xC0 != 0x80
+        places = np.append(np.flatnonzero(begins_character), len(text))
+        first, last = places[np.array(found.offsets, int).reshape(-1, 2)].T
+        last = np.clip(last, first + 1, len(text))  # a space may have no offsets of its own
+        so_far = np.append(0, np.cumsum(parts))
+        inside = so_far[last] > so_far[first]
+        if len(tokens) > len(inside):
+            inside = np.append(inside, inside[-1:].any() and not text.decode().endswith(self.special))
+        return tokens, inside
+
+    def _ended(self, tokens: list[int]) -> np.ndarray:
+        ended = self.end is None or tokens[-1:] == [self.end]
+        return np.array(tokens if ended else [*tokens, self.end], np.min_scalar_type(self.vocab - 1))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
 
-    def chat(self, messages: list[Mapping[str, Any]], answer: bool = False) -> str:
-        """The text of a conversation, by the model's chat template; with `answer`, up to where the model's
-        answer begins.
+    def chat(self, messages: list[Mapping[str, Any]], answer: bool = False, marks: Marks = None) -> str:
+        """The text of a conversation, by the model's chat template.
+
+        Args:
+          answer: it goes up to where the model's next answer begins.
+          marks: two strings, which are put around what is in `{% generation %}` blocks of the template.
 
         Raises:
           UserError: without a template, or for messages that it refuses.
         """
         given: dict[str, Any] = {name: self._special(name) or "" for name in ("bos_token", "eos_token")}
-        given |= dict(messages=messages, add_generation_prompt=answer)
+        given |= dict(messages=messages, add_generation_prompt=answer, marks=marks)
         try:
             return self._template.render(**given)
         except UserError:
@@ -120,18 +164,13 @@ class HubTokenizer:
 
     @cached_property
     def _template(self) -> Any:
-        """The chat template, which takes longer to read than a conversation to render."""
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from mmnnx.train.chat_template import read_template
 
         file, template = self.folder / "chat_template.jinja", self._fields.get("chat_template")
         template = file.read_text() if file.is_file() else template
         if not isinstance(template, str):
             raise UserError(f"{self.folder} has no chat template, which records with messages need")
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse
-        return environment.from_string(template)
+        return read_template(template)
 
     def _special(self, name: str) -> str | None:
         found = self._fields.get(name)
@@ -152,9 +191,3 @@ def _json(file: Path) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise UserError(f"{file} is no JSON: {error}") from error
-
-
-def _refuse(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)

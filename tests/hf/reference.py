@@ -1,6 +1,7 @@
 """Tiny published models by `transformers`, and what they compute. Run by a Python that has it, and torch.
 
 python reference.py FOLDER            makes models, and beside each what it computes
+python reference.py FOLDER --llama    makes one with 300 tokens in FOLDER itself
 python reference.py FOLDER --check    compares what `transformers` computes with models written to FOLDER
 python reference.py FOLDER --answer   writes what a model with a tokenizer makes of FOLDER/question.json
 python reference.py FOLDER --adapted  writes what a model computes with the adapter in FOLDER, by PEFT
@@ -127,17 +128,28 @@ def as_stored(name: str, x: np.ndarray) -> list[tuple[str, np.ndarray]]:
 
 
 def answer(folder: pathlib.Path) -> None:
-    """Tokens of a text, the text of a conversation, and logits."""
+    """Tokens of a text, the text and tokens of a conversation and which are the assistant's, and logits."""
     question = json.loads((folder / "question.json").read_text())
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = dict(
         tokens=tokenizer(question["text"], add_special_tokens=False)["input_ids"],
         chat=tokenizer.apply_chat_template(question["messages"], tokenize=False),
+        **tokenizer.apply_chat_template(
+            question["messages"], return_dict=True, return_assistant_tokens_mask=True
+        ),
     )
     with torch.no_grad():
         found["logits"] = model(torch.tensor([found["tokens"]])).logits[0].tolist()
     (folder / "answer.json").write_text(json.dumps(found))
+
+
+def llama(folder: pathlib.Path) -> None:
+    """A Llama as `transformers` makes and writes it."""
+    torch.manual_seed(0)
+    sizes = SIZES | dict(vocab_size=300, bos_token_id=0, eos_token_id=1, initializer_range=0.02)
+    config = transformers.LlamaConfig(**sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def adapted(folder: pathlib.Path) -> None:
@@ -171,6 +183,8 @@ def main(folder: pathlib.Path, check: bool) -> None:
 
 if __name__ == "__main__" and "--answer" in sys.argv:
     answer(pathlib.Path(sys.argv[1]))
+elif __name__ == "__main__" and "--llama" in sys.argv:
+    llama(pathlib.Path(sys.argv[1]))
 elif __name__ == "__main__" and "--adapted" in sys.argv:
     adapted(pathlib.Path(sys.argv[1]))
 elif __name__ == "__main__":

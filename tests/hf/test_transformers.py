@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
+import signal
+import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +22,14 @@ from safetensors.numpy import load_file
 import mmnnx as mm
 from mmnnx.cli import main
 from mmnnx.modules import hf, lora
-from mmnnx.train.config import TrainConfig
-from mmnnx.train.loop import train
+from mmnnx.train.assistant import conversation
+from mmnnx.train.run_folder import RunFolder
 from mmnnx.train.tokens import HubTokenizer
+from tests.environment import environment as environment_of_processes
 from tests.hf.conftest import transformers
-from tests.train.published import publish, records
+from tests.train.command import losses, run, started, validations, wait_until
+from tests.train.kill import last_step
+from tests.train.published import add_tokenizer, publish, records
 
 pytestmark = pytest.mark.hf
 
@@ -187,25 +194,63 @@ def test_specs_of_its_own(published):
     np.testing.assert_allclose(logits, computed(published / "llama2")["logits"], rtol=0, atol=1e-4)
 
 
-def test_a_model_that_was_fine_tuned(tmp_path):
-    """Trained over 4 stages x 2 on records, exported, and read with its tokenizer."""
-    publish(tmp_path / "model")
-    data = records(tmp_path / "data.jsonl")
-    options = dict(steps=4, sequence=16, batch=8, microbatches=4, warmup=1, sample=0, learning_rate=1e-2)
-    run = TrainConfig(model=tmp_path / "model", data=data, out=tmp_path / "run", **options)
-    losses = [row["val_loss"] for row in train(run).rows() if "val_loss" in row]
-    assert losses[-1] < losses[0]
-    assert main(["export", str(run.out), str(tmp_path / "new")]) == 0
+def test_a_llama_is_fine_tuned_and_killed_and_goes_on(tmp_path):
+    """Over 4 stages x 2 on records, killed between two checkpoints; then exported, and read with its
+    tokenizer."""
+    transformers(tmp_path / "model", "--llama")
+    add_tokenizer(tmp_path / "model")
+    options = ["--model", tmp_path / "model", "--data", records(tmp_path / "data.jsonl")]
+    options += ["--stages", "4", "--tensor", "2", "--microbatches", "4", "--batch", "8", "--sequence", "32"]
+    options += ["--steps", "60", "--eval-every", "10", "--learning-rate", "1e-2", "--sample", "0"]
+    environment = environment_of_processes() | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    status, _, errors = run(environment, *options, "--out", whole)
+    assert status == 0, errors
+    with started(environment, *options, "--out", killed) as process:
+        wait_until(lambda: last_step(killed) >= 24, process)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    kept = RunFolder(killed).saved
+    assert kept in (10, 20, 30) and kept < last_step(killed) < 60
+    status, _, errors = run(environment, "--resume", "--out", killed)
+    assert status == 0, errors
+    assert losses(killed) == losses(whole), "each record once, in the same order"
+    found = validations(killed)
+    assert found == validations(whole) and found[60] < found[0] / 2
+
+    assert main(["export", str(killed), str(tmp_path / "new")]) == 0
     question = {"text": "the cat sat", "messages": [{"role": "user", "content": "hé"}] * 2}
-    (tmp_path / "new/question.json").write_text(json.dumps(question))
-    transformers(tmp_path / "new", "--answer")
-    answer = json.loads((tmp_path / "new/answer.json").read_text())
+    answer = answered(tmp_path / "new", question)
     tokenizer = HubTokenizer(tmp_path / "new")
     tokens = tokenizer.encode(question["text"].encode())[:-1]
     assert tokens.tolist() == answer["tokens"]
     assert tokenizer.chat(question["messages"]) == answer["chat"]
     logits = hf.load(tmp_path / "new")(jnp.asarray(tokens)[None])
     np.testing.assert_allclose(logits[0], answer["logits"], rtol=0, atol=1e-4)
+
+
+def test_tokens_of_the_assistant(tmp_path):
+    """As a template with `{% generation %}` blocks says."""
+    publish(tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "</s>{% endgeneration %}{{ '\\n' }}{% else %}{{ m | tojson }}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": role, "content": "hé, <a> hat"} for role in ("user", "assistant") * 2]
+    answer = answered(tmp_path / "model", {"text": "the cat", "messages": messages})
+    codec = HubTokenizer(tmp_path / "model")
+    text, written = conversation(codec, messages)
+    assert text.decode() == answer["chat"]
+    tokens, inside = codec.encode_parts(text, written)
+    assert tokens[:-1].tolist() == answer["input_ids"]
+    assert inside[:-1].astype(int).tolist() == answer["assistant_masks"]
+
+
+def answered(folder: pathlib.Path, question: dict[str, Any]) -> dict[str, Any]:
+    """What `transformers` makes of it, with the model and the tokenizer in the folder."""
+    (folder / "question.json").write_text(json.dumps(question))
+    transformers(folder, "--answer")
+    return json.loads((folder / "answer.json").read_text())
 
 
 @pytest.mark.parametrize("scan", [False, True])

@@ -25,6 +25,11 @@ def publish(folder: Path, **sizes) -> Path:
     kind: Any = MoELMConfig if "experts" in sizes else LMConfig
     config = kind(**(dict(vocab=300, layers=4, width=16, heads=4, kv_heads=2, mlp=32, tied=True) | sizes))
     hf.save(build(config), folder)
+    return add_tokenizer(folder)
+
+
+def add_tokenizer(folder: Path) -> Path:
+    """Writes a tokenizer of at most 300 tokens, and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -141,12 +141,21 @@ def test_json_of_something_else(text):
 
 
 @pytest.mark.parametrize(
-    "change", [{"steps": "12"}, {"data": 3}, {"width": 96.5}, {"seed": None}, {"tied": 1}, {"schedule": []}]
+    "change, kind",
+    [
+        ({"steps": "12"}, "a whole number"),
+        ({"data": 3}, "a path"),
+        ({"width": 96.5}, "a whole number"),
+        ({"seed": None}, "a whole number"),
+        ({"clip": "1"}, "a number"),
+        ({"tied": 1}, "true or false"),
+        ({"schedule": []}, "text"),
+    ],
 )
-def test_json_with_a_value_of_another_type(change):
+def test_json_with_a_value_of_another_type(change, kind):
     values = json.loads(TrainConfig().to_json())
     ((name, value),) = change.items()
-    with pytest.raises(ValueError, match=f"^{name} is {re.escape(repr(value))}$"):
+    with pytest.raises(ValueError, match=f"^{name} is {re.escape(repr(value))}, not {kind}$"):
         TrainConfig.from_json(json.dumps(values | change))
 
 
@@ -203,9 +212,11 @@ def test_options_of_a_file_are_below_those_of_the_command_line(tmp_path):
     ("text", "says"),
     [
         ("stepps = 7", "there is no option 'stepps': is it 'steps'?"),
-        ('steps = "7"', "steps is '7'"),
+        ('steps = "7"', "steps is '7', not a whole number"),
+        ("lora = 2.5", "lora is 2.5, not a whole number"),
+        ("data = 3", "data is 3, not a path"),
         ('schedule = "2f2b"', "schedule is '2f2b'; there are auto, 1f1b, gpipe"),
-        ("[run]\nsteps = 7", "there is no option 'run'"),
+        ("[run]\nsteps = 7", "there is no option 'run'; options are in no table"),
         ("steps 7", "Expected '=' after a key"),
     ],
 )

@@ -229,7 +229,7 @@ def test_other_records_do_not_move_what_is_held_out(tmp_path):
         ("{text", "line 3: this is no JSON"),
         ("[1]", 'line 3: a record is a JSON object with "text" or "messages", not .1.'),
         ('{"question": 1, "answer": 2}', 'neither "text" nor "messages", but question, answer'),
-        ('{"messages": []}', "line 3: records with messages need the chat template of a --model"),
+        ('{"messages": []}', "line 3: a conversation needs the chat template"),
         ('{"text": 5}', 'line 3: "text" is a string, not 5'),
         ('{"messages": ["Hi"]}', 'line 3: "messages" is a list of objects such as .*, not ..Hi..'),
         ('{"text": "\\ud800"}', "line 3: this is no text .*surrogates not allowed"),
@@ -297,7 +297,7 @@ def test_messages_in_parquet_have_the_fields_that_they_were_given(tmp_path):
         (dict(text=["one", None]), 'row 2: the record has neither "text" nor "messages", but nothing'),
         (dict(text=[5]), 'row 1: "text" is a string, not 5'),
         (dict(text=["one", None], messages=[None, [3]]), 'row 2: "messages" is a list of objects such as'),
-        (dict(messages=[[{"role": "user"}]]), "row 1: records with messages need the chat template"),
+        (dict(messages=[[{"role": "user"}]]), "row 1: a conversation needs the chat template"),
     ],
 )
 def test_parquet_without_records(tmp_path, columns, said):

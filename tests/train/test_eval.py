@@ -93,6 +93,9 @@ def test_mistakes_are_told(folder, tmp_path, capsys):
             [*both, "--sequence", "9999", "--packing", "stream"],
             "tokens to evaluate, less than one sequence of 9999",
         ),
+        ([*both, "--batch", "0"], "--batch must be above zero, not 0"),
+        ([*both, "--stages", "0"], "--stages must be above zero, not 0"),
+        ([*both, "--stages", "5", "--tensor", "1"], f"--stages 5 is more than the 4 blocks of {folder}"),
     ]:
         assert main(["eval", *options]) == 2
         assert said in capsys.readouterr().err

@@ -76,5 +76,5 @@ def test_bytes():
     tokens = Bytes().encode("hé".encode())
     assert tokens.tolist() == [104, 195, 169]
     assert Bytes().decode(tokens) == "hé" and Bytes().decode([104, 300]) == "h�"
-    with pytest.raises(UserError, match="need the chat template of a --model"):
+    with pytest.raises(UserError, match="needs the chat template of a published model"):
         Bytes().chat(CHAT)
