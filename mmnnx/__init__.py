@@ -133,15 +133,16 @@ _HOMES = {  # where each name is defined
 _PACKAGES = ("inspect", "modules", "mpmd", "sharding")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return importlib.import_module(f"mmnnx.{name}")
-    for module, names in _HOMES.items():
-        if name in names:
-            value = globals()[name] = getattr(importlib.import_module(module), name)
-            return value
-    raise AttributeError(f"module 'mmnnx' has no attribute {name!r}")
+if not TYPE_CHECKING:  # for which every name would be one of mmnnx
 
+    def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return importlib.import_module(f"mmnnx.{name}")
+        for module, names in _HOMES.items():
+            if name in names:
+                value = globals()[name] = getattr(importlib.import_module(module), name)
+                return value
+        raise AttributeError(f"module 'mmnnx' has no attribute {name!r}")
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

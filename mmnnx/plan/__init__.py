@@ -48,8 +48,10 @@ def plan(f: Jit[..., Any], *args: Any, **kwargs: Any) -> Plan:
     return make_plan(f, *args, **kwargs)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'mmnnx.plan' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return value
+if not TYPE_CHECKING:  # for which every name would be one of mmnnx
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'mmnnx.plan' has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
