@@ -43,7 +43,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     config = tyro.cli(
         InspectConfig, args=options, prog="mmnnx inspect", config=(tyro.conf.FlagCreatePairsOff,)
     )
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_WIDTH
     try:
