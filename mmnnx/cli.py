@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -64,13 +66,23 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns the exit status: 0; 1 if a process of several failed, or a plan does not fit; 2 for a mistake in
     the arguments; 3 if training diverged; 130 after Ctrl-C; 143 after SIGTERM.
     """
+    try:
+        status = _run(list(sys.argv[1:] if args is None else args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as of `mmnnx schedule | head`: nobody reads the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(args: list[str]) -> int:
     errors = Console(stderr=True, highlight=False, emoji=False)
 
     def print_error(text: str) -> None:
         errors.print(f"mmnnx: {printable(text, keep=LINES)}", markup=False, soft_wrap=True)
 
     try:
-        output, (command, *options) = take_options(list(sys.argv[1:] if args is None else args) or [""])
+        output, (command, *options) = take_options(args or [""])
     except ValueError as error:
         print_error(str(error))
         return 2

@@ -14,13 +14,12 @@ import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from mmnnx.inspect.cells import cell
 from mmnnx.inspect.schedules import Simulated, by_name, from_csv
 from mmnnx.inspect.timeline import TimelineView, check_suffix
 from mmnnx.mpmd.schedule import schedule_names, write_schedule
 from mmnnx.output import current
-from mmnnx.printable import printable
 
 FILE_WIDTH = 120  # columns of output to a file or a pipe
 
@@ -156,7 +155,7 @@ def _progress(console: Console, name: str) -> contextlib.AbstractContextManager[
     """Shows which schedule is simulated, or nothing with --quiet."""
     if current.get().quiet:
         return contextlib.nullcontext()
-    return console.status(Text(f"simulating {printable(name)}"))
+    return console.status(cell(f"simulating {name}"))
 
 
 def make_table(found: Sequence[Simulated], refused: Mapping[str, str]) -> Table:
@@ -169,7 +168,7 @@ def make_table(found: Sequence[Simulated], refused: Mapping[str, str]) -> Table:
         table.add_column("why not", style="dim", overflow="fold")
     for one in found:
         table.add_row(
-            Text(printable(one.name)),
+            cell(one.name),
             str(one.stages_per_mesh),
             _brief(one.period),
             _brief(one.timeline.makespan),
@@ -177,7 +176,7 @@ def make_table(found: Sequence[Simulated], refused: Mapping[str, str]) -> Table:
             _brief(max(one.memory)),
         )
     for name, reason in refused.items():
-        table.add_row(Text(printable(name)), *["-"] * 5, Text(printable(reason)))
+        table.add_row(cell(name), *["-"] * 5, cell(reason))
     return table
 
 

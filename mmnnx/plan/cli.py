@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.text import Text
 
+from mmnnx.inspect.cells import cell
 from mmnnx.inspect.schedule_cli import optional
 from mmnnx.mpmd.compile import compile_program
 from mmnnx.output import current
@@ -22,7 +22,6 @@ from mmnnx.plan.language_models import TrainingJob
 from mmnnx.plan.planning import Plan
 from mmnnx.plan.report import WIDTH
 from mmnnx.plan.search import SEARCHED, search
-from mmnnx.printable import printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +161,11 @@ def progress(console: Console, text: str) -> Iterator[None]:
     if current.get().quiet:
         yield
         return
-    with console.status(Text(printable(text))) as status:
+    with console.status(cell(text)) as status:
 
         class Show(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
-                status.update(Text(printable(f"{text}: {record.getMessage()}")))
+                status.update(cell(f"{text}: {record.getMessage()}"))
 
         handler, level = Show(), compile_program.logger.level
         compile_program.logger.addHandler(handler)
