@@ -64,13 +64,17 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command line ``args`` (default: the process's own).
 
     Returns the exit status: 0; 1 if a process of several failed, or a plan does not fit; 2 for a mistake in
-    the arguments; 3 if training diverged; 130 after Ctrl-C; 143 after SIGTERM.
+    the arguments; 3 if training diverged; 130 after Ctrl-C; 141 if nobody reads the output any more; 143
+    after SIGTERM. Raises SystemExit for options that cannot be parsed.
     """
     try:
         status = _run(list(sys.argv[1:] if args is None else args))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # as of `mmnnx schedule | head`: nobody reads the rest
+    except (BrokenPipeError, SystemExit) as error:
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        # As of `mmnnx schedule | head`: nobody reads the rest. (Rich makes a SystemExit of it.)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 

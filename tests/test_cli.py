@@ -150,13 +150,17 @@ def test_completion(capsys):
     assert "one of bash, zsh, tcsh" in capsys.readouterr().err
 
 
-def test_nobody_reads_the_rest():
+@pytest.mark.parametrize("options", ["--help", "schedule --stages 2 --microbatches 2"])
+def test_nobody_reads_the_rest(options):
     """As of `mmnnx --help | head -0`: no traceback."""
     read, write = os.pipe()
     os.close(read)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-m", "mmnnx", "--help"], env=environment, stdout=write, stderr=subprocess.PIPE
+        [sys.executable, "-m", "mmnnx", *options.split()],
+        env=environment,
+        stdout=write,
+        stderr=subprocess.PIPE,
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
