@@ -10,17 +10,21 @@ import xml.etree.ElementTree as ElementTree
 import jax
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 from jax import P
 from matplotlib.text import Text
 from rich.console import Console
 
 import mmnnx as mm
 from mmnnx.cli import main
+from mmnnx.inspect.cells import cell
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 from mmnnx.printable import printable
 from mmnnx.train.checkpoint.contents import Contents, Piece
 from mmnnx.train.checkpoint.inspect_cli import show
 from mmnnx.train.progress import Display
+from tests.slow import examples
 
 MARKUP = ["[red]a[/red]", "[/]", "[link=file]a", ":smile:", "<b>&amp;", "$x^2$", r"$\frac{$"]
 COMMANDS = ["\x1b[31ma", "\x1b]0;title\x07", "\x9b2J", "a\rb", "a\nb", "\u202eabc", "a\x7f"]
@@ -149,6 +153,14 @@ def test_names_of_tasks_and_axes_are_printable():
             mm.MultiMesh(axis_sizes=(1,), axis_names=(name,))
         with pytest.raises(ValueError, match="printable characters"):
             mm.TaskMesh(devices=[0], axis_names=(name,))
+
+
+@examples(100)
+@given(st.text())
+def test_whatever_the_text(text):
+    shown = printable(text)
+    assert shown.isprintable() and (shown == text) == text.isprintable()
+    assert cell(text).plain.replace("\n", "").isprintable()
 
 
 def test_what_is_printable_stays():
