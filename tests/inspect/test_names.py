@@ -104,6 +104,17 @@ def test_timelines():
     assert set(map(printable, NAMES)) <= set(drawn) and printable("".join(NAMES)) in drawn
 
 
+def test_programs():
+    """Their text names the state paths of arguments."""
+    mesh = mm.MultiMesh(axis_sizes=(2, 1), axis_names=("stage", MARKUP[0]))
+    tasks = [mm.Task(name, mesh_slice={"stage": n}) for n, name in enumerate(MARKUP[:2])]
+    state = nnx.Dict({name: nnx.Param(jax.numpy.ones(4)) for name in NAMES})
+    first, second = (mm.task(lambda x: 2 * x, task=task) for task in tasks)
+    with mesh:
+        program = mm.jit(lambda state: second(first(sum(state[name][...] for name in NAMES)))).program(state)
+    check(str(program), *MARKUP[:2], "\\x1b[31ma", "\\x9b2J")
+
+
 def test_checkpoints_that_others_wrote(capsys):
     every = "".join(NAMES)
     piece = Piece(path=every.replace("/", "|"), type=every, bytes=1, home=0, spec=every)
