@@ -19,6 +19,7 @@ from rich.console import Console
 import mmnnx as mm
 from mmnnx.cli import main
 from mmnnx.inspect.cells import cell
+from mmnnx.inspect.locations import spec_text
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 from mmnnx.printable import printable
 from mmnnx.train.checkpoint.contents import Contents, Piece
@@ -65,8 +66,8 @@ def named() -> Named:
     for name in NAMES:
         setattr(model, name, nnx.Dict({name: kind(jax.numpy.ones(4))}))
     axes = ("stage", *MARKUP)
-    mesh = mm.MultiMesh(axis_sizes=(8, *[1] * len(MARKUP)), axis_names=axes)
-    tasks = [mm.Task(name, mesh_slice={"stage": n}) for n, name in enumerate(MARKUP)]
+    mesh = mm.MultiMesh(axis_sizes=(4, 2, *[1] * len(MARKUP[1:])), axis_names=axes)
+    tasks = [mm.Task(name, mesh_slice={"stage": n % 4}) for n, name in enumerate(MARKUP)]
     rules = {
         mm.path(name): (tasks[n % len(tasks)], P(MARKUP[n % len(tasks)])) for n, name in enumerate(NAMES)
     }
@@ -77,7 +78,13 @@ def named() -> Named:
 
 def test_tables(named):
     parts = [f"{printable(name)}: float32[4]" for name in NAMES]
-    parts += [*MARKUP, *(f"P({name})" for name in MARKUP), "[red]Model\\x1b[0m Summary", "[b]Kind\\x1b[0m"]
+    parts += [
+        f"{MARKUP[0]}=2",
+        *MARKUP,
+        *(f"P({name})" for name in MARKUP),
+        "[red]Model\\x1b[0m Summary",
+        "[b]Kind\\x1b[0m",
+    ]
     check(str(named.table), *parts)
     html = named.table._repr_mimebundle_()["text/html"]
     check(html)
@@ -86,6 +93,10 @@ def test_tables(named):
     for part in NAMES:
         assert printable(part) in coloured
     assert not any(command in coloured for command in ("\x1b[31m", "\x1b]", "\x9b", "\x07", "😄"))
+
+
+def test_specs_of_meshes_that_jax_made():
+    assert spec_text(P(None, ("a\x1b[31m", "b"))) == "P(None, (a\\x1b[31m, b))"
 
 
 def test_placements(named):
