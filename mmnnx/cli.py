@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
+
+import mmnnx
+from mmnnx.output import saying, take_options
+from mmnnx.printable import printable
+
+LINES = "\n\t"
+
+COMMANDS = {  # the module of each, which is imported when it runs
+    "train": "mmnnx.train.cli",
+    "export": "mmnnx.train.export_cli",
+    "eval": "mmnnx.train.eval_cli",
+    "generate": "mmnnx.train.generate_cli",
+    "launch": "mmnnx.launch.cli",
+    "inspect": "mmnnx.train.checkpoint.inspect_cli",
+    "schedule": "mmnnx.inspect.schedule_cli",
+    "plan": "mmnnx.plan.cli",
+    "completion": "mmnnx.completion",
+}
 
 USAGE = """usage: mmnnx train [OPTIONS]
        mmnnx launch --hosts HOST ...|--slurm|--gke|--tpu-pod NAME ... -- COMMAND
@@ -15,6 +36,8 @@ USAGE = """usage: mmnnx train [OPTIONS]
        mmnnx inspect PATH
        mmnnx schedule [OPTIONS]
        mmnnx plan --target CHIP:TOPOLOGY [OPTIONS]
+       mmnnx completion bash|zsh|tcsh
+       mmnnx --version
 
 Commands:
   train     train or fine-tune a language model as a pipeline over devices, in one process or several
@@ -25,57 +48,60 @@ Commands:
   inspect   show what a checkpoint holds, without loading it
   schedule  compare pipeline schedules: step time, bubble, saved activations; needs no devices
   plan      compile a train step for TPUs or GPUs that are not here: does it fit, how long does it take
+  completion  print a script that completes commands and options in a shell
 
-`mmnnx COMMAND --help` lists the options of a command."""
+Options of all commands:
+  --quiet            print results and errors, and no progress
+  --log-level LEVEL  print messages of mmnnx from this level on: debug, info, warning, error
+
+Exit status: 0 done; 1 a process of several failed, or a plan does not fit; 2 a mistake in the arguments, or
+in a file that they name; 3 training diverged; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
+
+`mmnnx COMMAND --help` lists the options of a command. NO_COLOR=1 in the environment turns colours off."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line ``args`` (default: the process's own).
 
-    Returns the exit status: 0; 1 if a process of several failed; 2 for a mistake in the arguments; 3 if
-    training diverged; 130 after Ctrl-C; 143 after SIGTERM.
+    Returns the exit status: 0; 1 if a process of several failed, or a plan does not fit; 2 for a mistake in
+    the arguments; 3 if training diverged; 130 after Ctrl-C; 141 if nobody reads the output any more; 143
+    after SIGTERM. Raises SystemExit for options that cannot be parsed.
     """
-    command, *options = list(sys.argv[1:] if args is None else args) or [""]
-    errors = Console(stderr=True, highlight=False)
+    try:
+        status = _run(list(sys.argv[1:] if args is None else args))
+        sys.stdout.flush()
+        return status
+    except (BrokenPipeError, SystemExit) as error:
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        # As of `mmnnx schedule | head`: nobody reads the rest. (Rich makes a SystemExit of it.)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(args: list[str]) -> int:
+    errors = Console(stderr=True, highlight=False, emoji=False)
 
     def print_error(text: str) -> None:
-        errors.print(f"mmnnx: {text}", markup=False, soft_wrap=True)
+        errors.print(f"mmnnx: {printable(text, keep=LINES)}", markup=False, soft_wrap=True)
 
-    # Each command imports only what it needs.
-    if command == "train":
-        from mmnnx.train.cli import run as run_train
-
-        return run_train(options, print_error)
-    if command == "export":
-        from mmnnx.train.export_cli import run as run_export
-
-        return run_export(options, print_error)
-    if command == "eval":
-        from mmnnx.train.eval_cli import run as run_eval
-
-        return run_eval(options, print_error)
-    if command == "generate":
-        from mmnnx.train.generate_cli import run as run_generate
-
-        return run_generate(options, print_error)
-    if command == "launch":
-        from mmnnx.launch.cli import run as run_launch
-
-        return run_launch(options, print_error)
-    if command == "inspect":
-        from mmnnx.train.checkpoint.inspect_cli import run as run_inspect
-
-        return run_inspect(options, print_error)
-    if command == "schedule":
-        from mmnnx.inspect.schedule_cli import run as run_schedule
-
-        return run_schedule(options, print_error)
-    if command == "plan":
-        from mmnnx.plan.cli import run as run_plan
-
-        return run_plan(options, print_error)
+    try:
+        output, (command, *options) = take_options(args or [""])
+    except ValueError as error:
+        print_error(str(error))
+        return 2
+    if command in COMMANDS:
+        with saying(output):
+            try:
+                return importlib.import_module(COMMANDS[command]).run(options, print_error)
+            except KeyboardInterrupt:
+                print_error("stopped")
+                return 130
     if command in ("-h", "--help"):
         print(USAGE)
+        return 0
+    if command == "--version":
+        print(f"mmnnx {mmnnx.__version__}")
         return 0
     if command:
         print_error(f"there is no command {command!r}")

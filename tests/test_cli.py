@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
+import mmnnx as mm
 from mmnnx.cli import main
 from mmnnx.inspect.schedules import by_name
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.mpmd.schedule import read_schedule, schedule_names
+from mmnnx.output import Output, saying, take_options
+from mmnnx.train.progress import Display
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +65,105 @@ def test_usage(capsys):
     assert main(["fly"]) == 2
     out, errors = capsys.readouterr()
     assert errors.startswith("mmnnx: there is no command 'fly'\nusage: mmnnx train") and not out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mmnnx {mm.__version__}\n" == f"mmnnx {version('mmnnx')}\n"
+
+
+def test_colours(capsys, monkeypatch):
+    """Only on terminals, and NO_COLOR turns them off there."""
+    colour = re.compile(r"\x1b\[[\d;]*\b(3|4|9|10)\d\b[\d;]*m")
+    options = ["schedule", "--stages", "2", "--microbatches", "2", "--schedule", "1f1b"]
+    for variables, coloured in (({}, False), ({"FORCE_COLOR": "1"}, True), ({"NO_COLOR": "1"}, False)):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert main(options) == 0
+        assert bool(colour.search(capsys.readouterr().out)) == coloured, variables
+
+
+def test_quiet(capsys, monkeypatch):
+    """Progress is left out, and results are not; before or after the command, and not in a launched one."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    sizes = ["--stages", "2", "--microbatches", "2"]
+    assert main(["schedule", *sizes]) == 0
+    assert "simulating gpipe" in capsys.readouterr().out
+    for args in (["--quiet", "schedule", *sizes], ["schedule", *sizes, "--quiet"]):
+        assert main(args) == 0
+        out = capsys.readouterr().out
+        assert "simulating" not in out and "gpipe" in out
+    assert main(["launch", "--hosts", "a", "--", "python", "script.py", "--quiet"]) == 0
+    assert "script.py --quiet" in capsys.readouterr().out
+
+
+def test_quiet_progress(capsys):
+    for quiet in (False, True):
+        with saying(Output(quiet=quiet)), Display(steps=1) as display:
+            display.step(1, loss=1.0, tokens_per_second=1.0)
+        assert capsys.readouterr().out == ("" if quiet else "step 1/1  loss 1.0000  1 tokens/s  ? left\n")
+
+
+def test_log_level(capsys):
+    logger = logging.getLogger("mmnnx.some.module")
+    for level in (None, "info", "error"):
+        with saying(Output(log_level=level)):
+            logger.info("compiled \x1b[31mit")
+            logger.error("no")
+        said = capsys.readouterr().err
+        assert ("mmnnx: INFO: compiled \\x1b[31mit\n" in said) == (level == "info")
+        assert ("mmnnx: ERROR: no\n" in said) == (level is not None)
+    assert take_options(["train", "--log-level=info", "--quiet", "--", "--quiet"]) == (
+        Output(True, "info"),
+        ["train", "--", "--quiet"],
+    )
+    assert take_options([*Output(True, "debug").arguments, "train"]) == (Output(True, "debug"), ["train"])
+    assert main(["schedule", "--log-level", "loud"]) == 2
+    assert "--log-level is one of debug, info, warning, error, not 'loud'" in capsys.readouterr().err
+
+
+def test_ctrl_c(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mmnnx.inspect.schedule_cli.run", interrupted)
+    assert main(["schedule"]) == 130
+    assert capsys.readouterr().err == "mmnnx: stopped\n"
+
+
+def test_completion(capsys):
+    """bash, asked for what may come next."""
+    assert main(["completion", "bash"]) == 0
+    asked = """
+        next() {
+            COMP_WORDS=("$@"); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=()
+            _tyro_mmnnx; echo "${COMPREPLY[@]}"
+        }
+        next mmnnx s; next mmnnx train --st; next mmnnx train --precision b; next mmnnx launch --slurm --gpus
+    """
+    script = capsys.readouterr().out + asked
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["schedule", "--steps --stages", "bfloat16", "--gpus-per-node"], (
+        done.stderr
+    )
+    assert main(["completion", "fish"]) == 2
+    assert "one of bash, zsh, tcsh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", ["--help", "schedule --stages 2 --microbatches 2"])
+def test_nobody_reads_the_rest(options):
+    """As of `mmnnx --help | head -0`: no traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "mmnnx", *options.split()],
+        env=environment,
+        stdout=write,
+        stderr=subprocess.PIPE,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_the_table_says_what_simulation_says(capsys):

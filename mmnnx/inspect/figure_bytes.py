@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import io
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+P = ParamSpec("P")
 
 PICTURES = (".svg", ".png", ".pdf")
 
@@ -18,6 +22,19 @@ def check_picture_suffix(path: str | Path) -> str:
     if suffix not in PICTURES:
         raise ValueError(f"{path}: the file name of a picture must end in {', '.join(PICTURES)}")
     return suffix
+
+
+def literal_text(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+    """Makes a function draw names as they are: between two dollar signs matplotlib would set mathematics."""
+
+    @functools.wraps(draw)
+    def drawing(*args: P.args, **kwargs: P.kwargs) -> Figure:
+        from matplotlib import rc_context  # slow to import
+
+        with rc_context({"text.parse_math": False, "text.usetex": False}):
+            return draw(*args, **kwargs)
+
+    return drawing
 
 
 def picture_bytes(figure: Figure, suffix: str) -> bytes:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
 from mmnnx.inspect.units import ranges_text
+from mmnnx.printable import printable
 from mmnnx.sharding.aligned_spec import aligned_spec
 from mmnnx.sharding.divided_array import named_sharding
 from mmnnx.sharding.division import Division, Way, ways_to_divide
@@ -223,7 +224,7 @@ class Homes:
                 if mesh.shape[axis] == 1 < whole.shape[axis]
             }
             if self._multimesh.slice(**index) == mesh:
-                return ", ".join(f"{axis}={n}" for axis, n in index.items())
+                return printable(", ".join(f"{axis}={n}" for axis, n in index.items()))
         return _device_label(devices)
 
 
@@ -238,11 +239,11 @@ def spec_text(spec: PartitionSpec) -> str:
     'P(x, None, (y, z))'
     """
     entries = ("(" + ", ".join(map(str, e)) + ")" if isinstance(e, tuple) else str(e) for e in spec)
-    return f"P({', '.join(entries)})"
+    return printable(f"P({', '.join(entries)})")
 
 
 def _axes(shape: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in shape.items() if size > 1)
+    return printable(", ".join(f"{axis}={size}" for axis, size in shape.items() if size > 1))
 
 
 def _device_label(devices: Sequence[int]) -> str:

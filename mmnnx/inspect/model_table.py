@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from mmnnx.inspect.cells import cell
 from mmnnx.inspect.locations import Home, sort_homes
 from mmnnx.inspect.model_state import Piece, on_devices
 from mmnnx.inspect.module_calls import Call
@@ -63,12 +64,14 @@ class ModelTable:
       rows: a row for each Module, parents first, children in the order of their calls.
       pieces: all arrays, shared ones once.
       traced: whether inputs and outputs are known.
+      idle: numbers of the devices that the MultiMesh leaves idle.
     """
 
     name: str
     rows: tuple[Row, ...]
     pieces: tuple[Piece, ...]
     traced: bool
+    idle: tuple[int, ...] = ()
 
     @property
     def by_home(self) -> Mapping[Home | None, tuple[Piece, ...]]:
@@ -130,13 +133,15 @@ def html(renderable: Group) -> str:
 
 
 def _modules(found: ModelTable, kinds: Sequence[str], placed: bool) -> Table:
-    table = Table(title=Text(f"{found.name} Summary"), show_lines=True, show_footer=True)
+    table = Table(title=cell(f"{found.name} Summary"), show_lines=True, show_footer=True)
     calls = ("inputs", "outputs") if found.traced else ()
     where = ("task", "spec", "devices", "bytes/device") if placed else ()
     for heading in ("path", "type", *calls):
         table.add_column(heading, overflow="fold")
     for kind in kinds:
-        table.add_column(kind, footer=_size([p for p in found.pieces if p.kind == kind]), overflow="fold")
+        table.add_column(
+            cell(kind), footer=_size([p for p in found.pieces if p.kind == kind]), overflow="fold"
+        )
     for heading in where:
         table.add_column(heading, overflow="fold")
     table.columns[len(calls) + 1].footer = Text("Total", justify="right")
@@ -145,7 +150,7 @@ def _modules(found: ModelTable, kinds: Sequence[str], placed: bool) -> Table:
         table.columns[-1].footer = _device_bytes(found.pieces)
     for row in found.rows:
         same = "" if row.same_as is None else f"\nas {path_text(row.same_as) or 'the whole model'}"
-        cells = [Text(path_text(row.path)), Text.assemble(row.type, (same, "dim"))]
+        cells = [Text(path_text(row.path)), cell(row.type).append(same, "dim")]
         cells += _calls(row) if calls else ()
         cells += [_state(row, kind) for kind in kinds]
         cells += _where(row) if where else ()
@@ -191,11 +196,11 @@ def _where(row: Row) -> list[Text]:
 def _tasks(found: ModelTable, kinds: Sequence[str]) -> Table:
     table = Table(title="Tasks")
     for heading in ("task", "mesh", "devices", *kinds, "bytes", "bytes/device"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(cell(heading), overflow="fold")
     for home, pieces in found.by_home.items():
         table.add_row(
             Text(home.task if home is not None else "not placed"),
-            home.axes if home is not None else "",
+            cell(home.axes if home is not None else ""),
             ranges_text(home.devices) if home is not None else "",
             *(_size([p for p in pieces if p.kind == kind]) for kind in kinds),
             bytes_text(sum(p.bytes for p in pieces)),
@@ -215,6 +220,8 @@ def _devices(found: ModelTable) -> Table:
         rows.setdefault((tasks, held), []).append(device)
     for (tasks, held), devices in rows.items():
         table.add_row(ranges_text(devices), Text(", ".join(tasks)), bytes_text(held))
+    if found.idle:
+        table.add_row(ranges_text(found.idle), "idle", bytes_text(0))
     return table
 
 
@@ -242,6 +249,6 @@ def _shortened(lines: list[str]) -> list[str]:
 
 
 def _lines(lines: Sequence[str]) -> Text:
-    text = Text("\n".join(lines))
+    text = cell("\n".join(lines))
     text.highlight_regex(r"\w+(?:<\w+>)?(?=\[)", "dim")  # dtypes
     return text

@@ -18,7 +18,8 @@ from mmnnx.inspect.model_state import Piece, list_state, on_devices
 from mmnnx.inspect.placement_picture import draw_placement
 from mmnnx.inspect.submesh import Part, Submesh
 from mmnnx.inspect.units import bytes_text, ranges_text
-from mmnnx.sharding.mesh import MultiMesh, current_multimesh
+from mmnnx.printable import printable
+from mmnnx.sharding.mesh import MultiMesh, current_multimesh, idle_text
 from mmnnx.sharding.placement import TaskSharding
 
 if TYPE_CHECKING:
@@ -34,12 +35,14 @@ class PlacementView:
       submeshes: the boxes.
       memory: bytes that a device has, if known.
       unplaced: bytes of arrays that are not placed.
+      idle: numbers of the devices that the MultiMesh leaves idle.
     """
 
     names: tuple[str, ...]
     submeshes: tuple[Submesh, ...]
     memory: int | None
     unplaced: int
+    idle: tuple[int, ...] = ()
 
     @property
     def title(self) -> str:
@@ -90,6 +93,7 @@ class PlacementView:
             lines.append(f"{head}: {submesh.memory_text(self.memory)}")
             parts = ", ".join(f"{part.name} {bytes_text(part.bytes)}" for part in submesh.main_parts())
             lines += [f"{'':{names}}  {parts}"] if parts else []
+        lines += [idle_text(self.idle)] if self.idle else []
         return "\n".join(lines)
 
     __repr__ = __str__  # what a terminal shows
@@ -156,6 +160,7 @@ def show_placement(
         tuple(_submeshes(found, multimesh)),
         None if memory is None else int(memory),
         sum(piece.bytes for _, _, piece in named if piece.placed is None),
+        () if multimesh is None else multimesh.idle,
     )
 
 
@@ -202,13 +207,13 @@ def _part(model: Any, piece: Piece) -> tuple[str, int | None]:
     """The top-level part of a model that an array is in, and the array's index in it, if it is a list."""
     path = piece.path
     if isinstance(model, nnx.Optimizer) and path[0] == "opt_state":
-        return next((key for key in path[1:] if isinstance(key, str)), "opt_state"), None
-    return str(path[0]), path[1] if len(path) > 1 and isinstance(path[1], int) else None
+        return printable(next((key for key in path[1:] if isinstance(key, str)), "opt_state")), None
+    return printable(str(path[0])), path[1] if len(path) > 1 and isinstance(path[1], int) else None
 
 
 def _names(models: Sequence[Any]) -> list[str]:
     """The classes of models, numbered if a class occurs more than once."""
-    names = [type(model).__name__ for model in models]
+    names = [printable(type(model).__name__) for model in models]
     seen: dict[str, int] = {}
     for n, name in enumerate(names):
         if names.count(name) > 1 or name in seen:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mmnnx.inspect.figure_bytes import literal_text
 from mmnnx.inspect.submesh import Submesh
 from mmnnx.inspect.units import bytes_text
 
@@ -31,6 +32,7 @@ OVER = ("#8f1414", "#bf4138", "#de8276", "#b5651d", "#e0b083", "#c4cad1")
 GREY, EMPTY, EDGE = "#6b6b6b", "#eceff2", "#b5bcc4"
 
 
+@literal_text
 def draw_placement(title: str, boxes: Sequence[Submesh], memory: int | None) -> Figure:
     """A box for each submesh, in order of their devices.
 

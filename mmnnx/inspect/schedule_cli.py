@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +15,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mmnnx.inspect.cells import cell
 from mmnnx.inspect.schedules import Simulated, by_name, from_csv
 from mmnnx.inspect.timeline import TimelineView, check_suffix
 from mmnnx.mpmd.schedule import schedule_names, write_schedule
+from mmnnx.output import current
 
 FILE_WIDTH = 120  # columns of output to a file or a pipe
 
@@ -93,7 +96,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     config = tyro.cli(
         ScheduleConfig, args=options, prog="mmnnx schedule", config=(tyro.conf.FlagCreatePairsOff,)
     )
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_WIDTH
     try:
@@ -120,7 +123,7 @@ def show(config: ScheduleConfig, console: Console) -> None:
         found = []
         for name in schedule_names():
             try:
-                with console.status(f"simulating {name}"):  # large ones take seconds
+                with _progress(console, name):  # large ones take seconds
                     found.append(by_name(name, meshes, microbatches, config.interleave, config.costs))
             except ValueError as error:
                 refused[name] = str(error)
@@ -148,6 +151,13 @@ def show(config: ScheduleConfig, console: Console) -> None:
         console.print(f"wrote {config.save}", markup=False, soft_wrap=True)
 
 
+def _progress(console: Console, name: str) -> contextlib.AbstractContextManager[Any]:
+    """Shows which schedule is simulated, or nothing with --quiet."""
+    if current.get().quiet:
+        return contextlib.nullcontext()
+    return console.status(cell(f"simulating {name}"))
+
+
 def make_table(found: Sequence[Simulated], refused: Mapping[str, str]) -> Table:
     """A row for each schedule; for those that cannot be used, the reason."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -158,7 +168,7 @@ def make_table(found: Sequence[Simulated], refused: Mapping[str, str]) -> Table:
         table.add_column("why not", style="dim", overflow="fold")
     for one in found:
         table.add_row(
-            one.name,
+            cell(one.name),
             str(one.stages_per_mesh),
             _brief(one.period),
             _brief(one.timeline.makespan),
@@ -166,7 +176,7 @@ def make_table(found: Sequence[Simulated], refused: Mapping[str, str]) -> Table:
             _brief(max(one.memory)),
         )
     for name, reason in refused.items():
-        table.add_row(name, *["-"] * 5, reason)
+        table.add_row(cell(name), *["-"] * 5, cell(reason))
     return table
 
 

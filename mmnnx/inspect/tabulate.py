@@ -13,6 +13,7 @@ from mmnnx.inspect.locations import Homes
 from mmnnx.inspect.model_state import Contents, Piece, list_state
 from mmnnx.inspect.model_table import ModelTable, Row
 from mmnnx.inspect.module_calls import Call, record_calls
+from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.path_filter import Path
 from mmnnx.sharding.placement import TaskSharding
 
@@ -67,7 +68,8 @@ def tabulate(
     traced = bool(inputs or kwargs or method)
     calls = record_calls(model, inputs, kwargs, method or "__call__") if traced else {}
     rows = _rows(contents, calls, math.inf if depth is None else depth)
-    return ModelTable(type(model).__name__, rows, contents.pieces, traced)
+    mesh = current_multimesh()
+    return ModelTable(type(model).__name__, rows, contents.pieces, traced, () if mesh is None else mesh.idle)
 
 
 def _rows(contents: Contents, calls: Mapping[Path, Sequence[Call]], depth: float) -> tuple[Row, ...]:

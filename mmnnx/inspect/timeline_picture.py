@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mmnnx.inspect.figure_bytes import literal_text
 from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name, text_colour
 from mmnnx.inspect.timeline_rows import mesh_rows, stage_ranks, time_unit
 from mmnnx.mpmd.ir.timeline import Timeline
+from mmnnx.printable import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +20,7 @@ MAX_VECTOR_EVENTS = 10_000  # vector formats hold more of them as an image
 SMALLEST = 5.0  # points: smaller numbers are left out
 
 
+@literal_text
 def draw_timeline(timeline: Timeline, *, title: str = "") -> Figure:
     """Meshes as rows, time along x; boxes coloured by phase and numbered by microbatch; white is bubble.
 
@@ -93,7 +96,7 @@ def draw_timeline(timeline: Timeline, *, title: str = "") -> Figure:
                 )
 
     every = -(-10 * len(by_mesh) // round(HEIGHT * 72))  # a name needs about ten points of height
-    names = list(by_mesh)
+    names = [printable(mesh) for mesh in by_mesh]
     axes.set(xlim=(0, span), ylim=(len(names) - 0.4, -0.6), yticks=range(0, len(names), every))
     axes.set_yticklabels(names[::every], fontsize=8)
     axes.tick_params(axis="y", length=0)
@@ -101,7 +104,7 @@ def draw_timeline(timeline: Timeline, *, title: str = "") -> Figure:
     axes.spines[["top", "right", "left"]].set_visible(False)
     _legend(figure, axes, timeline, list(drawn), several=any(of > 1 for _, of in ranks.values()))
     if title:
-        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_title(printable(title), loc="left", fontsize=10)
     return figure
 
 

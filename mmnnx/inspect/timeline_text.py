@@ -13,6 +13,7 @@ from rich.text import Text
 from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name, text_colour
 from mmnnx.inspect.timeline_rows import mesh_rows, stage_ranks, step_time_text
 from mmnnx.mpmd.ir.timeline import Event, Timeline
+from mmnnx.printable import printable
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,15 @@ def draw_text(timeline: Timeline, *, title: str = "", width: int = 100) -> Text:
     by_mesh = mesh_rows(timeline)
     ranks = stage_ranks(by_mesh)
     events = [e for mine in by_mesh.values() for e in mine]
-    names = max(map(len, by_mesh))
+    names = max(len(printable(mesh)) for mesh in by_mesh)
     digits = max((len(str(e.microbatch)) for e in events if e.microbatch is not None), default=0)
     began = min(e.start for e in events)
     columns, whole = _columns(events, max(8, width - names - 1), 1 + digits)
     text = Text(no_wrap=True, overflow="crop")
     if title:
-        text.append(f"{title}\n", "bold")
+        text.append(f"{printable(title)}\n", "bold")
     for mesh, mine in by_mesh.items():
-        text.append(mesh.ljust(names) + " ")
+        text.append(printable(mesh).ljust(names) + " ")
         done = 0
         for e, first, last in (_boxes if whole else _samples)(mine, began, columns):
             nth, of = ranks[mesh, e.stage]

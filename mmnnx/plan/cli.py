@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from mmnnx.inspect.cells import cell
 from mmnnx.inspect.schedule_cli import optional
 from mmnnx.mpmd.compile import compile_program
+from mmnnx.output import current
 from mmnnx.plan.language_models import TrainingJob
 from mmnnx.plan.planning import Plan
 from mmnnx.plan.report import WIDTH
@@ -95,7 +97,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     # What is here does not matter, and JAX would look for it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     config = tyro.cli(PlanConfig, args=options, prog="mmnnx plan", config=(tyro.conf.FlagCreatePairsOff,))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH
     try:
@@ -155,12 +157,15 @@ def utilization(job: TrainingJob, plan: Plan) -> float:
 
 @contextmanager
 def progress(console: Console, text: str) -> Iterator[None]:
-    """Shows which fragment was compiled last."""
-    with console.status(text) as status:
+    """Shows which fragment was compiled last, or nothing with --quiet."""
+    if current.get().quiet:
+        yield
+        return
+    with console.status(cell(text)) as status:
 
         class Show(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
-                status.update(f"{text}: {record.getMessage()}")
+                status.update(cell(f"{text}: {record.getMessage()}"))
 
         handler, level = Show(), compile_program.logger.level
         compile_program.logger.addHandler(handler)

@@ -22,7 +22,7 @@ from mmnnx.modules.moe_lm import MoELMConfig
 from mmnnx.mpmd.frontend.microbatch import microbatch
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.mpmd.jit.jit import Jit, jit
-from mmnnx.plan.planning import Plan, plan
+from mmnnx.plan.planning import Plan, make_plan
 from mmnnx.plan.targets import target
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.pipeline import pipeline_sharding
@@ -186,7 +186,7 @@ class TrainingJob:
         with self.mesh():
             model, optimizer = nnx.eval_shape(self.make)
             tokens = jax.ShapeDtypeStruct((self.batch, self.sequence + 1), jnp.int32)
-            return plan(self.train_step(model), model, optimizer, tokens)
+            return make_plan(self.train_step(model), model, optimizer, tokens)
 
     def model_flops(self) -> float:
         """Operations of a step that the model needs, without recomputation (see `flops_of_token`)."""

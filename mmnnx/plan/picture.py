@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mmnnx.inspect.figure_bytes import literal_text
 from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name
 from mmnnx.inspect.timeline_rows import mesh_rows, time_unit
 from mmnnx.inspect.units import bytes_text
 from mmnnx.plan.memory import KINDS
 from mmnnx.plan.step_plan import StepPlan
+from mmnnx.printable import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +22,7 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
 MOST_NAMES = 32
 
 
+@literal_text
 def draw_plan(plan: StepPlan) -> Figure:
     """Bars of the bytes of a device of each mesh, by kind, with the limit; below, the step's timeline.
 
@@ -35,7 +38,8 @@ def draw_plan(plan: StepPlan) -> Figure:
     if plan.timeline is not None:
         _draw_timeline(axes[1], plan)
     verdict = "" if plan.fits is None else ": it fits" if plan.fits else ": it does not fit"
-    figure.suptitle(f"{plan.name} on {plan.devices} x {plan.device_kind}{verdict}", fontsize=10)
+    title = f"{plan.name} on {plan.devices} x {plan.device_kind}{verdict}"
+    figure.suptitle(printable(title), fontsize=10)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""`mm.plan`: whether a step fits a machine that need not be here, and how long it should take there."""
+"""`mm.plan` itself: whether a step fits a machine that need not be here, and how long it takes there."""
 
 from __future__ import annotations
 
@@ -89,30 +89,8 @@ class Plan(StepPlan):
         return bundle
 
 
-def plan(f: Jit[..., Any], *args: Any, **kwargs: Any) -> Plan:
-    """Compiles a step for its devices, which may be only described, and says what it needs of them.
-
-    Nothing runs. Of a machine that is not here `mm.target` gives the devices; the compiler is that of the
-    machine, so memory is what it will be. Times are estimates: see docs/targets.md.
-
-    Args:
-      f: made by `mm.jit`. What is on one TaskMesh and needs no program is not planned.
-      *args, **kwargs: what it will be called with, or abstract: modules of `nnx.eval_shape`,
-        `jax.ShapeDtypeStruct`. State that `in_shardings` places counts as being there.
-
-    Returns:
-      The plan. That a fragment does not fit is an answer, too: `Plan.overflow`.
-
-    Raises:
-      TypeError: for a function that `mm.jit` did not make.
-      ValueError: as `mm.jit` does, for a function that is on one TaskMesh, and in several processes.
-
-    Example:
-      >>> mesh = mm.MultiMesh(devices=mm.target("v5e:2x4"), axis_sizes=(4, 2), axis_names=("stage", "model"))
-      >>> with mesh:
-      ...     model, optimizer = nnx.eval_shape(make)
-      ...     print(mm.plan(train_step, model, optimizer, jax.ShapeDtypeStruct((32, 129), jnp.int32)))
-    """
+def make_plan(f: Jit[..., Any], *args: Any, **kwargs: Any) -> Plan:
+    """What `mm.plan` does; see there."""
     if not isinstance(f, Jit):
         raise TypeError(f"mm.plan takes a function that mm.jit made, not {f!r}")
     if jax.process_count() > 1:

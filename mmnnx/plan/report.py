@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mmnnx.inspect.cells import cell
 from mmnnx.inspect.figure_bytes import picture_bytes
 from mmnnx.inspect.units import bytes_text, time_text
 from mmnnx.plan.fragments import FragmentCost
@@ -33,7 +34,7 @@ def report(plan: StepPlan) -> RenderableType:
         parts += [_memory(plan), _fragments(plan)]
         parts += [table for table in (_collectives(plan.fragments), _values(plan.fragments)) if table]
         parts += _advice(plan)
-    parts += [f"note: {note}" for note in plan.notes]
+    parts += [cell(f"note: {note}") for note in plan.notes]
     return Group(*parts)
 
 
@@ -60,7 +61,7 @@ def as_html(plan: StepPlan) -> str:
 
 
 def _head(plan: StepPlan) -> list[RenderableType]:
-    line = Text(f"{plan.name} on {plan.devices} x {plan.device_kind}: ", style="bold")
+    line = cell(f"{plan.name} on {plan.devices} x {plan.device_kind}: ", "bold")
     if plan.fits is not None:
         line.append("it fits" if plan.fits else "it does not fit", style="green" if plan.fits else "red")
     elif plan.chip is None:
@@ -96,7 +97,7 @@ def _memory(plan: StepPlan) -> Table:
             over = m.total > plan.chip.memory
             share = [Text(f"{m.total / plan.chip.memory:.0%}", style="red" if over else "green")]
         moment = m.moment.replace(f"{m.meshes[0]} ", "")  # of one of the stages in the row
-        table.add_row(names, *cells, bytes_text(m.total), *share, moment)
+        table.add_row(cell(names), *cells, bytes_text(m.total), *share, cell(moment))
     return table
 
 
@@ -135,7 +136,7 @@ def _fragments(plan: StepPlan) -> Table:
         sent = "?" if f.collectives is None else bytes_text(round(f.sent)) if f.sent else "-"
         times = [] if plan.chip is None else [time_text(f.seconds(plan.chip)), f.bound(plan.chip)]
         flops = f"{sum(f.flops.values()) / 1e9:,.4g}"
-        table.add_row(f.name + others, str(f.runs), *map(bytes_text, sizes), flops, sent, *times)
+        table.add_row(cell(f.name + others), str(f.runs), *map(bytes_text, sizes), flops, sent, *times)
     return table
 
 
@@ -147,8 +148,8 @@ def _collectives(fragments: Iterable[FragmentCost]) -> Table | None:
     for heading in ("fragment", "collective", "along", "devices", "times", "bytes"):
         table.add_column(heading, overflow="fold")
     for c, name in sorted(found, key=lambda pair: -pair[0].sent)[:MOST]:
-        row = (c.kind, "/".join(c.axes), str(c.devices), str(c.count), bytes_text(c.nbytes))
-        table.add_row(name, *row)
+        row = (c.kind, cell("/".join(c.axes)), str(c.devices), str(c.count), bytes_text(c.nbytes))
+        table.add_row(cell(name), *row)
     return table
 
 
@@ -160,18 +161,21 @@ def _values(fragments: Iterable[FragmentCost]) -> Table | None:
     for heading in ("fragment", "array", "bytes", "times", "made by"):
         table.add_column(heading, overflow="fold")
     for value, name in sorted(found, key=lambda pair: -pair[0].nbytes)[:MOST]:
-        table.add_row(name, value.shape, bytes_text(value.nbytes), str(value.count), value.name)
+        shape, made_by = cell(value.shape), cell(value.name)
+        table.add_row(cell(name), shape, bytes_text(value.nbytes), str(value.count), made_by)
     return table
 
 
 def _overflow(overflow: Overflow) -> list[RenderableType]:
     over = overflow.needed - overflow.limit
     lines: list[RenderableType] = [
-        f"{overflow.fragment} needs {bytes_text(overflow.needed)} of each device, "
-        f"{bytes_text(over)} more than the {bytes_text(overflow.limit)} that it has. "
-        "The largest arrays that it makes, over all devices of its mesh:"
+        cell(
+            f"{overflow.fragment} needs {bytes_text(overflow.needed)} of each device, "
+            f"{bytes_text(over)} more than the {bytes_text(overflow.limit)} that it has. "
+            "The largest arrays that it makes, over all devices of its mesh:"
+        )
     ]
-    lines += [f"  {bytes_text(nbytes):>9}  {what}" for nbytes, what in overflow.largest[:MOST]]
+    lines += [cell(f"  {bytes_text(nbytes):>9}  {what}") for nbytes, what in overflow.largest[:MOST]]
     return [*lines, HELP]
 
 
@@ -191,5 +195,5 @@ def _advice(plan: StepPlan) -> list[RenderableType]:
             largest = sorted(m.at_peak, key=lambda kind: -m.at_peak[kind])[:2]
             what = " and ".join(f"{bytes_text(m.at_peak[kind])} of {kind}" for kind in largest)
             names = ", ".join(m.meshes)
-            lines.append(f"{names}: {bytes_text(over)} too much while {m.moment} runs, with {what}")
+            lines.append(cell(f"{names}: {bytes_text(over)} too much while {m.moment} runs, with {what}"))
     return [*lines, HELP]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import warnings
@@ -18,6 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from mmnnx.sharding.incompatible_devices import advise
 from mmnnx.sharding.registry import Matcher, Registry
+
+_log = logging.getLogger("mmnnx")
 
 # Per thread and re-entrant: each entry has its ExitStack, closed when it is left.
 _entered: ContextVar[tuple[tuple[MultiMesh, ExitStack], ...]] = ContextVar("mmnnx_multimesh", default=())
@@ -60,6 +63,9 @@ class MultiMesh:
     has the attributes of its `jax.sharding.Mesh` (`shape`, `size`, `devices`, ...), and two are equal when
     their meshes are.
 
+    Devices that JAX has and the axes do not need are idle. The `repr` names them, and so do `mm.tabulate` and
+    `mm.show_placement`, and a message of the logger "mmnnx" at level INFO.
+
     Args:
       axis_sizes: size of each axis. Default: the shape of `devices`.
       axis_names: name of each axis.
@@ -94,6 +100,11 @@ class MultiMesh:
             self.mesh = auto_mesh(global_mesh)
         else:
             self.mesh = _global_mesh(axis_sizes, axis_names, devices)
+        chosen = global_mesh is None and devices is None  # who gives devices knows which are left
+        self.idle = tuple(range(self.mesh.size, len(jax.devices()))) if chosen else ()
+        """Numbers of the devices that it leaves idle, as `TaskMesh` counts them on."""
+        if self.idle:
+            _log.info("%r", self)
         self.registry = Registry()
 
     def slice(self, **indices: int) -> Mesh:
@@ -158,7 +169,7 @@ class MultiMesh:
         return hash((MultiMesh, self.mesh))
 
     def __repr__(self) -> str:
-        return f"MultiMesh({_axes(self.mesh)})"
+        return f"MultiMesh({_axes(self.mesh)}{f'; {idle_text(self.idle)}' if self.idle else ''})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +260,13 @@ class TaskMesh:
         return Mesh(_array([available[n] for n in self.devices], self.axis_sizes), self.axis_names)
 
 
+def idle_text(numbers: Sequence[int]) -> str:
+    """That devices are idle: "idle: devices 4-7"; the numbers follow each other."""
+    if len(numbers) == 1:
+        return f"idle: device {numbers[0]}"
+    return f"idle: devices {numbers[0]}-{numbers[-1]}"
+
+
 def auto_mesh(mesh: Mesh) -> Mesh:
     """`mesh` with Auto axes: XLA decides the sharding of what is not constrained."""
     return Mesh(mesh.devices, mesh.axis_names)
@@ -323,6 +341,8 @@ def _check_axes(kind: str, sizes: Sequence[int], names: Sequence[str]) -> None:
         )
     if len(set(names)) != len(names):
         raise ValueError(f"axis names of a {kind} must differ, not {tuple(names)}")
+    if unprintable := [name for name in names if isinstance(name, str) and not name.isprintable()]:
+        raise ValueError(f"axis names of a {kind} are of printable characters, and {unprintable} have others")
     if any(size < 1 for size in sizes):
         raise ValueError(f"axis sizes of a {kind} are at least 1, not {tuple(sizes)}")
 

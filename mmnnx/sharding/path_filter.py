@@ -10,6 +10,8 @@ from typing import Any
 
 from flax import nnx
 
+from mmnnx.printable import printable
+
 Path = tuple[Any, ...]
 
 
@@ -19,7 +21,7 @@ def path_text(path: Iterable[object]) -> str:
     >>> path_text(("blocks", 3, "mlp", "kernel"))
     'blocks.3.mlp.kernel'
     """
-    return ".".join(map(str, path))
+    return printable(".".join(map(str, path)))
 
 
 @dataclass(frozen=True, repr=False)

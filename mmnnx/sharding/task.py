@@ -62,6 +62,10 @@ class Task:
     def __post_init__(self) -> None:
         if self.name is not None and not isinstance(self.name, str):
             raise TypeError(f"the name of a Task is a string, not {self.name!r}")
+        if (
+            self.name is not None and not self.name.isprintable()
+        ):  # programs, tables, pictures and logs have it
+            raise ValueError(f"the name of a Task is of printable characters, and {self.name!r} has others")
         where = ("mesh", "mesh_slice", "loop_dependent_mesh_slice")
         given = [name for name in where if getattr(self, name) is not None]
         if len(given) > 1:

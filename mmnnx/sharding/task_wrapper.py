@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from flax import nnx
 
@@ -15,8 +15,10 @@ from mmnnx.sharding.incompatible_devices import advising
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import task_scope
 
+T = TypeVar("T")
 
-def task(fun_or_module: Any, name: str | None = None, *, task: Task | None = None, **kwargs: Any) -> Any:
+
+def task(fun_or_module: T, name: str | None = None, *, task: Task | None = None, **kwargs: Any) -> T:
     """Make the computation of a function or an NNX module, forward and backward, belong to a task.
 
     Outside `mm.jit` the result computes what `fun_or_module` does.
@@ -39,13 +41,15 @@ def task(fun_or_module: Any, name: str | None = None, *, task: Task | None = Non
       6
     """
     chosen = _choose_task(fun_or_module, name, task, kwargs)
+    made: Any
     if isinstance(fun_or_module, type) and issubclass(fun_or_module, nnx.Module):
-        return _task_class(fun_or_module, chosen)
-    if isinstance(fun_or_module, nnx.Module):
-        wrapped = object.__new__(_task_class(type(fun_or_module), chosen))
-        vars(wrapped).update(vars(fun_or_module))
-        return wrapped
-    return _in_scope(fun_or_module, chosen)
+        made = _task_class(fun_or_module, chosen)
+    elif isinstance(fun_or_module, nnx.Module):
+        made = object.__new__(_task_class(type(fun_or_module), chosen))
+        vars(made).update(vars(fun_or_module))
+    else:
+        made = _in_scope(cast(Callable[..., Any], fun_or_module), chosen)
+    return made
 
 
 def _choose_task(fun_or_module: Any, name: str | None, given: Task | None, kwargs: dict[str, Any]) -> Task:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import mmnnx as mm
 from mmnnx.modules.generate import generate
+from mmnnx.output import current
 from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.errors import UserError
 from mmnnx.train.local_processes import MISTAKE
@@ -61,7 +62,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     """
     config = tyro.cli(GenerateConfig, args=options, prog="mmnnx generate")
     try:
-        write(config, Console(highlight=False))
+        write(config, Console(highlight=False, emoji=False))
     except (UserError, CheckpointError, OSError, ValueError) as error:
         print_error(str(error))
         return MISTAKE
@@ -110,7 +111,7 @@ def write(config: GenerateConfig, console: Console) -> None:
     else:
         console.print(markup=False)
     count = sum(len(until(row, codec.end)) for row in tokens)
-    Console(stderr=True, highlight=False).print(
+    Console(stderr=True, highlight=False, quiet=current.get().quiet).print(
         f"{count} tokens in {seconds:.1f} s, with what was compiled", markup=False
     )
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from mmnnx.output import current
 from mmnnx.train.accelerators import share_accelerators
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.run_folder import RunFolder
@@ -101,7 +102,7 @@ def _process(number: int, options: Sequence[str], environment: dict[str, str]) -
     It is in a process group of its own: Ctrl-C on the terminal reaches it only through `supervise`.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "mmnnx", "train", *options],
+        [sys.executable, "-m", "mmnnx", *current.get().arguments, "train", *options],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=None if number == 0 else subprocess.DEVNULL,

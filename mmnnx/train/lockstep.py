@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import mmnnx as mm
 from mmnnx import _compat
+from mmnnx.output import current
 from mmnnx.train.errors import ReportedElsewhere, UserError
 from mmnnx.train.local_processes import LAUNCHER
 
@@ -31,7 +32,8 @@ def join(cluster: bool) -> None:
     """
     if not cluster and not any(name in os.environ for name in VARIABLES):
         return
-    if LAUNCHER not in os.environ:  # otherwise all ports are on loopback
+    usual = current.get().log_level is None
+    if usual and LAUNCHER not in os.environ:  # otherwise all ports are on loopback
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("mmnnx: %(message)s"))
         log = logging.getLogger("mmnnx")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from mmnnx.mpmd.jit.jit import Jit
-from mmnnx.plan.planning import plan
+from mmnnx.plan import plan
 from mmnnx.train.checkpoint.agreement import exchange
 
 

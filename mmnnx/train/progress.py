@@ -1,4 +1,4 @@
-"""The progress of a run: a live bar on a terminal, plain lines anywhere else."""
+"""The progress of a run: a live bar on a terminal, plain lines anywhere else; nothing with --quiet."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import time
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from mmnnx.output import current
+from mmnnx.printable import printable
 
 
 class Display:
@@ -16,7 +19,7 @@ class Display:
     """
 
     def __init__(self, steps: int, start: int = 0, quiet: bool = False):
-        self.console = Console(highlight=False, quiet=quiet)
+        self.console = Console(highlight=False, emoji=False, quiet=quiet or current.get().quiet)
         self._steps, self._start = steps, start
         self._every = max(1, steps // 20)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
@@ -48,7 +51,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(printable(text, keep="\n\t"), markup=False, soft_wrap=True)
 
 
 def _clock(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import jax
 import jax.numpy as jnp
@@ -236,6 +237,16 @@ def test_free_devices_are_shown():
     assert "nothing" in texts(view.figure())
     with mesh:
         assert str(show_placement(model, sharding=sharding)) == str(view)
+
+
+def test_devices_that_the_mesh_leaves_idle_are_named():
+    """In the text of a placement, and in the table of devices."""
+    mesh = mm.MultiMesh(axis_sizes=(2,), axis_names=("stage",))
+    placement = mm.TaskSharding({mm.path(): (mm.Task("one", mesh_slice={"stage": 0}), P())})
+    model = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with mesh:
+        assert str(show_placement(model, sharding=placement)).endswith("\nidle: devices 2-7")
+        assert re.search(r"2-7 +│ idle +│ 0 B ", str(mm.tabulate(model, sharding=placement)))
 
 
 def test_rules_for_either_path_of_what_is_shared():

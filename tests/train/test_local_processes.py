@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mmnnx.output import Output, saying
 from mmnnx.train import local_processes, train
 from mmnnx.train.accelerators import share_accelerators
 from mmnnx.train.config import TrainConfig
@@ -124,6 +125,14 @@ def test_a_mistake_that_a_process_finds_is_told_once(tmp_path, environment):
     status, out, errors = run(environment, *OPTIONS, "--data", tmp_path / "nowhere", "--processes", "2")
     assert (status, out) == (2, "")
     assert errors == f"mmnnx: --data {tmp_path / 'nowhere'}: there is no such file or folder\n"
+
+
+def test_processes_say_as_much_as_the_one_that_starts_them(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "executable", "/bin/echo")
+    saying_so = saying(Output(quiet=True, log_level="info"))
+    with saying_so, local_processes._process(0, ["--steps", "3"], dict(os.environ)) as process:
+        process.wait()
+    assert capfd.readouterr().out == "-m mmnnx --quiet --log-level info train --steps 3\n"
 
 
 def start(program: str) -> local_processes.Process:

@@ -46,15 +46,17 @@ def check_same_program(describe: Callable[[], str], name: str) -> int:
 
 
 def _difference(text: str, other_text: str, other: int) -> str:
-    """The first line that differs, as an error says it."""
+    """The first line that differs, as an error says it: in one line, which all of the processes print."""
     first, second = text.splitlines(), other_text.splitlines()
     common = min(len(first), len(second))
     at = next((n for n in range(common) if first[n] != second[n]), common)
-    shown = [lines[at] if at < len(lines) else "nothing" for lines in (first, second)]
+    line, other_line = (
+        f"{lines[at].strip()!r}" if at < len(lines) else "missing" for lines in (first, second)
+    )
     return (
-        f"processes 0 and {other} have built different programs. They differ in line {at + 1}:\n"
-        f"  process 0: {shown[0]}\n  process {other}: {shown[1]}\n"
-        "Every process must run the same script with the same configuration and shapes"
+        f"processes 0 and {other} have built different programs: line {at + 1} is {line} in process 0, and "
+        f"{other_line} in process {other}. Every process must run the same script with the same "
+        "configuration and shapes"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmnnx.mpmd.distributed.member import Member
+from mmnnx.printable import printable
 
 
 def died(member: Member) -> str:
@@ -56,4 +57,4 @@ def ending(failure: str, me: Member, raised: str | None, place: str) -> str:
         end = f"P{str(me)[1:]} {what}, and ends too, at {place}"
     else:
         end = f"P{str(me)[1:]} ends too, at {place}"
-    return f"mmnnx: {failure}. {end}\n"
+    return printable(f"mmnnx: {failure}. {end}") + "\n"

@@ -13,12 +13,13 @@ from mmnnx.sharding import with_sharding_constraint
 from mmnnx.sharding.mesh import current_multimesh
 
 
-def count_microbatches(batch: Any, dim: int, size: int) -> int:
-    """How many microbatches of `size` there are in a batch, a pytree of arrays, along dimension `dim`.
+def divide_batch(batch: Any, dim: int, size: int | None, count: int | None) -> tuple[int, int]:
+    """The size of a microbatch along dimension `dim` of a batch, a pytree of arrays, and their number; one of
+    the two is given.
 
     Raises:
       ValueError: for an NNX object, no arrays, an array without that dimension, sizes that differ, an empty
-        batch, and a size that does not divide it.
+        batch, and a size or number that does not divide it.
     """
     for node in jax.tree.leaves(batch, is_leaf=is_node):
         if is_node(node) and not isinstance(node, nnx.Variable):
@@ -41,12 +42,20 @@ def count_microbatches(batch: Any, dim: int, size: int) -> int:
     (total,) = set(sizes.values())
     if total == 0:
         raise ValueError(f"microbatch: the sliced argument is empty: its dimension {dim} has size 0")
-    if total % size:
+    given = size or count or 1
+    if total % given:
         raise ValueError(
-            f"microbatch: size {size} does not divide dimension {dim} of the sliced argument, "
-            f"which is {total}"
+            f"microbatch: {f'size {size}' if size else f'count {count}'} does not divide dimension {dim} of "
+            f"the sliced argument, which is {total}; {_divisors(total, given)} would"
         )
-    return total // size
+    return (given, total // given) if size else (total // given, given)
+
+
+def _divisors(total: int, near: int) -> str:
+    """The divisors of `total` on both sides of a number: "8 or 16"."""
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    below = [n for n in divisors if n < near][-1:]
+    return " or ".join(map(str, below + [n for n in divisors if n > near][:1]))
 
 
 def slice_batch(x: Any, dim: int, size: int, count: int) -> jax.Array:

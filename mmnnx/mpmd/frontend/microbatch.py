@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from mmnnx.mpmd.frontend.custom_schedule import parse_rows
 from mmnnx.mpmd.frontend.microbatch_loop import run_loop
@@ -15,13 +15,17 @@ from mmnnx.mpmd.ir.loop_spec import LoopSpec
 from mmnnx.mpmd.schedule import get_schedule, schedule_names
 from mmnnx.sharding.task import check_remat
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def microbatch(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     dim: int,
-    size: int,
+    size: int | None = None,
     argnum: int = 0,
     *,
+    count: int | None = None,
     schedule: str | None = None,
     num_stages: int | None = None,
     interleave: int | None = None,
@@ -31,7 +35,7 @@ def microbatch(
     reduce: Any = "sum",
     remat: Any = None,
     memory_limit: int | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Runs `fun` over slices of one argument and reduces the results.
 
     Inside `mm.jit` the loop is a pipeline over the TaskMeshes its body touches, in the order of `schedule`.
@@ -41,7 +45,8 @@ def microbatch(
     Args:
       fun: a pure function or one over NNX objects, such as `nnx.value_and_grad(loss_fn)`.
       dim: the dimension to slice, the same for every leaf of the sliced argument.
-      size: size of a microbatch along `dim`; must divide the batch.
+      size, count: the size of a microbatch along `dim`, or the number of microbatches: one of the two. It
+        must divide the size of the batch along `dim`.
       argnum: which positional argument to slice, a pytree of arrays. The others are constant over the loop.
       schedule: the name of a schedule ("gpipe", "1f1b", "zero-bubble-h1", ...; `mmnnx schedule` lists them),
         or "custom". Default: of those of mmnnx that can be used here (and fit `memory_limit`), the one with
@@ -66,16 +71,16 @@ def microbatch(
       A function with the signature of `fun`.
 
     Raises:
-      ValueError: for a size that does not divide the batch, leaves that disagree on the batch size, a
-        leaf without dimension `dim`, an NNX object to slice, an unknown schedule or reduction, an option that
-        the schedule does not have; and when the loop is partitioned, for a schedule that is not for such
-        stages or does not fit the memory.
+      ValueError: for a size or count that does not divide the batch, both or neither of them, leaves that
+        disagree on the batch size, a leaf without dimension `dim`, an NNX object to slice, an unknown
+        schedule or reduction, an option that the schedule does not have; and when the loop is partitioned,
+        for a schedule that is not for such stages or does not fit the memory.
 
     Example:
       >>> grad_fn = nnx.value_and_grad(loss_fn)
       >>> loss, grads = mm.microbatch(grad_fn, dim=0, size=4, argnum=1, reduce="mean")(model, batch)
 
-    The arguments are those of `multimesh.jax.microbatch`, with `reduce` added.
+    The arguments are those of `multimesh.jax.microbatch`, with `reduce` and `count` added.
     """
     if not callable(fun):
         raise TypeError(f"microbatch: fun is a function, not {fun!r}")
@@ -85,7 +90,16 @@ def microbatch(
     _check_options(schedule, options, rows)
     check_names(reduce)
     dim, argnum = _whole(dim, "dim", "an int"), _whole(argnum, "argnum", "the number of one argument", 0)
-    size = _whole(size, "size", "a positive int", 1)
+    if (size is None) == (count is None):
+        given_both = "neither" if size is None else f"size={size} and count={count}"
+        raise ValueError(
+            f"microbatch: give size=, the size of a microbatch along dimension {dim}, or count=, the number "
+            f"of microbatches; this has {given_both}"
+        )
+    if size is not None:
+        size = _whole(size, "size", "a positive int", 1)
+    if count is not None:
+        count = _whole(count, "count", "a positive int", 1)
     if num_stages is not None:
         num_stages = _whole(num_stages, "num_stages", "a positive int", 1)
     if memory_limit is not None:
@@ -102,7 +116,7 @@ def microbatch(
     )
 
     @functools.wraps(fun)
-    def loop(*args, **kwargs):
+    def loop(*args: P.args, **kwargs: P.kwargs) -> R:
         return run_loop(
             fun,
             args,
@@ -110,6 +124,7 @@ def microbatch(
             argnum=argnum,
             dim=dim,
             size=size,
+            count=count,
             arg_shardings=arg_shardings,
             reduce=reduce,
             spec=spec,

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.extend import core as jex
 
 from mmnnx import _compat
-from mmnnx.mpmd.frontend.batch_slices import constrain_slice, count_microbatches, slice_batch
+from mmnnx.mpmd.frontend.batch_slices import constrain_slice, divide_batch, slice_batch
 from mmnnx.mpmd.frontend.graph import is_node
 from mmnnx.mpmd.frontend.reductions import Reduction, reductions
 from mmnnx.mpmd.ir.forwarding import forwarded
@@ -30,7 +30,8 @@ def run_loop(
     *,
     argnum: int,
     dim: int,
-    size: int,
+    size: int | None,
+    count: int | None,
     arg_shardings: Any,
     reduce: Any,
     spec: LoopSpec,
@@ -43,7 +44,7 @@ def run_loop(
     if argnum >= len(args):
         raise ValueError(f"microbatch: argnum={argnum}, but the call has {len(args)} positional arguments")
     try:
-        count = count_microbatches(args[argnum], dim, size)
+        size, count = divide_batch(args[argnum], dim, size, count)
     except ValueError as error:
         raise ValueError(f"{error} (argument {argnum} is sliced: argnum={argnum})") from None
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)

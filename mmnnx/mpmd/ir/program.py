@@ -21,6 +21,7 @@ from mmnnx.mpmd.ir.simulate import simulate
 from mmnnx.mpmd.ir.timeline import Costs, Profile, Timeline
 from mmnnx.mpmd.ir.timetable import Action, Phase
 from mmnnx.mpmd.ir.verify import verify
+from mmnnx.printable import printable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,4 +118,4 @@ class Program(ProgramData):
         return describe(self, i)
 
     def __str__(self) -> str:
-        return program_text(self)
+        return printable(program_text(self), keep="\n")

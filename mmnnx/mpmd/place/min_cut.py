@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 UNBOUNDED = 2**30  # scipy computes flows in int32
 
@@ -20,6 +18,9 @@ def sink_side(num_nodes: int, edges: Sequence[tuple[int, int, int]]) -> set[int]
       num_nodes: number of nodes, source and sink included.
       edges: (from, to, capacity); capacity -1 for an edge that must not be cut.
     """
+    from scipy.sparse import csr_matrix  # slow to import
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     capacity: dict[tuple[int, int], int] = {}
     for u, v, c in edges:
         capacity[u, v] = -1 if -1 in (c, capacity.get((u, v))) else capacity.get((u, v), 0) + c

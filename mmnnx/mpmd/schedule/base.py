@@ -41,19 +41,32 @@ class Schedule:
         """Its table for these stages.
 
         Raises:
-          ValueError: if it is not for such stages, or not for so few microbatches.
-          TypeError: if its function gives no rows.
+          ValueError: if it is not for such stages, or not for so few microbatches. What the function of a
+            registered schedule raises becomes one too, which names the schedule.
+          TypeError: if its function gives no rows of actions.
         """
         unknown = [name for name, value in options.items() if value is not None and name not in self.options]
         if unknown:
             raise ValueError(f"schedule {self.name!r} has no option {', '.join(unknown)}")
         given = {name: value for name, value in options.items() if value is not None}
-        rows = self.rows(stages, num_microbatches, **given)
-        if not isinstance(rows, Iterable):
+        try:
+            rows = self.rows(stages, num_microbatches, **given)
+            if isinstance(rows, Iterable):
+                rows = list(rows)  # its function may be a generator
+        except Exception as error:
+            if self.is_builtin:
+                raise
+            raise ValueError(
+                f"schedule {self.name!r}, for {stages.num_stages} stages on meshes "
+                f"{', '.join(map(str, stages.meshes))} and {num_microbatches} microbatches, raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        try:
+            return [[Action(*a) for a in row] for row in rows]
+        except TypeError:
             raise TypeError(
                 f"schedule {self.name!r} gave {rows!r}, and not a row of actions for each TaskMesh"
-            )
-        return [[Action(*a) for a in row] for row in rows]
+            ) from None
 
 
 _schedules: dict[str, Schedule] = {}

@@ -12,8 +12,8 @@ import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from mmnnx.inspect.cells import cell
 from mmnnx.inspect.units import bytes_text, ranges_text
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.train.checkpoint.contents import Contents, contents_of
@@ -43,7 +43,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     config = tyro.cli(
         InspectConfig, args=options, prog="mmnnx inspect", config=(tyro.conf.FlagCreatePairsOff,)
     )
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_WIDTH
     try:
@@ -60,9 +60,9 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 
 def show(found: Contents, console: Console) -> None:
     """Print what a checkpoint holds."""
-    console.print(Text.assemble((str(found.path), "bold")), soft_wrap=True)
+    console.print(cell(str(found.path), "bold"), soft_wrap=True)
     for line in _about(found):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(cell(line), soft_wrap=True)
     if found.homes:
         console.print(_homes(found))
     console.print(_state(found))
@@ -98,7 +98,7 @@ def _homes(found: Contents) -> Table:
         mine = [piece for piece in found.state if piece.home == number]
         axes = ", ".join(f"{axis}={size}" for axis, size in home["axes"].items())
         size = bytes_text(sum(piece.bytes for piece in mine))
-        table.add_row(Text(home["task"]), axes, ranges_text(home["devices"]), str(len(mine)), size)
+        table.add_row(cell(home["task"]), cell(axes), ranges_text(home["devices"]), str(len(mine)), size)
     return table
 
 
@@ -113,5 +113,5 @@ def _state(found: Contents) -> Table:
     for piece in found.state:
         task = "" if piece.home is None else found.homes[piece.home]["task"]
         name = path_text(piece.path.split("/"))
-        table.add_row(Text(name), Text(piece.type), bytes_text(piece.bytes), Text(task), piece.spec)
+        table.add_row(cell(name), cell(piece.type), bytes_text(piece.bytes), cell(task), cell(piece.spec))
     return table

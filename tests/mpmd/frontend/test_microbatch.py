@@ -71,6 +71,18 @@ def test_sizes_and_schedules(run, schedule, size):
     assert_same(got, f((A, B), X))
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_so_many_microbatches(run, count):
+    """By their number, the slices are those of the size that it gives."""
+    f = lambda x: jnp.sum(x**2, axis=0) * x[0, 0]
+    loops = [
+        mm.microbatch(f, 0, 8 // count, reduce="concat"),
+        mm.microbatch(f, 0, count=count, reduce="concat"),
+    ]
+    by_size, by_count = (run(lambda a, b, x, loop=loop: loop(x), A, B, X) for loop in loops)
+    assert_same(by_count, by_size)
+
+
 REDUCTIONS = {
     "sum": lambda outs: np.sum(outs, axis=0),
     "mean": lambda outs: np.mean(outs, axis=0),
@@ -252,7 +264,16 @@ def test_differentiated_from_outside(run):
 @pytest.mark.parametrize(
     "options, batch, message",
     [
-        (dict(size=3), X, r"3.*8"),
+        (
+            dict(size=3),
+            X,
+            "size 3 does not divide dimension 0 of the sliced argument, which is 8; 2 or 4 would",
+        ),
+        (dict(count=3), X, "count 3 does not divide dimension 0 .* which is 8; 2 or 4 would"),
+        (dict(count=16), X, "count 16 does not divide .* which is 8; 8 would"),
+        (dict(), X, "give size=, .* or count=, .*; this has neither"),
+        (dict(size=2, count=4), X, "this has size=2 and count=4"),
+        (dict(count=0), X, "count must be a positive int, got 0"),
         (dict(size=16), X, r"16.*8"),
         (dict(size=0), X, "size"),
         (dict(size=-2), X, "size"),

@@ -260,6 +260,17 @@ def test_a_schedule_whose_stages_wait_for_each_other(registry):
     assert "stage0 backward of microbatch 0; stage1 forward of microbatch 1" in str(error.value)
 
 
+def test_a_schedule_of_ones_own_that_raises_is_named(registry):
+    @mm.register_schedule("raises")
+    def raises(stages, num_microbatches):
+        yield [Action(0, "forward", {0: 1}[num_microbatches])]
+
+    message = "schedule 'raises', for 2 stages on meshes 0, 1 and 3 microbatches, raised KeyError: 3"
+    with pytest.raises(ValueError, match=message) as error:
+        chain_program(range(2), 3, "raises")
+    assert isinstance(error.value.__cause__, KeyError)
+
+
 @pytest.mark.parametrize(
     "spoil, message",
     [

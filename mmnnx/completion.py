@@ -1,0 +1,68 @@
+"""The command ``mmnnx completion``: a script that completes the options of all commands in a shell."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import subcommand
+
+from mmnnx.inspect.schedule_cli import ScheduleConfig
+from mmnnx.launch.cli import WAYS
+from mmnnx.plan.cli import PlanConfig
+from mmnnx.train.checkpoint.inspect_cli import InspectConfig
+from mmnnx.train.config import TrainConfig
+from mmnnx.train.eval_cli import EvalConfig
+from mmnnx.train.export_cli import ExportConfig
+from mmnnx.train.generate_cli import GenerateConfig
+
+SHELLS = ("bash", "zsh", "tcsh")
+CONFIGS = {
+    "train": TrainConfig,
+    "export": ExportConfig,
+    "eval": EvalConfig,
+    "generate": GenerateConfig,
+    "inspect": InspectConfig,
+    "schedule": ScheduleConfig,
+    "plan": PlanConfig,
+}
+
+USAGE = """usage: mmnnx completion bash|zsh|tcsh
+
+Prints a script for the shell to complete the commands of mmnnx and their options. To have it in every bash:
+
+  mmnnx completion bash > ~/.local/share/bash-completion/completions/mmnnx
+
+and in every zsh, a folder of its $fpath:
+
+  mmnnx completion zsh > ~/.zfunc/_mmnnx"""
+
+
+def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
+    """Run ``mmnnx completion`` with these options; errors are passed to `print_error`.
+
+    Returns the exit status: 0; 2 for a mistake in the options.
+    """
+    if options in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
+    if len(options) != 1 or options[0] not in SHELLS:
+        print_error(f"completion is for one of {', '.join(SHELLS)}: mmnnx completion bash")
+        return 2
+    try:
+        tyro.cli(_commands(), args=["--tyro-print-completion", options[0]], prog="mmnnx")
+    except SystemExit as done:
+        return int(done.code or 0)
+    return 0
+
+
+def _commands() -> Any:
+    """All commands as one type, as tyro takes subcommands."""
+    ways = functools.reduce(
+        operator.or_, (Annotated[way, subcommand(option)] for option, way in WAYS.items())
+    )
+    found = [Annotated[config, subcommand(name)] for name, config in CONFIGS.items()]
+    return functools.reduce(operator.or_, [*found, Annotated[ways, subcommand("launch")]])
