@@ -48,6 +48,7 @@ class Options:
 
 
 def main(options: Options) -> None:
+    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", STAGES)
     heads = max(1, options.width // 32)
     config = LMConfig(layers=options.layers, width=options.width, heads=heads, kv_heads=heads)
