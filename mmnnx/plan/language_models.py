@@ -99,8 +99,8 @@ class TrainingJob:
             )
         experts = getattr(self.config, "experts", 1)
         if experts % self.expert:
-            what = f"the {experts} experts of" if experts > 1 else "the experts, of which there are none in"
-            raise ValueError(f"{what} {self.model} are not divisible over {self.expert} along expert")
+            known = f"has {experts} experts, not divisible" if experts > 1 else "has no experts to divide"
+            raise ValueError(f"{self.model} {known} over {self.expert} along expert")
         if self.config.layers < len(self.meshes):
             raise ValueError(
                 f"{self.model} has {self.config.layers} blocks, too few for {len(self.meshes)} stages"
