@@ -85,12 +85,13 @@ class Scores:
     scale: float
     softcap: float | None
 
-    def tile(self, queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Scores of one tile [batch, kv_heads, group, queries, keys], before the bound and after, and which
-        are seen, bool that broadcasts to them."""
+    def tile(self, queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array]:
+        """Scores of one tile [batch, kv_heads, group, queries, keys], and a bool that broadcasts to them, of
+        which are seen."""
         query, key = queries.query, keys.key
-        raw = self.scale * _product("bqhgd,bkhd->bhgqk", query, key)
-        scores = raw if self.softcap is None else self.softcap * jnp.tanh(raw / self.softcap)
+        scores = self.scale * _product("bqhgd,bkhd->bhgqk", query, key)
+        if self.softcap is not None:
+            scores = self.softcap * jnp.tanh(scores / self.softcap)
         distance = queries.start - keys.start + jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
         seen = jnp.full(distance.shape, True)
         if self.causal:
@@ -101,8 +102,8 @@ class Scores:
                 seen &= distance > -self.window
         if queries.segments is not None and keys.segments is not None:
             same = queries.segments[:, :, None] == keys.segments[:, None]
-            return raw, scores, (seen & same)[:, None, None]
-        return raw, scores, seen
+            return scores, (seen & same)[:, None, None]
+        return scores, seen
 
     def any_seen(self, queries: Queries, keys: Keys) -> jax.Array:
         """Whether a query of one tile sees a key of another, segments apart."""
@@ -145,7 +146,7 @@ def add_keys(how: Scores, softmax: Softmax, queries: Queries, keys: Keys) -> Sof
     """A softmax with the scores of more keys in it."""
 
     def add(before: Softmax, queries: Queries, keys: Keys) -> Softmax:
-        _, scores, seen = how.tile(queries, keys)
+        scores, seen = how.tile(queries, keys)
         scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
         highest = jnp.maximum(before.highest, scores.max(-1))
         # Where nothing was seen so far they are ones, for all that was added; a first real score makes it 0.
@@ -188,13 +189,13 @@ def add_gradients(
 
     def add(sums: Any, queries: Queries, known: Known, keys: Keys) -> Any:
         dq, (dk, dv) = sums
-        raw, scores, seen = how.tile(queries, keys)
+        scores, seen = how.tile(queries, keys)
         weights = jnp.where(seen, jnp.exp(scores - known.log_total[..., None]), 0)
         dv += _product("bhgqk,bqhgd->bkhd", weights.astype(known.ct.dtype), known.ct)
         dweights = _product("bqhgd,bkhd->bhgqk", known.ct, keys.value)
         dscores = weights * (dweights - known.inner[..., None]) * how.scale
         if how.softcap is not None:
-            dscores *= 1 - jnp.tanh(raw / how.softcap) ** 2
+            dscores *= 1 - (scores / how.softcap) ** 2
         dscores = dscores.astype(queries.query.dtype)
         dq += _product("bhgqk,bkhd->bqhgd", dscores, keys.key)
         dk += _product("bhgqk,bqhgd->bkhd", dscores, queries.query)

@@ -55,8 +55,8 @@ class LMConfig:
       remat: the backward computes each block again: True, or a policy of `jax.checkpoint`.
       loss_chunks: `loss` makes the logits of so many parts of the sequence one after the other.
       attention_chunks: so are the scores of attention, for so many parts of the queries.
-      attention: the implementation of attention, as in `Attention`: "cudnn" for GPUs, "flash" for TPUs, "ring"
-        for sequences that are divided over devices.
+      attention: the implementation of attention, as in `Attention`: "cudnn" for GPUs, "flash" for TPUs,
+        "ring" for sequences that are divided over devices.
 
     Raises:
       ValueError: sizes that do not fit each other.

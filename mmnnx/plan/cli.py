@@ -74,8 +74,8 @@ class PlanConfig:
     attention: Annotated[
         Literal["xla", "cudnn", "flash", "ring"] | None, optional("NAME", "ring with --context, else xla")
     ] = None
-    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "ring" has the devices of
-    --context pass their keys and values around, where others gather them; "xla" makes all scores."""
+    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "ring" has the devices
+    of --context pass their keys and values around, where others gather them; "xla" makes all scores."""
     scan: bool = False
     """Stack the blocks and scan them, divided between the stages: one block is compiled for all."""
     json: Annotated[Path | None, optional("FILE", "none")] = None

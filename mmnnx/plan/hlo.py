@@ -134,7 +134,7 @@ def _instructions(text: str) -> Iterator[tuple[int, bool, str, str, str]]:
 
 
 def _group(line: str, kind: str, size: int) -> np.ndarray:
-    """The device numbers of the first group of a collective; of a permutation, of the first pair that differs."""
+    """The device numbers of the first group of a collective, or of the first pair of two devices."""
     if kind == "collective-permute":
         pairs = _PAIRS.search(line)
         numbers = np.array(_numbers(pairs[1]) if pairs else [], int).reshape(-1, 2)

@@ -215,7 +215,7 @@ class TrainingJob:
 
 
 def mesh_axes(stages: int, data: int, context: int, expert: int, tensor: int) -> dict[str, int]:
-    """The axes of a mesh, with their sizes, the outermost first: "stage", "data", "context", "expert", "model".
+    """The axes of a mesh, with their sizes: "stage", "data", "context", "expert" and "model".
 
     "context" and "expert" are there if they have more than one device.
     """
@@ -267,5 +267,7 @@ def active_parameters(config: LMConfig) -> int:
 
 def is_of_experts(variable: nnx.Variable, config: LMConfig) -> bool:
     """Whether a weight holds one matrix for each expert."""
+    if not isinstance(config, MoELMConfig):
+        return False
     shape = variable.get_raw_value().shape
-    return isinstance(config, MoELMConfig) and len(shape) - bool(config.scan) == 3 and shape[-3] == config.experts
+    return len(shape) - bool(config.scan) == 3 and shape[-3] == config.experts

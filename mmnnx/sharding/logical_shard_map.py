@@ -53,9 +53,8 @@ def logical_shard_map(fun: Function, layout: Layout, *args: jax.Array) -> tuple[
     of that name. Mesh axes that are left divide the last name as well, as far as they can: parts that all
     devices along an axis have would be computed by each of them.
 
-    A `fun` with a method `over` has its parts send to each other: `fun.over(axes)`, with the mesh axes of each
-    name, is what the devices then run, where `jax.lax.ppermute` and the like work. `fun` itself is for one
-    device.
+    The devices may send to each other, if `fun` has a method `over`. Then they run `fun.over(axes)`, with the
+    mesh axes of each name, in which `jax.lax.ppermute` and the like work. `fun` itself is for one device.
 
     The backward computes `fun` again instead of keeping what it saved. Forward-mode differentiation is
     refused by JAX, as of every `jax.custom_vjp`.

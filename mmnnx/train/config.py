@@ -117,9 +117,9 @@ class TrainConfig:
     remat: bool = False
     """Keep only what is between blocks for the backward, which computes each block again."""
     attention: Literal["auto", "xla", "cudnn", "flash", "ring"] = "auto"
-    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "ring" has the devices of
-    --context pass their keys and values around, where others gather them; "xla" makes all scores. "auto": ring
-    with --context, else xla."""
+    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "ring" has the devices
+    of --context pass their keys and values around, where others gather them; "xla" makes all scores. "auto":
+    ring with --context, else xla."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type to compute in. Weights and optimizer state are float32 either way."""
 

@@ -100,9 +100,8 @@ def model_config(config: TrainConfig) -> LMConfig:
       UserError: for a published model that is not known, or does not go on the devices.
     """
     dtype = jnp.dtype(config.precision)
-    attention = config.attention
-    if attention == "auto":
-        attention = "ring" if config.context > 1 else None
+    usual = "ring" if config.context > 1 else None
+    attention: Any = usual if config.attention == "auto" else config.attention
     if config.model is None:
         return LMConfig(
             vocab=256,

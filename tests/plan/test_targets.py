@@ -83,6 +83,6 @@ def test_the_axes_of_a_mesh():
     job = TrainingJob("tiny-moe", "cpu", stages=2, context=2, expert=2, batch=8)
     assert job.mesh(jax.devices()).axis_names == ("stage", "data", "context", "expert", "model")
     assert (job.microbatches, job.config.attention) == (4, "ring")
-    more = dataclasses.replace(job, context=4)
-    with pytest.raises(ValueError, match="stages x data x context x expert x tensor = 2 x 1 x 4 x 2 x 1 = 16"):
-        more.mesh(jax.devices())
+    said = "stages x data x context x expert x tensor = 2 x 1 x 4 x 2 x 1 = 16"
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(job, context=4).mesh(jax.devices())
