@@ -15,14 +15,18 @@ from mmnnx.modules.linear import KERNEL_INIT, Linear, Names
 from mmnnx.modules.logical import constrain
 from mmnnx.modules.masks import cache_mask, combine, segment_mask
 from mmnnx.modules.norm import RMSNorm
+from mmnnx.modules.ring_attention import ring_attention
 from mmnnx.modules.rotary import Scaling, rotary
+
+_OF_ITSELF: dict[Any, Any] = {"flash": flash_attention, "ring": ring_attention}
+"""Attention of a sequence to itself without a mask, by the name of the implementation."""
 
 
 class Attention(nnx.Module):
     """Scaled dot-product attention (arXiv:1706.03762) with its four projections, on `jax.nn`.
 
-    A subclass overrides `attend`, which gets queries, keys and values by head, and the mask. ("flash" does
-    without it.)
+    A subclass overrides `attend`, which gets queries, keys and values by head, and the mask. ("flash" and
+    "ring" do without it.)
 
     Args:
       width: features of input and output.
@@ -44,8 +48,9 @@ class Attention(nnx.Module):
       bias: whether the projections to query, key and value have biases.
       out_bias: whether the projection of the result has one.
       implementation: of `jax.nn.dot_product_attention`: None, "xla", or "cudnn" (flash attention on GPUs);
-        or "flash", for `flash_attention` of a sequence to itself, on TPUs. With a `mask` or a cache that is
-        as None.
+        or, for a sequence to itself, "flash", which is `flash_attention`, on TPUs, and "ring", which is
+        `ring_attention`, for sequences that are divided over devices. With a `mask`, a `memory` or a cache
+        these two are as None.
       chunks: parts of the queries whose scores are made one after the other (see `chunked_attention`); where
         they do not divide the queries, as in decoding, all scores are made at once.
       query_axes: logical names of the axes of the query kernel [width, heads * head_dim]; the last also names
@@ -91,7 +96,7 @@ class Attention(nnx.Module):
         softcap: float | None = None,
         bias: bool = False,
         out_bias: bool = False,
-        implementation: Literal["xla", "cudnn", "flash"] | None = None,
+        implementation: Literal["xla", "cudnn", "flash", "ring"] | None = None,
         chunks: int = 1,
         query_axes: Names = ("embed", "heads"),
         kv_axes: Names = ("embed", "kv_heads"),
@@ -179,7 +184,7 @@ class Attention(nnx.Module):
             scale=self.scale,
             softcap=self.softcap,
             chunks=1 if query.shape[1] % self.chunks else self.chunks,
-            implementation=None if self.implementation == "flash" else self.implementation,
+            implementation=None if self.implementation in _OF_ITSELF else self.implementation,
         )
 
     def __call__(
@@ -230,8 +235,9 @@ class Attention(nnx.Module):
             positions = places if positions is None else positions
             query = rotary(query, positions, self.rotary_base, self.rotary_scaling)
             key = rotary(key, positions, self.rotary_base, self.rotary_scaling)
-        if cache is None and mask is None and memory is None and self.implementation == "flash":
-            y = flash_attention(
+        of_itself = _OF_ITSELF.get(self.implementation)
+        if cache is None and mask is None and memory is None and of_itself is not None:
+            y = of_itself(
                 query,
                 key,
                 value,

@@ -25,7 +25,7 @@ def mean_cross_entropy(
       logits: from [batch, length, width] to float32 [batch, length, vocab], position by position.
       x: [batch, length, width].
       labels: int [batch, length].
-      chunks: parts of the length; 1 makes all logits at once.
+      chunks: parts of the length; 1 makes all logits at once. A part is every so many positions.
       weights: float [batch, length], of the labels: what is returned is then the sum of cross-entropy times
         weight. Default: equal weights with a sum of one, the mean.
 
@@ -49,6 +49,7 @@ def mean_cross_entropy(
         values = optax.softmax_cross_entropy_with_integer_labels(logits(x), labels)
         return total + (values * weights).sum(), None
 
-    parts = [jnp.moveaxis(a.reshape(batch, chunks, -1, *a.shape[2:]), 1, 0) for a in (x, labels, weights)]
+    # Every position that is `chunks` further on: where devices have parts of the sequence, all have some.
+    parts = [jnp.moveaxis(a.reshape(batch, -1, chunks, *a.shape[2:]), 2, 0) for a in (x, labels, weights)]
     total, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), tuple(parts))
     return total

@@ -55,7 +55,8 @@ class LMConfig:
       remat: the backward computes each block again: True, or a policy of `jax.checkpoint`.
       loss_chunks: `loss` makes the logits of so many parts of the sequence one after the other.
       attention_chunks: so are the scores of attention, for so many parts of the queries.
-      attention: the implementation of attention, as in `Attention`: "cudnn" for GPUs, "flash" for TPUs.
+      attention: the implementation of attention, as in `Attention`: "cudnn" for GPUs, "flash" for TPUs,
+        "ring" for sequences that are divided over devices.
 
     Raises:
       ValueError: sizes that do not fit each other.
@@ -81,7 +82,7 @@ class LMConfig:
     remat: Any = False
     loss_chunks: int = 1
     attention_chunks: int = 1
-    attention: Literal["xla", "cudnn", "flash"] | None = None
+    attention: Literal["xla", "cudnn", "flash", "ring"] | None = None
 
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
     norm: ClassVar[Any] = RMSNorm

@@ -37,21 +37,26 @@ class PlanConfig:
     """A preset of LMConfig or MoELMConfig: llama3-70b, mixtral-8x7b, moe-62b, ..."""
     search: bool = False
     """Rank all stages x tensor x data x rows x schedule x remat by formulas, and compile the best few. Those
-    that are given stay."""
+    that are given stay, and so do context and expert."""
     compile_best: int = 3
     """How many to compile in a search."""
     stages: Annotated[int | None, optional("INT", "4")] = None
     """Meshes that the machine is divided into, with a pipeline stage on each (or several, see schedule)."""
     tensor: Annotated[int | None, optional("INT", "1")] = None
-    """Devices along the axis over which weights are split: heads, MLP, vocabulary, experts."""
+    """Devices over which the weights of a stage are split (tensor parallelism): heads, MLP, vocabulary."""
     data: Annotated[int | None, optional("INT", "1")] = None
-    """Devices along the axis over which the rows of a microbatch are split."""
+    """Groups of such devices in a stage, among which the sequences of a microbatch are divided."""
+    context: int = 1
+    """Devices over which each sequence is split (context parallelism); see --attention."""
+    expert: int = 1
+    """Devices over which the experts of a model are split (expert parallelism), and sequences, too. With 1,
+    experts are split over --tensor."""
     batch: int = 32
     """Sequences in a step."""
     sequence: int = 4096
     """Tokens in a sequence."""
     rows: Annotated[int | None, optional("INT", "1")] = None
-    """Sequences in a microbatch, for each device along the data axis."""
+    """Sequences in a microbatch, for each of the devices that these are divided among (data x expert)."""
     schedule: Annotated[str | None, optional("NAME", "1f1b")] = None
     """Order of the microbatches' forwards and backwards; `mmnnx schedule` lists them."""
     interleave: int = 2
@@ -59,7 +64,7 @@ class PlanConfig:
     remat: bool = False
     """Compute each block again in the backward. Without it, a search tries both."""
     fsdp: bool = False
-    """Divide weights and optimizer state over the data axis, too."""
+    """Divide weights and optimizer state among the groups of --data, too."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Type of Adam's first moment."""
     layers: Annotated[int | None, optional("INT", "the preset's")] = None
@@ -68,8 +73,11 @@ class PlanConfig:
     """Parts of the sequence whose logits are made one after the other, for a large vocabulary."""
     attention_chunks: int = 1
     """Parts of the sequence whose attention scores are made one after the other, for a long sequence."""
-    attention: Annotated[Literal["xla", "cudnn", "flash"] | None, optional("NAME", "all scores")] = None
-    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs."""
+    attention: Annotated[
+        Literal["xla", "cudnn", "flash", "ring"] | None, optional("NAME", "ring with --context, else xla")
+    ] = None
+    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "ring" has the devices
+    of --context pass their keys and values around, where others gather them; "xla" makes all scores."""
     scan: bool = False
     """Stack the blocks and scan them, divided between the stages: one block is compiled for all."""
     json: Annotated[Path | None, optional("FILE", "none")] = None

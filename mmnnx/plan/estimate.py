@@ -17,7 +17,7 @@ from mmnnx.modules.build import build
 from mmnnx.plan.chips import CHIPS, Chip
 from mmnnx.plan.flops import Flops, count_flops, count_moved
 from mmnnx.plan.fragments import OF_BANDWIDTH, OF_FLOPS
-from mmnnx.plan.language_models import TrainingJob
+from mmnnx.plan.language_models import TrainingJob, is_of_experts
 from mmnnx.plan.planning import DISPATCH
 from mmnnx.sharding.pipeline import balance
 
@@ -33,7 +33,7 @@ class Estimate:
       computing: seconds of a step in which the slowest stage computes, or moves data to do so.
       sending: in which it sends to devices of its own mesh.
       idle: in which it waits for other stages, or for the host.
-      once: for what is done once a step: gradients over "data", the optimizer.
+      once: for what is done once a step: gradients over "data", "context" and "expert", the optimizer.
       memory: bytes of a device that has the most weights and the most saved activations of any.
     """
 
@@ -62,7 +62,8 @@ def estimate(job: TrainingJob) -> Estimate:
     """
     chip, config = _chip(job), job.config
     layer, ends = _parts(config, job.sequence)
-    layers, weights = _largest_stage(config.layers, job.meshes, layer.weights, ends.weights)
+    of_layer = layer.weights - layer.experts * _others(job.expert)  # each device has its experts alone
+    layers, weights = _largest_stage(config.layers, job.meshes, of_layer, ends.weights)
     weights /= job.tensor
     again = bool(config.remat)  # the backward computes the forward once more
     backward = 2.0 + again
@@ -70,9 +71,18 @@ def estimate(job: TrainingJob) -> Estimate:
     # A microbatch: products; then sums of activations over "model", two in the forward and in the backward.
     forward = layers * _seconds(layer, job, chip)
     forward = max(forward, forward + _seconds(ends, job, chip) - _seconds(layer, job, chip))
-    activation = job.rows * job.sequence * config.width * jnp.dtype(config.dtype).itemsize
+    itemsize = jnp.dtype(config.dtype).itemsize
+    activation = job.rows * job.sequence // job.context * config.width * itemsize
     sums = layers * (4 + again) if job.tensor > 1 else 0
     sent = sums * (2 * _others(job.tensor) * activation / chip.link + (job.tensor - 1) * chip.latency)
+    # Keys and values go around; in the backward with their gradients in float32.
+    head_dim = config.head_dim or config.width // config.heads
+    keys = 2 * activation * config.kv_heads * head_dim / config.width / job.tensor
+    around = layers * (job.context - 1)
+    sent += around * (keys * (2 + again + 4 / itemsize) / chip.link + (3 + again) * chip.latency)
+    # Tokens go to the devices of all experts, and what is made of them comes back; in the backward as well.
+    exchanges = layers * (4 + again) * (job.expert - 1)
+    sent += exchanges * (activation / chip.link + chip.latency)
     if job.fsdp:  # weights come from the other devices for the forward, and for the backward
         sent += 2 * weights * _others(job.data) / chip.link
 
@@ -81,7 +91,7 @@ def estimate(job: TrainingJob) -> Estimate:
     kept = weights / job.data if job.fsdp else weights
     moments = kept * (1 + jnp.dtype(job.moments).itemsize / 4)
     once = 2 * (weights + kept + moments) / chip.bandwidth / OF_BANDWIDTH
-    once += 2 * weights * _others(job.data) / chip.link
+    once += 2 * weights * _others(job.data * job.context * job.expert) / chip.link
     casts = weights * jnp.dtype(config.dtype).itemsize / 4 if config.dtype != config.param_dtype else 0.0
     within = OF_RESIDUALS * layer.saved(job)
     kept_by_block = layer.saved(job) if config.scan else within  # a scan keeps all
@@ -110,7 +120,8 @@ def _others(devices: int) -> float:
 def _seconds(part: _Part, job: TrainingJob, chip: Chip) -> float:
     """A microbatch through the forward of a part."""
     compute = chip.seconds(part.flops) / OF_FLOPS
-    return job.rows / job.tensor * max(compute, part.moved / chip.bandwidth / OF_BANDWIDTH)
+    share = job.rows / (job.tensor * job.context)
+    return share * max(compute, part.moved / chip.bandwidth / OF_BANDWIDTH)
 
 
 @functools.lru_cache
@@ -162,7 +173,7 @@ class _Part:
       moved: bytes of operands and results of its products.
       whole, divided: bytes that the backward reads beside weights: of activations between blocks, which every
         device along "model" has, and of others, of which each has its share.
-      weights: bytes of its weights.
+      weights, experts: bytes of its weights, and of the experts among them.
     """
 
     flops: Flops
@@ -170,15 +181,16 @@ class _Part:
     whole: float
     divided: float
     weights: float
+    experts: float
 
     def without(self, other: _Part) -> _Part:
         flops = self.flops - other.flops
-        names = ("moved", "whole", "divided", "weights")
+        names = ("moved", "whole", "divided", "weights", "experts")
         return _Part(flops, *(getattr(self, name) - getattr(other, name) for name in names))
 
     def saved(self, job: TrainingJob) -> float:
         """Bytes of a device for a microbatch."""
-        return job.rows * (self.whole + self.divided / job.tensor)
+        return job.rows * (self.whole + self.divided / job.tensor) / job.context
 
 
 @functools.lru_cache
@@ -199,10 +211,12 @@ def _traced(config: LMConfig, sequence: int) -> _Part:
 
     jaxpr = jax.make_jaxpr(loss)(state, tokens)
     weights = jax.tree.leaves(state)
+    experts = [v.get_raw_value() for _, v in nnx.to_flat_state(state) if is_of_experts(v, config)]
     shapes = {shape for w in weights for shape in (w.shape, w.shape[::-1])}
     residuals = jax.eval_shape(lambda s, t: jax.vjp(lambda s: loss(s, t), s)[1], state, tokens)
     read = [r for r in jax.tree.leaves(residuals) if r.shape not in shapes]
     whole = [r for r in read if r.shape == (1, sequence, config.width)]
     total = lambda arrays: float(sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays))
     divided = total(read) - total(whole)
-    return _Part(count_flops(jaxpr), count_moved(jaxpr), total(whole), divided, total(weights))
+    flops, moved = count_flops(jaxpr), count_moved(jaxpr)
+    return _Part(flops, moved, total(whole), divided, total(weights), total(experts))

@@ -134,10 +134,11 @@ def _instructions(text: str) -> Iterator[tuple[int, bool, str, str, str]]:
 
 
 def _group(line: str, kind: str, size: int) -> np.ndarray:
-    """The device numbers of the first group of a collective."""
+    """The device numbers of the first group of a collective, or of the first pair of two devices."""
     if kind == "collective-permute":
         pairs = _PAIRS.search(line)
-        return np.array(_numbers(pairs[1])[:2] if pairs else [])
+        numbers = np.array(_numbers(pairs[1]) if pairs else [], int).reshape(-1, 2)
+        return next((pair for pair in numbers if pair[0] != pair[1]), np.array([]))
     if listed := _LISTED.search(line):
         return np.array(_numbers(listed[1].split("}")[0]))
     if iota := _IOTA.search(line):

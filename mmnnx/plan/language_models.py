@@ -1,4 +1,4 @@
-"""The train step of a published language model over stages, data and tensor parallelism: what is planned."""
+"""The train step of a published language model over stages and the axes of each: what is planned."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ class TrainingJob:
     Args:
       model: a preset of `LMConfig` or `MoELMConfig`.
       target: the machine, as `mm.target` names it.
-      stages, data, tensor: pipeline stages, and devices along the two axes of each.
+      stages, data, context, expert, tensor: pipeline stages, and devices along the axes of each (see
+        `rules_of`).
       batch: sequences in a step.
       sequence: tokens in a sequence.
-      rows: sequences in a microbatch for each device along "data".
+      rows: sequences in a microbatch for each of the devices that sequences are divided over.
       schedule: of `mm.microbatch`.
       interleave: stages on each mesh, for schedules that have several.
       remat: the backward computes each block again.
@@ -54,7 +55,7 @@ class TrainingJob:
       moments: the dtype of Adam's first moment.
       layers: blocks, in place of the preset's.
       loss_chunks, attention_chunks: parts of the sequence whose logits (scores) are made one after the other.
-      attention: how it is computed (see `Attention`).
+      attention: how it is computed (see `Attention`). Default: "ring" where sequences are divided.
       scan: blocks are stacked and scanned, which compiles one for all; the stack is divided between stages.
 
     Raises:
@@ -65,6 +66,8 @@ class TrainingJob:
     target: str
     stages: int = 4
     data: int = 1
+    context: int = 1
+    expert: int = 1
     tensor: int = 1
     batch: int = 32
     sequence: int = 4096
@@ -77,19 +80,27 @@ class TrainingJob:
     layers: int | None = None
     loss_chunks: int = 1
     attention_chunks: int = 1
-    attention: Literal["xla", "cudnn", "flash"] | None = None
+    attention: Literal["xla", "cudnn", "flash", "ring"] | None = None
     scan: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("stages", "data", "tensor", "batch", "sequence", "rows"):
+        for name in ("stages", "data", "context", "expert", "tensor", "batch", "sequence", "rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        size = self.rows * self.data
-        if self.batch % size:
+        if self.batch % self.microbatch:
+            along = f" x {self.expert} along expert" if self.expert > 1 else ""
             raise ValueError(
-                f"a batch of {self.batch} sequences is not divisible into microbatches of {size} "
-                f"({self.rows} rows x {self.data} along data)"
+                f"a batch of {self.batch} sequences is not divisible into microbatches of {self.microbatch} "
+                f"({self.rows} rows x {self.data} along data{along})"
             )
+        if self.sequence % self.context:
+            raise ValueError(
+                f"a sequence of {self.sequence} tokens is not divisible over {self.context} along context"
+            )
+        experts = getattr(self.config, "experts", 1)
+        if experts % self.expert:
+            known = f"has {experts} experts, not divisible" if experts > 1 else "has no experts to divide"
+            raise ValueError(f"{self.model} {known} over {self.expert} along expert")
         if self.config.layers < len(self.meshes):
             raise ValueError(
                 f"{self.model} has {self.config.layers} blocks, too few for {len(self.meshes)} stages"
@@ -111,12 +122,22 @@ class TrainingJob:
         changes: dict[str, Any] = {} if self.layers is None else {"layers": self.layers}
         changes |= dict(remat=self.remat)
         changes |= dict(loss_chunks=self.loss_chunks, attention_chunks=self.attention_chunks)
-        changes |= dict(attention=self.attention)
+        changes |= dict(attention=self.attention or ("ring" if self.context > 1 else None))
         return kind.preset(self.model, scan=self.scan, **changes)
 
     @property
+    def microbatch(self) -> int:
+        """Sequences in a microbatch."""
+        return self.rows * self.data * self.expert
+
+    @property
     def microbatches(self) -> int:
-        return self.batch // (self.rows * self.data)
+        return self.batch // self.microbatch
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of its mesh, with their sizes."""
+        return mesh_axes(self.stages, self.data, self.context, self.expert, self.tensor)
 
     @property
     def tokens(self) -> int:
@@ -125,30 +146,29 @@ class TrainingJob:
 
     def rules(self) -> LogicalRules:
         """Where the axes of weights and activations go inside a stage (see `rules_of`)."""
-        return rules_of(self.config, {"data": self.data, "model": self.tensor}, self.fsdp)
+        return rules_of(self.config, self.axes, self.fsdp)
 
     def devices(self) -> list[jax.Device]:
         """The devices of its machine."""
         return target(self.target)
 
     def mesh(self, devices: list[jax.Device] | None = None) -> MultiMesh:
-        """The machine's devices as (stage, data, model).
+        """The machine's devices along its axes.
 
         Raises:
           ValueError: if there are more or fewer.
         """
         found = self.devices() if devices is None else devices
-        sizes = (self.stages, self.data, self.tensor)
+        names, sizes = zip(*self.axes.items())
         if math.prod(sizes) != len(found):
+            options = {"stage": "stages", "model": "tensor"}
             raise ValueError(
-                f"{self.target} has {len(found)} devices, and stages x data x tensor = "
+                f"{self.target} has {len(found)} devices, and "
+                f"{' x '.join(options.get(name, name) for name in names)} = "
                 f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}"
             )
-        return MultiMesh(
-            devices=np.array(found, dtype=object).reshape(sizes),
-            axis_sizes=sizes,
-            axis_names=("stage", "data", "model"),
-        )
+        devices_array = np.array(found, dtype=object).reshape(sizes)
+        return MultiMesh(devices=devices_array, axis_sizes=sizes, axis_names=names)
 
     def make(self) -> tuple[LM, nnx.Optimizer]:
         """The model and AdamW, on one device or abstract."""
@@ -164,18 +184,19 @@ class TrainingJob:
             for n, mesh in enumerate(self.meshes)
         ]
         sharding = pipeline_sharding(model, stages)
+        examples = rules["batch"], rules["sequence"]
         grad_fn = microbatch(
-            nnx.value_and_grad(lambda model, tokens: model.loss(tokens)),
+            nnx.value_and_grad(lambda model, batch: model.loss(**batch)),
             dim=0,
-            size=self.rows * self.data,
+            size=self.microbatch,
             argnum=1,
             schedule=self.schedule,
-            arg_shardings=PartitionSpec("data") if self.data > 1 else None,
+            arg_shardings=PartitionSpec(*examples) if any(examples) else None,
             reduce="mean",
         )
 
         def train_step(model: LM, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
-            loss, grads = grad_fn(model, tokens)
+            loss, grads = grad_fn(model, dict(tokens=tokens[:, :-1], labels=tokens[:, 1:]))
             optimizer.update(model, grads)
             return loss
 
@@ -191,6 +212,16 @@ class TrainingJob:
     def model_flops(self) -> float:
         """Operations of a step that the model needs, without recomputation (see `flops_of_token`)."""
         return self.tokens * flops_of_token(self.config, self.sequence)
+
+
+def mesh_axes(stages: int, data: int, context: int, expert: int, tensor: int) -> dict[str, int]:
+    """The axes of a mesh, with their sizes: "stage", "data", "context", "expert" and "model".
+
+    "context" and "expert" are there if they have more than one device.
+    """
+    optional = {"context": context, "expert": expert}
+    shown = {axis: size for axis, size in optional.items() if size > 1}
+    return {"stage": stages, "data": data, **shown, "model": tensor}
 
 
 def rules_of(config: LMConfig, axes: Mapping[str, int], fsdp: bool) -> LogicalRules:
@@ -228,12 +259,15 @@ def active_parameters(config: LMConfig) -> int:
         size = math.prod(variable.get_raw_value().shape)
         if path[0] in ("embed", "positions") and not (config.tied and path[0] == "embed"):
             continue
-        if isinstance(config, MoELMConfig) and _is_of_experts(variable, config):
+        if isinstance(config, MoELMConfig) and is_of_experts(variable, config):
             size = size * config.top_k // config.experts
         total += size
     return total
 
 
-def _is_of_experts(variable: nnx.Variable, config: MoELMConfig) -> bool:
+def is_of_experts(variable: nnx.Variable, config: LMConfig) -> bool:
+    """Whether a weight holds one matrix for each expert."""
+    if not isinstance(config, MoELMConfig):
+        return False
     shape = variable.get_raw_value().shape
     return len(shape) - bool(config.scan) == 3 and shape[-3] == config.experts

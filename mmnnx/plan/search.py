@@ -69,6 +69,7 @@ class Search:
 def search(job: TrainingJob, fixed: Collection[str] = (), compile_best: int = 3) -> Search:
     """Ranks stages x tensor x data x microbatch x schedule x remat for a job, and compiles the best few.
 
+    Its context and expert stay, and the other devices are divided.
     Of each division of the machine into stages, tensor and data the best alone is compiled. Where none of
     them fits, up to twice as many are.
 
@@ -76,8 +77,16 @@ def search(job: TrainingJob, fixed: Collection[str] = (), compile_best: int = 3)
       job: the model, the machine, the batch; what is searched is replaced in it.
       fixed: names of fields of `SEARCHED` that stay as they are.
       compile_best: how many to compile.
+
+    Raises:
+      ValueError: if context x expert do not divide the machine.
     """
-    devices = len(job.devices())
+    devices, rest = divmod(len(job.devices()), job.context * job.expert)
+    if rest:
+        raise ValueError(
+            f"{job.target} has {len(job.devices())} devices, which {job.context} along context x "
+            f"{job.expert} along expert do not divide"
+        )
     found: list[Estimate] = []
     refused: Counter[str] = Counter()
     for changes in _divisions(job, devices, fixed):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from mmnnx.sharding.task import Task
 
 Function = Callable[..., tuple[jax.Array, ...]]
 Dims = tuple[str | None, ...]  # the name of each dimension of an array
+Axes = Mapping[str, tuple[str, ...]]  # the mesh axes that each name is divided over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,9 @@ def logical_shard_map(fun: Function, layout: Layout, *args: jax.Array) -> tuple[
     A name is divided over the mesh axes that it stands for, as in `to_spec`, if they divide every dimension
     of that name. Mesh axes that are left divide the last name as well, as far as they can: parts that all
     devices along an axis have would be computed by each of them.
+
+    The devices may send to each other, if `fun` has a method `over`. Then they run `fun.over(axes)`, with the
+    mesh axes of each name, in which `jax.lax.ppermute` and the like work. `fun` itself is for one device.
 
     The backward computes `fun` again instead of keeping what it saved. Forward-mode differentiation is
     refused by JAX, as of every `jax.custom_vjp`.
@@ -112,6 +116,9 @@ class _Gradient:
 
         return jax.vjp(of_floats, *(args[n] for n in self.floats))[1](tuple(cts))
 
+    def over(self, axes: Axes) -> _Gradient:
+        return dataclasses.replace(self, fun=_over(self.fun, axes))
+
 
 @dataclasses.dataclass(frozen=True)
 class _Batched:
@@ -122,6 +129,15 @@ class _Batched:
 
     def __call__(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         return jax.vmap(self.fun, self.dims)(*args)
+
+    def over(self, axes: Axes) -> _Batched:
+        return dataclasses.replace(self, fun=_over(self.fun, axes))
+
+
+def _over(fun: Function, axes: Axes) -> Function:
+    """What the devices run, where names are divided over these axes."""
+    over: Callable[[Axes], Function] | None = getattr(fun, "over", None)
+    return fun if over is None else over(axes)
 
 
 def divided(
@@ -141,6 +157,7 @@ def divided(
     axes = _axes(layout, shapes, task, mesh)
     if not any(axes.values()):
         return fun
+    of_device = _over(fun, axes)
 
     def spec(dims: Dims) -> list[Any]:
         return [axes[name] if name else None for name in dims]
@@ -150,7 +167,7 @@ def divided(
     ]
 
     def parts(*args: jax.Array) -> list[jax.Array]:
-        return [y[None] if over else y for y, over in zip(fun(*args), summed)]
+        return [y[None] if over else y for y, over in zip(of_device(*args), summed)]
 
     mapped = jax.shard_map(
         parts,

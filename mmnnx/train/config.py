@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from mmnnx.plan.language_models import mesh_axes
 from mmnnx.train.assistant import LossOn
 from mmnnx.train.checkpoint.errors import CheckpointError
 from mmnnx.train.checkpoint.paths import folder_at, in_bucket
@@ -105,7 +106,7 @@ class TrainConfig:
     """Groups of such devices in a stage, among which the sequences of a microbatch are divided (data
     parallelism)."""
     context: int = 1
-    """Devices over which each sequence is split (context parallelism); keys and values are gathered."""
+    """Devices over which each sequence is split (context parallelism); see --attention."""
     expert: int = 1
     """Devices over which the experts of a --model are split (expert parallelism), and sequences, too. With 1,
     experts are split over --tensor."""
@@ -124,9 +125,10 @@ class TrainConfig:
     auto takes the one with the shortest simulated step of those for so many stages and microbatches."""
     remat: bool = False
     """Keep only what is between blocks for the backward, which computes each block again."""
-    attention: Literal["auto", "xla", "cudnn", "flash"] = "auto"
-    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; the others make all
-    scores."""
+    attention: Literal["auto", "xla", "cudnn", "flash", "ring"] = "auto"
+    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "ring" has the devices
+    of --context pass their keys and values around, where others gather them; "xla" makes all scores. "auto":
+    ring with --context, else xla."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type to compute in. Weights and optimizer state are float32 either way."""
 
@@ -189,13 +191,7 @@ class TrainConfig:
     @property
     def mesh_axes(self) -> dict[str, int]:
         """The axes of its mesh, with their sizes."""
-        optional = {"context": self.context, "expert": self.expert}
-        return {
-            "stage": self.stages,
-            "data": self.data_parallel,
-            **{axis: size for axis, size in optional.items() if size > 1},
-            "model": self.tensor,
-        }
+        return mesh_axes(self.stages, self.data_parallel, self.context, self.expert, self.tensor)
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work together, naming the options and what would do."""

@@ -100,7 +100,8 @@ def model_config(config: TrainConfig) -> LMConfig:
       UserError: for a published model that is not known, or does not go on the devices.
     """
     dtype = jnp.dtype(config.precision)
-    attention = None if config.attention == "auto" else config.attention
+    usual = "ring" if config.context > 1 else None
+    attention: Any = usual if config.attention == "auto" else config.attention
     if config.model is None:
         return LMConfig(
             vocab=256,
@@ -165,7 +166,7 @@ def create(config: TrainConfig, placement: mm.TaskSharding) -> tuple[LM, nnx.Opt
         model = mm.jit(lambda: build(model_config(config), config.seed), out_shardings=placement)()
     else:
         types = dict(dtype=config.precision, param_dtype=jnp.float32)
-        kinds = dict(scan=config.scan, remat=config.remat)
+        kinds = dict(scan=config.scan, remat=config.remat, attention=model_config(config).attention)
         try:
             model = published().load(config.model, placement=placement, **types, **kinds)
         except (OSError, ValueError) as error:

@@ -83,9 +83,11 @@ def test_on_tpus_no_scores_are_kept():
     assert "tpu_custom_call" in flash.as_text()
 
 
-def test_a_mask_and_a_cache_go_without_it():
+@pytest.mark.parametrize("implementation", ["flash", "ring"])
+def test_a_mask_and_a_cache_go_without_it(implementation):
     usual, flash = (
-        Attention(16, 4, 2, causal=True, implementation=name, rngs=nnx.Rngs(0)) for name in (None, "flash")
+        Attention(16, 4, 2, causal=True, implementation=name, rngs=nnx.Rngs(0))
+        for name in (None, implementation)
     )
     x = jax.random.normal(jax.random.key(1), (2, 128, 16))
     mask = jnp.tril(jnp.ones((1, 1, 128, 128), bool), -1) | jnp.eye(128, dtype=bool)

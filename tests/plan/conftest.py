@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +23,14 @@ def small(**options) -> TrainingJob:
 
 def plan_here(job: TrainingJob) -> mm.Plan:
     """Its plan for the CPU devices of this process."""
-    count = job.stages * job.data * job.tensor
-    with job.mesh(jax.devices()[:count]):
+    with job.mesh(devices_of(job)):
         model, optimizer = nnx.eval_shape(job.make)
         return mm.plan(job.train_step(model), model, optimizer, abstract_tokens(job))
+
+
+def devices_of(job: TrainingJob) -> list[jax.Device]:
+    """As many CPU devices as it is for."""
+    return jax.devices()[: math.prod(job.axes.values())]
 
 
 def abstract_tokens(job: TrainingJob) -> jax.ShapeDtypeStruct:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,9 +39,11 @@ def test_other_kinds():
         ((64, 64), P("data", "model")),
     )
     assert collectives(gather, MESH) == [Collective("all-gather", ("model",), 4, 32 * 64 * 4, 1)]
-    move = text(mapped(lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)])), ((64, 64), P("data", "model")))
-    (found,) = collectives(move, MESH)
-    assert (found.kind, found.axes, found.sent) == ("collective-permute", ("data",), 32 * 16 * 4)
+    for axis, pairs in (("data", [(0, 1), (1, 0)]), ("model", [(0, 0), (1, 2), (2, 3), (3, 1)])):
+        turn = functools.partial(lax.ppermute, axis_name=axis, perm=pairs)
+        move = text(mapped(turn), ((64, 64), P("data", "model")))
+        (found,) = collectives(move, MESH)
+        assert (found.kind, found.axes, found.sent) == ("collective-permute", (axis,), 32 * 16 * 4)
     assert collectives(text(lambda x: x + 1, ((64, 64), P("data"))), MESH) == []
 
 

@@ -13,7 +13,7 @@ import mmnnx as mm
 from mmnnx.modules import PRESETS
 from mmnnx.mpmd.runtime import prepare
 from mmnnx.mpmd.runtime.profile import measurer
-from tests.plan.conftest import plan_here, small, tokens
+from tests.plan.conftest import devices_of, plan_here, small, tokens
 from tests.slow import all_but
 
 JOBS = {
@@ -23,6 +23,7 @@ JOBS = {
     "scanned": small(scan=True),
     "experts": small(model="tiny-moe"),
     "tensor": small(tensor=2),
+    "context and expert": small(model="tiny-moe", context=2, expert=2),
     "fsdp": small(data=2, fsdp=True),
     "gpipe": small(schedule="gpipe"),
 }
@@ -38,7 +39,7 @@ def test_planned_bytes_are_measured_bytes(name, monkeypatch):
     monkeypatch.setattr(prepare, "_measured", lambda bound, bindings, compiled, options: measurer(compiled))
     job = JOBS[name]
     plan = plan_here(job)
-    with job.mesh(jax.devices()[: job.stages * job.data * job.tensor]):
+    with job.mesh(devices_of(job)):
         model, optimizer = job.make()
         step = job.train_step(model)
         step(model, optimizer, tokens(job))  # then state is where it lives

@@ -45,6 +45,8 @@ def test_what_more_of_each_brings():
     assert many.idle / many.seconds > few.idle / few.seconds
     without = estimate(dataclasses.replace(LARGE, remat=False))
     assert without.memory > 2 * tensor.memory and without.computing < tensor.computing
+    context = estimate(dataclasses.replace(LARGE, tensor=4, context=2))
+    assert context.memory < base.memory and context.sending < base.sending * 1.5
     fsdp = estimate(dataclasses.replace(LARGE, tensor=4, data=2, fsdp=True))
     assert fsdp.memory < base.memory and fsdp.sending > base.sending
 
@@ -76,6 +78,13 @@ def test_what_is_given_stays(eight_devices):
     found = search(dataclasses.replace(TINY, stages=2, schedule="gpipe"), ("stages", "schedule"), 0)
     assert {(e.job.stages, e.job.schedule) for e in found.estimates} == {(2, "gpipe")}
     assert len({e.job.tensor for e in found.estimates}) == 2
+
+
+def test_what_sequences_and_experts_are_divided_over_stays(eight_devices):
+    found = search(dataclasses.replace(TINY, model="tiny-moe", context=2, expert=2), compile_best=0)
+    assert {e.job.stages * e.job.tensor * e.job.data for e in found.estimates} == {2}
+    with pytest.raises(ValueError, match="8 devices, which 3 along context x 1 along expert do not divide"):
+        search(dataclasses.replace(TINY, context=3, sequence=96))
 
 
 def test_what_does_not_fit_is_counted(eight_devices):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -62,6 +63,9 @@ def test_a_gpu_in_the_words_of_xla():
         ),
         (dict(stages=5), "tiny has 4 blocks, too few for 5 stages"),
         (dict(rows=0), "rows must be at least 1, not 0"),
+        (dict(context=3), "a sequence of 4096 tokens is not divisible over 3 along context"),
+        (dict(expert=2), "tiny has no experts to divide over 2 along expert"),
+        (dict(model="tiny-moe", expert=3, batch=3), "has 4 experts, not divisible over 3 along expert"),
     ],
 )
 def test_jobs_that_do_not_fit(options, message):
@@ -73,3 +77,12 @@ def test_another_number_of_devices():
     job = TrainingJob("tiny", "cpu", stages=2, tensor=2)
     with pytest.raises(ValueError, match="cpu has 8 devices, and stages x data x tensor = 2 x 1 x 2 = 4"):
         job.mesh(jax.devices())
+
+
+def test_the_axes_of_a_mesh():
+    job = TrainingJob("tiny-moe", "cpu", stages=2, context=2, expert=2, batch=8)
+    assert job.mesh(jax.devices()).axis_names == ("stage", "data", "context", "expert", "model")
+    assert (job.microbatches, job.config.attention) == (4, "ring")
+    said = "stages x data x context x expert x tensor = 2 x 1 x 4 x 2 x 1 = 16"
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(job, context=4).mesh(jax.devices())

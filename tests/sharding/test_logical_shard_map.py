@@ -72,6 +72,34 @@ def test_a_rule_for_an_axis_that_is_not_there_is_refused():
         shards(mesh(2), {"in": "c"}, (4, 6), (6, 2))
 
 
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """Each part goes to the device of the next one."""
+
+    axes: tuple[str, ...] = ()
+
+    def over(self, axes):
+        return Turned(axes["rows"])
+
+    def __call__(self, x):
+        count = math.prod(jax.lax.axis_size(axis) for axis in self.axes)
+        return (jax.lax.ppermute(x, self.axes, [(n, (n + 1) % count) for n in range(count)]),)
+
+
+def test_parts_that_send_to_each_other_know_their_axes():
+    """Their gradients, and those of a batch of them, too."""
+    layout, x = Layout(("rows",), (("rows",),), (("rows",),)), jnp.arange(8.0)
+    over = mesh(2, 2)
+    task = mm.Task("t", mesh=over, logical_axes={"rows": ("a", "b")})
+    run = lambda x: logical_shard_map(Turned(), layout, x)[0]
+    for fun, given, expected in (
+        (run, x, jnp.roll(x, 2)),
+        (jax.vmap(run), jnp.stack([x, -x]), jnp.stack([jnp.roll(x, 2), -jnp.roll(x, 2)])),
+        (jax.grad(lambda x: jnp.vdot(run(x), jnp.arange(8.0))), x, jnp.roll(x, -2)),
+    ):
+        np.testing.assert_array_equal(mm.jit(mm.task(fun, task=task))(given), expected)
+
+
 class Layer(nnx.Module):
     def __init__(self, rngs):
         self.w = nnx.Param(jax.random.normal(rngs.params(), (6, 6)))

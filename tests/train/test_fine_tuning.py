@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from mmnnx.train.errors import UserError
 from mmnnx.train.loop import train
 from mmnnx.train.metrics import Meter
 from mmnnx.train.run_folder import RunFolder
+from mmnnx.train.step import create, place
 from tests.slow import all_but
 from tests.train.published import publish, records
 
@@ -190,6 +192,16 @@ def test_what_does_not_go_together(folder, tmp_path, options, said):
     with pytest.raises(UserError, match=said):
         train(config(folder, tmp_path / "run", **options))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_is_loaded_with_the_attention_of_the_options(folder, tmp_path):
+    options = config(folder, tmp_path / "run", stages=1, context=2, tensor=1)
+    for attention, expected in (("auto", "ring"), ("xla", "xla")):
+        given = dataclasses.replace(options, attention=attention)
+        mesh, placement = place(given, np.array(jax.devices()[:2]))
+        with mesh:
+            model, _ = create(given, placement)
+        assert model.config.attention == expected
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(folder, tmp_path):

@@ -111,6 +111,7 @@ LAYOUTS = {
     "interleaved, scanned": dict(stages=2, virtual_stages=2, schedule="looped-bfs", remat=True),
     "v-shaped": dict(stages=2, schedule="zbv", remat=True),
     "context": dict(stages=2, context=2, tensor=2),
+    "context, gathered": dict(stages=2, context=2, attention="xla"),
     "flash": dict(stages=2, tensor=2, attention="flash"),
     "context, data and fsdp, scanned": dict(stages=2, context=2, data_parallel=2, fsdp=True),
 }
