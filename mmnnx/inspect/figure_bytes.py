@@ -1,10 +1,10 @@
-"""Figures as the bytes of picture files."""
+"""Figures as the bytes of picture files, and as what a notebook shows."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,3 +38,15 @@ def picture_bytes(figure: Figure, suffix: str) -> bytes:
             metadata={date: None} if date else None,
         )
     return file.getvalue()
+
+
+def picture_bundle(figure: Figure, text: str, suffix: str = ".svg") -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `_repr_mimebundle_` returns for a picture: its types and text, and its width if it is of pixels.
+
+    A PNG is shown as wide as an SVG, so that text has one size in both.
+    """
+    data = picture_bytes(figure, suffix)
+    if suffix == ".png":
+        width = round(96 * figure.get_figwidth())  # CSS pixels
+        return {"text/plain": text, "image/png": data}, {"image/png": {"width": width}}
+    return {"text/plain": text, "image/svg+xml": data.decode()}, {}

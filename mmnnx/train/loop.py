@@ -161,7 +161,7 @@ def train(config: TrainConfig) -> RunFolder:
                     (folder.path / "sample.txt").write_text(text)
         if config.profile and config.stages > 1 and jax.process_count() == 1:  # last, as it takes a step
             with folder.written():
-                display.say(str(measure(train_step, model, optimizer, held_out[0], folder.path / "profile")))
+                display.say(str(measure(train_step, model, optimizer, held_out[0], folder.path)))
     return folder
 
 
