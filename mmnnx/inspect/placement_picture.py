@@ -120,7 +120,7 @@ def _draw_card(
         axes.text(right, at, size, va="center", ha="right")
     if memory is not None:
         limit = left + memory * scale
-        axes.plot([limit, limit], [y + AT - 0.04, y + AT + BAR + 0.04], color=OVER[1], linewidth=1.4)
+        axes.plot([limit, limit], [y + AT - 0.04, y + AT + BAR + 0.04], color=look.ink, linewidth=1.4)
     text = _shorten(box.memory_text(memory), int(bar / 0.06))
     axes.text(left, y + 0.87, text, va="center", color=OVER[1] if over else look.ink)
 
