@@ -41,7 +41,7 @@ def draw_mesh(mesh: MultiMesh, *, dark: bool = False) -> Figure:
         colours = {name: shade(n) for n, name in enumerate(groups)}
         row = min(0.36, HEIGHT / len(rows))
         room = 72 * (WIDTH - 2) / columns / (0.68 * TEXT)  # letters
-        named = row > 0.2 and all(len(f"0000 {name}") < room for name in groups)
+        named = bool(groups) and row > 0.2 and all(len(f"0000 {name}") < room for name in groups)
         legend = 0 if named else 0.25 * -(-min(len(groups), MOST_NAMES + 1) // 4)
         figure = Figure(figsize=(WIDTH, 0.85 + row * len(rows) + legend), layout="constrained")
         axes = figure.add_subplot()
@@ -54,7 +54,7 @@ def draw_mesh(mesh: MultiMesh, *, dark: bool = False) -> Figure:
                 Rectangle((x - 0.46, y - 0.42), 0.92, 0.84, facecolor=colour, edgecolor=look.faint, lw=0.4)
             )
             if size >= 4:
-                label = f"{device.id}  {tasks.get(device, '')}" if named else str(device.id)
+                label = f"{device.id}  {tasks.get(device, '')}".rstrip() if named else str(device.id)
                 axes.text(x, y, label, fontsize=size, color=text_colour(colour), ha="center", va="center")
         labels = [", ".join(f"{axis}={n}" for axis, n in zip(others, at)) for at in rows]
         every, across = -(-len(rows) * 10 // round(HEIGHT * 72)), -(-columns * (len(first) + 3) // 90)
@@ -77,7 +77,7 @@ def draw_mesh(mesh: MultiMesh, *, dark: bool = False) -> Figure:
 def title_of(mesh: MultiMesh) -> str:
     """The number of its devices, and its axes: "8 devices: stage=4, model=2"."""
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    return f"{mesh.size} {mesh.devices.flat[0].platform} devices: {axes}"
+    return f"{mesh.size} {mesh.devices.flat[0].platform} device{'s' * (mesh.size > 1)}: {axes}"
 
 
 def tasks_of_devices(mesh: MultiMesh) -> Mapping[jax.Device, str]:

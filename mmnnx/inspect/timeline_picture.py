@@ -178,13 +178,17 @@ def _draw_transfers(axes: Axes, timeline: Timeline, rows: list[str], scale: Scal
     from matplotlib.collections import LineCollection
 
     number = {name: y for y, name in enumerate(rows)}
-    arrows: dict[tuple[float, float, float, float], None] = {}  # what goes together is one
+    near = scale.span / (WIDTH - MARGIN) / 36  # two points
+    found: dict[tuple[str, int, int], tuple[float, float, float, float]] = {}  # what goes together is one
     for e in timeline.transfers:
         source, _, target = e.mesh.partition(" -> ")
         if source in number and target in number:
             a, b = number[source], number[target]
             down = 1 if b > a else -1
-            arrows[scale(e.start), a + down * HALF, scale(e.end), b - down * HALF] = None
+            x0, x1 = scale(e.start), scale(e.end)
+            where = e.mesh, round(x0 / near), round(x1 / near)
+            found.setdefault(where, (x0, a + down * HALF, x1, b - down * HALF))
+    arrows = found.values()
     if not arrows:
         return False
     axes.add_collection(

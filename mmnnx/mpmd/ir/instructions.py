@@ -142,9 +142,13 @@ class ProgramData:
     @property
     def summary(self) -> str:
         """Its schedule, and how much of what there is."""
-        schedule = f"{self.schedule}, " if self.schedule else ""
+        return f"{self.schedule}, {self.counts}" if self.schedule else self.counts
+
+    @property
+    def counts(self) -> str:
+        """How much of what there is."""
         return (
-            f"{schedule}{len(self.fragments)} fragments, {len(self.calls)} calls, "
+            f"{len(self.fragments)} fragments, {len(self.calls)} calls, "
             f"{len(self.transfers)} transfers ({sum(t.nbytes for t in self.transfers):,} bytes)"
         )
 

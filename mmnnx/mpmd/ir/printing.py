@@ -29,7 +29,7 @@ def _control(program: ProgramData, i: Control) -> str:
 
 def program_text(program: ProgramData) -> str:
     """A program as it prints: its meshes, a line for each instruction, its arguments, and notes."""
-    lines = [f"Program: {program.summary}"]
+    lines = [f"Program: {program.counts}"]
     used = {mesh for _, mesh in program.values}
     for mesh, name in program.names.items():
         if mesh not in used:
