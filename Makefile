@@ -27,7 +27,7 @@ endif
 .PHONY: train test test-all test-cuda test-hf fuzz lint bench clean
 
 train: $(INSTALLED)
-	$(BIN)/mmnnx train $(ARGS)
+	$(BIN)/mmnnx train --profile 1 $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)

@@ -116,7 +116,11 @@ def run(problem: Problem, rounds: int) -> dict[str, Any]:
     bare = {name: max(0.0, seconds - costs.dispatch) for name, seconds in costs.calls.items()}
     latency = max(0.0, costs.latency - costs.dispatch)
     simulated = program.simulate(dataclasses.replace(costs, calls=bare, latency=latency, dispatch=0.0))
+    first = jax.tree.leaves(problem.batch)[0]
+    tokens = first.dtype.kind == "i"  # [rows, length + 1] of them; else rows of features
     return {
+        "items": len(first) * (first.shape[1] - 1 if tokens else 1),
+        "unit": "tokens" if tokens else "rows",
         "rows": rows,
         "program": {
             "fragments": len(program.fragments),

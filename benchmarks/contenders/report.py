@@ -6,13 +6,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-COLOURS = {
-    "by hand": "#4e79a7",
-    "one device": "#bab0ac",
-    "data parallel": "#f28e2b",
-    "tensor parallel": "#e15759",
-    "SPMD pipeline": "#76b7b2",
-}
+from mmnnx.inspect.figure_style import TEXT, WIDTH, settle_ticks, styled
+
+OURS, PEERS = "#005998", "#b9c6d3"
 
 
 def markdown(summary: dict[str, Any]) -> str:
@@ -110,39 +106,36 @@ def _notes(name: str, problem: dict[str, Any], summary: dict[str, Any]) -> list[
     ]
 
 
-def draw(summary: dict[str, Any]) -> Figure:
-    """Times over those of mm.jit: for each model a panel, for each size a group of bars."""
+def draw(summary: dict[str, Any], dark: bool = False) -> Figure:
+    """What each gets through in a second: a row of panels for each model, one of them for each size."""
     models: dict[str, dict[str, Any]] = {}
     for name, problem in summary["problems"].items():
         model, size = name.split(", ")
-        models.setdefault(model, {})[size] = problem["rows"]
-    figure = Figure(figsize=(3.2 + 3.6 * len(models), 4.4), layout="constrained", dpi=150)
-    panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
-    width = 0.84 / len(COLOURS)
-    for panel, (model, sizes) in zip(panels, models.items()):
-        for n, (contender, colour) in enumerate(COLOURS.items()):
-            at = [group + (n - (len(COLOURS) - 1) / 2) * width for group in range(len(sizes))]
-            ratios = [rows[contender]["over_mm_jit"] for rows in sizes.values()]
-            # On a logarithmic axis bars start at mm.jit: upwards what is slower, downwards what is faster.
-            bars = panel.bar(at, [r - 1 for r in ratios], width, bottom=1, color=colour, label=contender)
-            panel.bar_label(bars, [f"{r:.2f}" for r in ratios], fontsize=6, rotation=90, padding=2)
-        panel.axhline(1, color="black", linewidth=1)
-        panel.set_yscale("log", base=2)
-        panel.set_xticks(
-            range(len(sizes)),
-            [f"{size}\nmm.jit {rows['mm.jit']['median_ms']:.0f} ms" for size, rows in sizes.items()],
+        models.setdefault(model, {})[size] = problem
+    columns = max(map(len, models.values()))
+    with styled(dark) as look:
+        figure = Figure(figsize=(WIDTH, 0.55 + 1.55 * len(models)), layout="constrained")
+        panels = figure.subplots(len(models), columns, squeeze=False)
+        for line, (model, sizes) in zip(panels, models.items()):
+            for panel, (size, problem) in zip(line, sizes.items()):
+                names = list(problem["rows"])
+                speeds = [1e3 * problem["items"] / row["median_ms"] for row in problem["rows"].values()]
+                bars = panel.barh(
+                    names, speeds, color=[OURS if name == "mm.jit" else PEERS for name in names], height=0.76
+                )
+                panel.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3)
+                panel.set_title(f"{model}, {size}: {problem['unit']}/s")
+                panel.set(xlim=(0, 1.3 * max(speeds)), xticks=[])
+                panel.invert_yaxis()
+                panel.spines[:].set_visible(False)
+                settle_ticks(panel, look)
+                panel.tick_params(length=0, labelcolor=look.ink, labelleft=panel is line[0])
+        figure.suptitle(
+            f"A training step on {summary['stages']} devices of one process, medians of "
+            f"{summary['rounds']} rounds\n{summary['machine']}; {summary['versions']}",
+            fontsize=TEXT,
+            color=look.faint,
+            x=0.01,
+            ha="left",
         )
-        panel.set_title(model)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.margins(y=0.15)
-    panels[0].set_ylabel("time of a step over mm.jit's")
-    panels[0].yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}")
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False
-    )
-    figure.suptitle(
-        f"A training step on {summary['stages']} devices: above the line slower than mm.jit, below faster\n"
-        f"{summary['machine']}; {summary['versions']}",
-        fontsize=9,
-    )
     return figure

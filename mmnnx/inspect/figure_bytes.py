@@ -1,17 +1,13 @@
-"""Figures as the bytes of picture files."""
+"""Figures as the bytes of picture files, and as what a notebook shows."""
 
 from __future__ import annotations
 
-import functools
 import io
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-P = ParamSpec("P")
 
 PICTURES = (".svg", ".png", ".pdf")
 
@@ -22,19 +18,6 @@ def check_picture_suffix(path: str | Path) -> str:
     if suffix not in PICTURES:
         raise ValueError(f"{path}: the file name of a picture must end in {', '.join(PICTURES)}")
     return suffix
-
-
-def literal_text(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Makes a function draw names as they are: between two dollar signs matplotlib would set mathematics."""
-
-    @functools.wraps(draw)
-    def drawing(*args: P.args, **kwargs: P.kwargs) -> Figure:
-        from matplotlib import rc_context  # slow to import
-
-        with rc_context({"text.parse_math": False, "text.usetex": False}):
-            return draw(*args, **kwargs)
-
-    return drawing
 
 
 def picture_bytes(figure: Figure, suffix: str) -> bytes:
@@ -55,3 +38,15 @@ def picture_bytes(figure: Figure, suffix: str) -> bytes:
             metadata={date: None} if date else None,
         )
     return file.getvalue()
+
+
+def picture_bundle(figure: Figure, text: str, suffix: str = ".svg") -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `_repr_mimebundle_` returns for a picture: its types and text, and its width if it is of pixels.
+
+    A PNG is shown as wide as an SVG, so that text has one size in both.
+    """
+    data = picture_bytes(figure, suffix)
+    if suffix == ".png":
+        width = round(96 * figure.get_figwidth())  # CSS pixels
+        return {"text/plain": text, "image/png": data}, {"image/png": {"width": width}}
+    return {"text/plain": text, "image/svg+xml": data.decode()}, {}

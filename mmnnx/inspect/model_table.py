@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -16,20 +15,14 @@ from mmnnx.inspect.cells import cell
 from mmnnx.inspect.locations import Home, sort_homes
 from mmnnx.inspect.model_state import Piece, on_devices
 from mmnnx.inspect.module_calls import Call
+from mmnnx.inspect.rich_output import plain, table_bundle
 from mmnnx.inspect.units import bytes_text, count_text, ranges_text
 from mmnnx.sharding.path_filter import Path, path_text
 
-WIDTH = 240
-"""Columns that `str()` and notebooks have; wider cells are folded."""
 LINES = 12
 """Lines of a row that list Variables, or their specs."""
 NAMES = 3
 """Tasks that a row names; if there are more, it names the first and the last."""
-
-HTML = (
-    "<pre style=\"white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu Sans Mono',"
-    'consolas,monospace">{code}</pre>'
-)
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ class ModelTable:
     def _repr_mimebundle_(
         self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
     ) -> dict[str, Any]:
-        return {"text/plain": str(self), "text/html": html(self._tables)}
+        return table_bundle(self._tables)
 
     def __str__(self) -> str:
         return plain(self._tables)
@@ -113,23 +106,6 @@ def make_tables(found: ModelTable) -> Group:
     if placed:
         parts += [_tasks(found, kinds), _devices(found)]
     return Group(*parts)
-
-
-def plain(renderable: Group) -> str:
-    """As text without colours, whatever the terminal."""
-    console = Console(
-        file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False
-    )
-    with console.capture() as captured:
-        console.print(renderable)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def html(renderable: Group) -> str:
-    """As HTML that needs no style sheet."""
-    console = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, force_jupyter=False)
-    console.print(renderable)
-    return console.export_html(inline_styles=True, code_format=HTML)
 
 
 def _modules(found: ModelTable, kinds: Sequence[str], placed: bool) -> Table:

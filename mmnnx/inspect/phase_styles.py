@@ -37,12 +37,16 @@ def phase_name(phase: str) -> str:
     return "optimizer" if phase == "none" else phase
 
 
-def phase_colour(phase: str, nth: int = 0, of: int = 1) -> str:
+def phase_colour(phase: str, nth: int = 0, of: int = 1, dark: bool = False) -> str:
     """The colour of a phase, as "#rrggbb", on stage number `nth` (from 0) of the `of` stages of a mesh.
+
+    On dark paper the optimizer is light instead.
 
     >>> phase_colour("forward", 0, 2), phase_colour("forward", 1, 2)
     ('#005998', '#0a7abb')
     """
+    if dark and phase == "none":
+        return "#d0d7de"
     style, part = STYLES[phase], nth / max(1, of - 1)
     return "#" + "".join(
         f"{round(d + part * (b - d)):02x}" for d, b in zip(_channels(style.dark), _channels(style.light))

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 
-from mmnnx.inspect.figure_bytes import check_picture_suffix, picture_bytes
+from mmnnx.inspect.figure_bytes import check_picture_suffix, picture_bundle, picture_bytes
 from mmnnx.inspect.locations import Home, Homes, sort_homes
 from mmnnx.inspect.model_state import Piece, list_state, on_devices
 from mmnnx.inspect.placement_picture import draw_placement
+from mmnnx.inspect.step_memory import StepMemory, add_step
 from mmnnx.inspect.submesh import Part, Submesh
 from mmnnx.inspect.units import bytes_text, ranges_text
 from mmnnx.printable import printable
-from mmnnx.sharding.mesh import MultiMesh, current_multimesh, idle_text
+from mmnnx.sharding.mesh import MultiMesh, current_multimesh, idle_text, program_devices
 from mmnnx.sharding.placement import TaskSharding
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class PlacementView:
       memory: bytes that a device has, if known.
       unplaced: bytes of arrays that are not placed.
       idle: numbers of the devices that the MultiMesh leaves idle.
+      dark: whether the picture is for dark paper.
     """
 
     names: tuple[str, ...]
@@ -43,11 +45,12 @@ class PlacementView:
     memory: int | None
     unplaced: int
     idle: tuple[int, ...] = ()
+    dark: bool = False
 
     @property
     def title(self) -> str:
         """The models, the number of devices, and the peak of bytes per device."""
-        most = max(submesh.most for submesh in self.submeshes)
+        most = max(submesh.peak for submesh in self.submeshes)
         devices = len({device for submesh in self.submeshes for device in submesh.devices})
         text = f"{' and '.join(self.names)} on {devices} device{'s' * (devices > 1)}"
         text += f", peak per device {bytes_text(most)}" if devices > 1 else f": {bytes_text(most)}"
@@ -56,16 +59,16 @@ class PlacementView:
         return text + (f"; {bytes_text(self.unplaced)} not placed" if self.unplaced else "")
 
     def figure(self) -> Figure:
-        """The picture: a box for each submesh with its devices, what they hold, and a bar of their memory.
+        """The picture: a card for each submesh with its devices, what they hold, and a bar of their memory.
 
-        The whole bar is the memory of a device or, if that is not given, the peak over all devices. It is red
-        if the state does not fit.
+        The whole bar is the memory of a device or the peak over all devices, whichever is larger. It is red
+        where that does not fit.
         """
         return self._figure
 
     @functools.cached_property
     def _figure(self) -> Figure:
-        return draw_placement(self.title, self.submeshes, self.memory)
+        return draw_placement(self.title, self.submeshes, self.memory, self.dark)
 
     def save(self, path: str | FilePath) -> None:
         """Writes the picture (.svg, .png or .pdf).
@@ -78,11 +81,8 @@ class PlacementView:
 
     def _repr_mimebundle_(
         self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, Any]:
-        return {
-            "text/plain": str(self),
-            "image/svg+xml": picture_bytes(self.figure(), ".svg").decode(),
-        }
+    ) -> Any:
+        return picture_bundle(self.figure(), str(self))
 
     def __str__(self) -> str:
         names = max(len(submesh.name) for submesh in self.submeshes)
@@ -91,7 +91,8 @@ class PlacementView:
             head = f"{submesh.name:{names}}  {submesh.device_text}"
             head += f" ({submesh.axes})" if submesh.axes else ""
             lines.append(f"{head}: {submesh.memory_text(self.memory)}")
-            parts = ", ".join(f"{part.name} {bytes_text(part.bytes)}" for part in submesh.main_parts())
+            shown = (*submesh.main_parts(), *submesh.step)
+            parts = ", ".join(f"{part.name} {bytes_text(part.bytes)}" for part in shown)
             lines += [f"{'':{names}}  {parts}"] if parts else []
         lines += [idle_text(self.idle)] if self.idle else []
         return "\n".join(lines)
@@ -104,18 +105,23 @@ def show_placement(
     sharding: TaskSharding | None = None,
     memory: float | None = None,
     mesh: MultiMesh | None = None,
+    plan: StepMemory | None = None,
+    dark: bool = False,
 ) -> PlacementView:
     """A picture of where state lives: submeshes, their devices, what these hold, and how full they are.
 
-    Nothing is computed. Bytes are those of the state between steps, without activations and gradients.
+    Nothing is computed. Bytes are those of the state between steps; with `plan=` also what a step adds at its
+    worst moment: gradients, activations, temporaries.
 
     Args:
       *models: NNX objects, such as a model and its optimizer, real or of `nnx.eval_shape`.
       sharding: a TaskSharding that says where state is going to live, for models that are not placed yet.
         Optimizer state follows its parameters. Default: the arrays' own shardings.
-      memory: bytes that one device has.
+      memory: bytes that one device has. Default: what the plan knows of its devices.
       mesh: the MultiMesh whose slices and tasks name the submeshes, and whose free devices are shown.
         Default: the current MultiMesh, if there is one.
+      plan: of a step that has these models among its arguments, as `mm.plan` makes it.
+      dark: draws for dark paper.
 
     Returns:
       A `PlacementView`, which a notebook shows; it has `figure()` and `save(path)`.
@@ -127,6 +133,7 @@ def show_placement(
 
     Example:
       >>> mm.show_placement(model, optimizer, memory=16e9).save("placement.svg")
+      >>> mm.show_placement(model, optimizer, plan=mm.plan(train_step, model, optimizer, batch))
     """
     if not models:
         raise ValueError("show_placement needs a model: mm.show_placement(model, optimizer)")
@@ -136,6 +143,8 @@ def show_placement(
         raise ValueError(f"memory= is the bytes that one device has, not {memory!r}")
     if not isinstance(mesh, MultiMesh | None):
         raise TypeError(f"mesh= is a MultiMesh, not {mesh!r}")
+    if memory is None and plan is not None and plan.chip is not None:
+        memory = plan.chip.memory
     names = _names(models)
     with mesh if mesh is not None else contextlib.nullcontext():
         multimesh, homes = current_multimesh(), Homes(sharding)
@@ -145,6 +154,7 @@ def show_placement(
             for piece in list_state(model, homes).pieces
         ]
         homes.check_used()
+        numbers = {device: n for n, device in enumerate(program_devices())}
     found = [
         (name, model, share)
         for name, model, piece in named
@@ -155,12 +165,14 @@ def show_placement(
         raise ValueError(
             f"no array of {' and '.join(names)} is on a device: give sharding= to see where they would live"
         )
+    submeshes = _submeshes(found, multimesh)
     return PlacementView(
         tuple(names),
-        tuple(_submeshes(found, multimesh)),
+        tuple(submeshes if plan is None else (add_step(box, plan, numbers) for box in submeshes)),
         None if memory is None else int(memory),
         sum(piece.bytes for _, _, piece in named if piece.placed is None),
         () if multimesh is None else multimesh.idle,
+        dark,
     )
 
 

@@ -1,135 +1,137 @@
-"""The picture of a placement: submeshes as boxes with their devices, contents, and memory."""
+"""The picture of a placement: submeshes as cards with their devices, contents, and memory."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mmnnx.inspect.figure_bytes import literal_text
-from mmnnx.inspect.submesh import Submesh
+from mmnnx.inspect.figure_style import TEXT, WIDTH, Look, styled
+from mmnnx.inspect.phase_styles import text_colour
+from mmnnx.inspect.submesh import Part, Submesh
 from mmnnx.inspect.units import bytes_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Inches: the picture is laid out in them, so that text and boxes keep their proportions at every size.
-BOX, GAP, PAD = 2.55, 0.18, 0.12
-LINE = 0.185
-HEAD = 1.02  # name, devices and bar, above the list of parts
-TITLE = 0.42
+# Inches: the picture is laid out in them, so that text and cards keep their proportions at every size.
+GAP, PAD, LINE, TITLE = 0.16, 0.12, 0.185, 0.42
+HEAD = 1.08  # name, devices and bar, above the list of parts
+AT, BAR = 0.54, 0.2  # where the bar begins, and its height
+LETTER, BOLD = 0.068, 0.098
+"""The average width of a letter, in inches: of text, and of a name."""
 
-COLUMNS = 4
-NAME, SMALL = 0.098, 0.066
-"""The average width of a letter, in inches: of a name, of other text."""
-
-FILLED = ("#005998", "#3d8bc4", "#86b7dc", "#2f8f83", "#8cc9bd", "#c4cad1")
+FILLED = ("#005998", "#3d8bc4", "#86b7dc", "#5b5ea6", "#a3a1d1", "#c4cad1")
 """Colours of the parts, largest first; the last is for all others."""
 OVER = ("#8f1414", "#bf4138", "#de8276", "#b5651d", "#e0b083", "#c4cad1")
-"""The same for devices whose state does not fit."""
-GREY, EMPTY, EDGE = "#6b6b6b", "#eceff2", "#b5bcc4"
+"""The same for devices whose memory is too small."""
+STEP = {"gradients": "#2f8f83", "saved activations": "#8cc9bd", "temporaries": "#e19e39", "other": "#d9c9a3"}
+"""What a step adds."""
 
 
-@literal_text
-def draw_placement(title: str, boxes: Sequence[Submesh], memory: int | None) -> Figure:
-    """A box for each submesh, in order of their devices.
+def draw_placement(title: str, boxes: Sequence[Submesh], memory: int | None, dark: bool = False) -> Figure:
+    """A card for each submesh, in order of their devices.
 
-    In a box: the names of its tasks, its axes, a square for each device, a bar of the peak of bytes per
-    device, and below it the parts, largest first, each with its bytes per device and its colour in the bar.
+    On a card: the names of its tasks, its axes, a square for each device, a bar of the peak of bytes per
+    device with a line at the limit, and below it the parts, largest first, each with its bytes per device and
+    its colour in the bar. Last comes what a step adds to the state. Bytes are on the bar where they fit.
 
     >>> view = mm.show_placement(model)
     >>> draw_placement(view.title, view.submeshes, view.memory).savefig("placement.png")
     """
     from matplotlib.figure import Figure  # slow to import
 
-    columns = min(COLUMNS, len(boxes))
+    columns = 2 if len(boxes) in (1, 2, 4) else 3
     rows = -(-len(boxes) // columns)
-    height = HEAD + LINE * max(len(box.main_parts()) for box in boxes) + PAD
-    width = max(columns * (BOX + GAP) + GAP, 0.4 + 0.075 * len(title))
-    figure = Figure(figsize=(width, TITLE + rows * (height + GAP)), dpi=120)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(TITLE + rows * (height + GAP), 0))
-    axes.axis("off")
-    axes.text(GAP, TITLE / 2, title, fontsize=10, va="center")
-    full = memory if memory is not None else max(box.most for box in boxes)
-    ranks = _ranks(boxes)
-    for n, box in enumerate(boxes):
-        x, y = GAP + n % columns * (BOX + GAP), TITLE + n // columns * (height + GAP)
-        _draw_box(axes, box, x, y, height, full, memory, ranks)
+    box_width = (WIDTH - GAP) / columns - GAP
+    height = HEAD + LINE * max(len(_listed(box)) for box in boxes) + PAD
+    with styled(dark) as look:
+        figure = Figure(figsize=(WIDTH, TITLE + rows * (height + GAP)))
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set(xlim=(0, WIDTH), ylim=(TITLE + rows * (height + GAP), 0))
+        axes.axis("off")
+        axes.text(
+            GAP, TITLE / 2, _shorten(title, int((WIDTH - 2 * GAP) / 0.08)), fontsize=TEXT + 1, va="center"
+        )
+        full = max([box.peak for box in boxes] + ([] if memory is None else [memory]))
+        ranks = _ranks(boxes)
+        for n, box in enumerate(boxes):
+            x, y = GAP + n % columns * (box_width + GAP), TITLE + n // columns * (height + GAP)
+            _draw_card(axes, box, (x, y, box_width, height), full, memory, ranks, look)
     return figure
 
 
-def _draw_box(
+def _draw_card(
     axes: Axes,
     box: Submesh,
-    x: float,
-    y: float,
-    height: float,
+    frame: tuple[float, float, float, float],
     full: int,
     memory: int | None,
-    ranks: dict[str, int],
+    ranks: Mapping[str, int],
+    look: Look,
 ) -> None:
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
-    over = memory is not None and box.most > memory
+    x, y, width, height = frame
+    over = memory is not None and box.peak > memory
     colours = OVER if over else FILLED
-    left, right = x + PAD, x + BOX - PAD
+    left, right, bar = x + PAD, x + width - PAD, width - 2 * PAD
     axes.add_patch(
         FancyBboxPatch(
             (x, y),
-            BOX,
+            width,
             height,
             boxstyle="round,pad=0,rounding_size=0.06",
-            facecolor="#ffffff",
-            edgecolor=OVER[0] if over else EDGE,
-            linewidth=1.4 if over else 0.9,
+            facecolor=look.paper,
+            edgecolor=OVER[1] if over else look.faint,
+            linewidth=1.2 if over else 0.6,
         )
     )
-    bar = right - left
-    room = int((bar - SMALL * len(box.axes)) / NAME)
-    axes.text(left, y + 0.17, _shorten(box.name, room), fontsize=9.5, fontweight="bold", va="center")
-    axes.text(right, y + 0.17, box.axes, fontsize=7, color=GREY, va="center", ha="right")
+    room = int((bar - LETTER * len(box.axes)) / BOLD)
+    axes.text(left, y + 0.17, _shorten(box.name, room), fontsize=TEXT + 1, fontweight="bold", va="center")
+    axes.text(right, y + 0.17, box.axes, color=look.faint, va="center", ha="right")
 
-    devices = _shorten(box.device_text, int(bar / SMALL))
-    axes.text(left, y + 0.42, devices, fontsize=7.5, color=GREY, va="center")
+    devices = _shorten(box.device_text, int(bar / LETTER))
+    axes.text(left, y + 0.39, devices, color=look.faint, va="center")
     side, step = 0.1, 0.125
-    if SMALL * len(devices) + step * len(box.devices) <= bar:  # else the numbers must do
+    if LETTER * len(devices) + step * len(box.devices) <= bar:  # else the numbers must do
         for n in range(len(box.devices)):
-            at = right - side - n * step
+            corner = (right - side - n * step, y + 0.39 - side / 2)
             axes.add_patch(
-                Rectangle(
-                    (at, y + 0.42 - side / 2), side, side, facecolor="#ffffff", edgecolor=GREY, linewidth=0.8
-                )
+                Rectangle(corner, side, side, facecolor="none", edgecolor=look.faint, linewidth=0.7)
             )
 
-    axes.add_patch(Rectangle((left, y + 0.56), bar, 0.13, facecolor=EMPTY, edgecolor="none"))
-    start, scale = left, bar / max(full, box.most)
-    for n, part in enumerate(box.main_parts()):
-        colour = colours[ranks.get(part.group, len(colours) - 1)]
-        length = part.bytes * scale
-        axes.add_patch(Rectangle((start, y + 0.56), length, 0.13, facecolor=colour, edgecolor="none"))
+    axes.add_patch(Rectangle((left, y + AT), bar, BAR, facecolor=look.pale, edgecolor="none"))
+    start, scale = left, bar / max(full, 1)
+    for n, part in enumerate(_listed(box)):
+        colour = STEP.get(part.group, colours[ranks.get(part.group, len(colours) - 1)])
+        length, size = part.bytes * scale, bytes_text(part.bytes)
+        axes.add_patch(Rectangle((start, y + AT), length, BAR, facecolor=colour, edgecolor="none"))
+        if LETTER * len(size) + 0.06 < length:
+            middle = (start + length / 2, y + AT + BAR / 2)
+            axes.text(*middle, size, color=text_colour(colour), ha="center", va="center_baseline", gid="bar")
         start += length
         at = y + HEAD + (n + 0.4) * LINE
         axes.add_patch(Rectangle((left, at - 0.045), 0.09, 0.09, facecolor=colour, edgecolor="none"))
-        axes.text(left + 0.16, at, _shorten(part.name, 25), fontsize=7.5, va="center")
-        axes.text(right, at, bytes_text(part.bytes), fontsize=7.5, va="center", ha="right")
-    if over and memory is not None:
+        name = _shorten(part.name, int((bar - 0.3) / LETTER) - len(size))
+        axes.text(left + 0.16, at, name, va="center")
+        axes.text(right, at, size, va="center", ha="right")
+    if memory is not None:
         limit = left + memory * scale
-        axes.plot([limit, limit], [y + 0.52, y + 0.73], color="#000000", linewidth=1.2)
-    axes.text(
-        left,
-        y + 0.83,
-        box.memory_text(memory),
-        fontsize=7.5,
-        va="center",
-        color=OVER[0] if over else "#222222",
-    )
+        axes.plot([limit, limit], [y + AT - 0.04, y + AT + BAR + 0.04], color=look.ink, linewidth=1.4)
+    text = _shorten(box.memory_text(memory), int(bar / 0.06))
+    axes.text(left, y + 0.87, text, va="center", color=OVER[1] if over else look.ink)
+
+
+def _listed(box: Submesh) -> tuple[Part, ...]:
+    """The lines of a card."""
+    return (*box.main_parts(), *box.step)
 
 
 def _ranks(boxes: Sequence[Submesh]) -> dict[str, int]:
-    """The rank of each part by bytes, by which it has its colour, the same in every box."""
+    """The rank of each part by bytes, by which it has its colour, the same in every card."""
     total: Counter[str] = Counter()
     for box in boxes:
         for part in box.parts:
@@ -138,4 +140,8 @@ def _ranks(boxes: Sequence[Submesh]) -> dict[str, int]:
 
 
 def _shorten(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: math.ceil(length / 2)] + "…" + text[-(length // 2) :]
+    return (
+        text
+        if len(text) <= length
+        else text[: math.ceil((length - 1) / 2)] + "…" + text[-((length - 1) // 2) :]
+    )

@@ -141,13 +141,13 @@ def show(config: ScheduleConfig, console: Console) -> None:
     )
     for one in found if config.all else found[:1]:
         console.print()
-        console.print(TimelineView(one.timeline, one.name))
+        console.print(TimelineView(one.timeline))
         console.print("peak activations of each mesh: " + " ".join(map(_brief, one.memory)))
     if config.csv:
         write_schedule(found[0].table, config.csv)
         console.print(f"wrote {config.csv}", markup=False, soft_wrap=True)
     if config.save:
-        TimelineView(found[0].timeline, found[0].name).save(config.save)
+        TimelineView(found[0].timeline).save(config.save)
         console.print(f"wrote {config.save}", markup=False, soft_wrap=True)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmnnx.mpmd.ir.timeline import Timeline
@@ -25,7 +26,7 @@ class Simulated:
 
     name: str
     stages: Stages
-    table: Table
+    table: Table = field(repr=False)
     timeline: Timeline
 
     @property
@@ -123,6 +124,7 @@ def from_csv(
 def _simulated(name: str, stages: Stages, table: Table, number: int, costs: Mapping[str, float]) -> Simulated:
     check_table(table, stages, number, name)
     try:
-        return Simulated(name, stages, table, simulate(table, stages, costs))
+        timeline = dataclasses.replace(simulate(table, stages, costs), schedule=name)
     except ValueError as error:
         raise ValueError(f"schedule {name!r}: {error}") from None
+    return Simulated(name, stages, table, timeline)

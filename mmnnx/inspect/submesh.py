@@ -34,7 +34,8 @@ class Submesh:
       axes: its axes that are longer than one, with their sizes.
       devices: numbers as `TaskMesh` counts them.
       parts: what is on these devices, also of larger submeshes, largest first.
-      bytes: on each device, by its number.
+      bytes: of `parts` on each device, by its number.
+      step: what a step adds on the fullest device at its worst moment, if that is known.
     """
 
     name: str
@@ -42,11 +43,17 @@ class Submesh:
     devices: tuple[int, ...]
     parts: tuple[Part, ...]
     bytes: dict[int, int]
+    step: tuple[Part, ...] = ()
 
     @property
     def most(self) -> int:
-        """The peak of bytes per device."""
+        """The bytes of state on the fullest device."""
         return max(self.bytes.values(), default=0)
+
+    @property
+    def peak(self) -> int:
+        """The peak of bytes per device: the state, and what a step adds."""
+        return self.most + sum(part.bytes for part in self.step)
 
     @property
     def device_text(self) -> str:
@@ -57,13 +64,14 @@ class Submesh:
         """How full its devices are, if each has `memory` bytes."""
         if not self.parts:
             return "nothing"
-        text = ("" if len(set(self.bytes.values())) == 1 else "at most ") + bytes_text(self.most)
+        text = "" if len(set(self.bytes.values())) == 1 else "at most "
+        text = (f"peak {text}" if self.step else text) + bytes_text(self.peak)
         text += " on each" if len(self.devices) > 1 else ""
         if memory is None:
             return text
-        if self.most > memory:
-            return f"{text}, {bytes_text(self.most - memory)} over {bytes_text(memory)}"
-        return f"{text}, {self.most / memory:.0%} of {bytes_text(memory)}"
+        if self.peak > memory:
+            return f"{text}, {bytes_text(self.peak - memory)} over {bytes_text(memory)}"
+        return f"{text}, {self.peak / memory:.0%} of {bytes_text(memory)}"
 
     def main_parts(self) -> tuple[Part, ...]:
         """At most `PARTS` parts, largest first; the others, and those below a thousandth, together as one."""

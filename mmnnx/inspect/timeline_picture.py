@@ -2,132 +2,209 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mmnnx.inspect.figure_bytes import literal_text
+from mmnnx.inspect.bytes_picture import draw_bytes
+from mmnnx.inspect.figure_style import TEXT, WIDTH, Look, settle_ticks, styled
 from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name, text_colour
-from mmnnx.inspect.timeline_rows import mesh_rows, stage_ranks, time_unit
-from mmnnx.mpmd.ir.timeline import Timeline
+from mmnnx.inspect.timeline_rows import Scale, headline, mesh_rows, scale_of, stage_ranks
+from mmnnx.mpmd.ir.timeline import Event, Timeline
 from mmnnx.printable import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
-WIDTHS = (7.0, 16.0)  # inches: what a page and a notebook show without scrolling
+    Entry = Line2D | Patch
+
 HEIGHT = 9.0  # inches that all rows share at most
+BYTES = 1.1  # inches of the bytes below them
+MARGIN = 1.5  # inches beside the rows, about: names on the left, busy shares on the right
 MAX_VECTOR_EVENTS = 10_000  # vector formats hold more of them as an image
+MAX_ARROWS = 600  # more transfers are lines without heads
 SMALLEST = 5.0  # points: smaller numbers are left out
+HALF = 0.36  # of the height of a box, in rows
 
 
-@literal_text
-def draw_timeline(timeline: Timeline, *, title: str = "") -> Figure:
-    """Meshes as rows, time along x; boxes coloured by phase and numbered by microbatch; white is bubble.
+def draw_timeline(timeline: Timeline, *, title: str = "", dark: bool = False) -> Figure:
+    """Meshes as rows, time along x; boxes coloured by phase and numbered by microbatch; the rest is bubble.
 
-    Rows are in the order in which microbatches first reach the meshes. On a mesh with several stages later
-    ones are lighter. Events that take no time are not drawn, and numbers that do not fit their boxes are left
-    out. The bubble is in % of the steady-state step time, `Timeline.period`.
+    Transfers are arrows from mesh to mesh. On the right is the share of the steady-state step time
+    (`Timeline.period`) in which a mesh runs something. Below are the bytes of live arrays on each mesh, if
+    the timeline knows them. The title has the schedule and the bubble. Rows are in the order in which
+    microbatches first reach the meshes. On a mesh with several stages later ones are lighter. Events that
+    take no time are not drawn, and numbers that do not fit their boxes are left out.
+
+    Args:
+      dark: for dark paper.
 
     Raises:
       ValueError: when nothing takes time.
 
     >>> draw_timeline(program.simulate()).savefig("timeline.png")
     """
-    from matplotlib.collections import PolyCollection  # slow to import
-    from matplotlib.figure import Figure
+    return draw_timelines({title: timeline}, dark=dark)
 
-    by_mesh = mesh_rows(timeline)
+
+def draw_timelines(timelines: Mapping[str, Timeline], *, dark: bool = False) -> Figure:
+    """As `draw_timeline`, several by their titles, one below the other, each with its own scale of time.
+
+    >>> draw_timelines({"simulated": program.simulate(), "measured": profile.timeline})
+    """
+    from matplotlib.figure import Figure  # slow to import
+
+    with styled(dark) as look:
+        heights: list[float] = []
+        for timeline in timelines.values():
+            rows = len(mesh_rows(timeline))
+            heights.append(min(0.34, HEIGHT / rows) * rows + 0.1)
+            heights += [BYTES] if timeline.held_bytes else []
+        figure = Figure(
+            figsize=(WIDTH, sum(heights) + 0.5 * len(heights) + 0.35 * len(timelines)), layout="constrained"
+        )
+        panels = iter(figure.subplots(len(heights), height_ratios=heights, squeeze=False)[:, 0])
+        entries: dict[str, Entry] = {}
+        for title, timeline in timelines.items():
+            axes, scale = next(panels), scale_of(timeline)
+            entries |= draw_rows(axes, timeline, headline(timeline, title), look, dark)
+            if timeline.held_bytes:
+                axes.tick_params(labelbottom=False)
+                axes.set_xlabel("")
+                axes = next(panels)
+                draw_bytes(axes, timeline.held_bytes, list(mesh_rows(timeline)), scale, dark)
+                settle_ticks(axes, look)
+                axes.set_xlabel(f"time ({scale.name})")
+        draw_legend(figure, entries)
+        return figure
+
+
+def draw_rows(axes: Axes, timeline: Timeline, title: str, look: Look, dark: bool) -> dict[str, Entry]:
+    """The rows of a timeline, with transfers; returns the entries of the legend, by their labels."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    by_mesh, scale = mesh_rows(timeline), scale_of(timeline)
+    phases = _draw_boxes(axes, timeline, by_mesh, scale, look, dark)
+    entries: dict[str, Entry] = {
+        phase_name(phase): Patch(color=phase_colour(phase, dark=dark)) for phase in phases
+    }
+    if any(of > 1 for _, of in stage_ranks(by_mesh).values()):
+        entries["lighter: a later stage of the mesh"] = Patch(color=phase_colour(phases[0], 1, 2, dark))
+    if _draw_transfers(axes, timeline, list(by_mesh), scale, look):
+        entries["transfer"] = Line2D([], [], color=look.faint, lw=0.8, marker=">", ms=3)
+    entries["bubble"] = Patch(facecolor=look.paper, edgecolor=look.faint, lw=0.6)
+    axes.set_title(printable(title))
+    axes.set_xlabel(f"time ({scale.name})")
+    settle_ticks(axes, look)
+    axes.tick_params(axis="y", length=0, labelcolor=look.ink)
+    return entries
+
+
+def draw_legend(figure: Figure, entries: Mapping[str, Entry]) -> None:
+    """A line below all panels, phases first."""
+    order = [*map(phase_name, STYLES)]
+    labels = sorted(entries, key=lambda label: order.index(label) if label in order[:-1] else len(order))
+    figure.legend(
+        handles=[entries[label] for label in labels],
+        labels=labels,
+        loc="outside lower left",
+        ncols=len(labels),
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
+
+
+def _draw_boxes(
+    axes: Axes, timeline: Timeline, by_mesh: Mapping[str, list[Event]], scale: Scale, look: Look, dark: bool
+) -> list[str]:
+    """The boxes, the names of the rows, and how busy each is; returns the phases that there are."""
+    from matplotlib.collections import PolyCollection
+
     ranks = stage_ranks(by_mesh)
     events = [(y, e) for y, mine in enumerate(by_mesh.values()) for e in mine]
-    began = min(e.start for _, e in events)
-    per_unit, name = time_unit(timeline)
-    span = (max(e.end for _, e in events) - began) / per_unit
-
-    def boxes(phase: str) -> list[tuple[float, float, int, str, str]]:
-        """(start, length, row, label, colour) of each box."""
-        return [
-            (
-                (e.start - began) / per_unit,
-                (e.end - e.start) / per_unit,
-                y,
-                "" if e.microbatch is None else str(e.microbatch),
-                phase_colour(phase, *ranks[e.mesh, e.stage]),
-            )
-            for y, e in events
-            if e.phase == phase
-        ]
-
-    drawn = {phase: found for phase in STYLES if (found := boxes(phase))}
-    lengths = sorted(length for found in drawn.values() for _, length, _, label, _ in found if label)
-    short = lengths[len(lengths) // 4] if lengths else span
-    margin = 0.35 + 0.075 * max(map(len, by_mesh))
-    width = min(WIDTHS[1], max(WIDTHS[0], 0.25 * span / short + margin))
+    points = (WIDTH - MARGIN) * 72 / scale.span  # in a unit of time
     row = min(0.34, HEIGHT / len(by_mesh))
-    figure = Figure(figsize=(width, 1.25 + row * len(by_mesh)), layout="constrained", dpi=120)
-    axes = figure.add_subplot(xlabel=f"time ({name})")
-    points = (width - margin) * 72 / span  # in a unit of time
-
-    for phase, found in drawn.items():
+    phases = [phase for phase in STYLES if any(e.phase == phase for _, e in events)]
+    for phase in phases:
+        found = [
+            (y, e, phase_colour(phase, *ranks[e.mesh, e.stage], dark)) for y, e in events if e.phase == phase
+        ]
         collection = PolyCollection(
             [
-                [(x, y - 0.42), (x + length, y - 0.42), (x + length, y + 0.42), (x, y + 0.42)]
-                for x, length, y, _, _ in found
+                [(x0, y - HALF), (x1, y - HALF), (x1, y + HALF), (x0, y + HALF)]
+                for y, e, _ in found
+                for x0, x1 in [(scale(e.start), scale(e.end))]
             ],
             facecolors=[colour for *_, colour in found],
-            edgecolors="white",
-            linewidths=[min(0.7, 0.1 * length * points) for _, length, _, _, _ in found],
+            edgecolors=look.paper,
+            linewidths=[min(0.7, 0.1 * (scale(e.end) - scale(e.start)) * points) for _, e, _ in found],
             rasterized=len(events) > MAX_VECTOR_EVENTS,
             label=phase,
+            zorder=2,
         )
         axes.add_collection(collection)
-        digits = max(len(label) for *_, label, _ in found)
-        for x, length, y, label, colour in found:
-            size = min(8.5, 0.85 * length * points / (0.64 * max(1, digits)), 50 * row)
-            if label and size >= SMALLEST:
+        digits = max((len(str(e.microbatch)) for _, e, _ in found if e.microbatch is not None), default=1)
+        for y, e, colour in found:
+            x0, x1 = scale(e.start), scale(e.end)
+            size = min(TEXT, 0.85 * (x1 - x0) * points / (0.64 * digits), 50 * row)
+            if e.microbatch is not None and size >= SMALLEST:
                 axes.text(
-                    x + length / 2,
+                    (x0 + x1) / 2,
                     y,
-                    label,
+                    str(e.microbatch),
                     ha="center",
                     va="center_baseline",
                     fontsize=size,
                     color=text_colour(colour),
                     clip_on=True,
                 )
-
     every = -(-10 * len(by_mesh) // round(HEIGHT * 72))  # a name needs about ten points of height
-    names = [printable(mesh) for mesh in by_mesh]
-    axes.set(xlim=(0, span), ylim=(len(names) - 0.4, -0.6), yticks=range(0, len(names), every))
-    axes.set_yticklabels(names[::every], fontsize=8)
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    _legend(figure, axes, timeline, list(drawn), several=any(of > 1 for _, of in ranks.values()))
-    if title:
-        axes.set_title(printable(title), loc="left", fontsize=10)
-    return figure
+    names, places = [*map(printable, by_mesh)], range(0, len(by_mesh), every)
+    axes.set(xlim=(0, scale.span), ylim=(len(names) - 0.5, -0.5))
+    axes.set_yticks(places, names[::every])
+    axes.spines["left"].set_visible(False)
+    busy = [sum(e.end - e.start for e in mine) / timeline.period for mine in by_mesh.values()]
+    right = axes.secondary_yaxis("right")
+    right.set_yticks(places, [f"{share:.0%} busy" for share in busy[::every]])
+    right.spines["right"].set_visible(False)
+    right.tick_params(length=0, colors=look.faint, labelsize=TEXT)
+    return phases
 
 
-def _legend(figure: Figure, axes: Axes, timeline: Timeline, phases: list[str], several: bool) -> None:
-    """The names of the phases, and the bubble."""
-    from matplotlib.patches import Patch
+def _draw_transfers(axes: Axes, timeline: Timeline, rows: list[str], scale: Scale, look: Look) -> bool:
+    """An arrow for each, from the row that has an array to the row that it is sent to; if there are any."""
+    from matplotlib.collections import LineCollection
 
-    handles = [Patch(color=phase_colour(phase), label=phase_name(phase)) for phase in phases]
-    if several:
-        handles.append(Patch(color="none", label="lighter: a later stage of the mesh"))
-    handles.append(
-        Patch(
-            facecolor="white",
-            edgecolor="#999999",
-            label=f"bubble ({timeline.bubble:.1%} of the steady-state step time)",
+    number = {name: y for y, name in enumerate(rows)}
+    near = scale.span / (WIDTH - MARGIN) / 36  # two points
+    found: dict[tuple[str, int, int], tuple[float, float, float, float]] = {}  # what goes together is one
+    for e in timeline.transfers:
+        source, _, target = e.mesh.partition(" -> ")
+        if source in number and target in number:
+            a, b = number[source], number[target]
+            down = 1 if b > a else -1
+            x0, x1 = scale(e.start), scale(e.end)
+            where = e.mesh, round(x0 / near), round(x1 / near)
+            found.setdefault(where, (x0, a + down * HALF, x1, b - down * HALF))
+    arrows = found.values()
+    if not arrows:
+        return False
+    axes.add_collection(
+        LineCollection(
+            [[(x0, y0), (x1, y1)] for x0, y0, x1, y1 in arrows],
+            colors=look.faint,
+            linewidths=0.7 if len(arrows) <= MAX_ARROWS else 0.3,
+            label="transfer",
+            rasterized=len(arrows) > MAX_VECTOR_EVENTS,
+            zorder=1,
         )
     )
-    wide = sum(0.55 + 0.066 * len(str(handle.get_label())) for handle in handles) < figure.get_figwidth()
-    figure.legend(
-        handles=handles,
-        loc="outside upper right",
-        ncols=len(handles) if wide else -(-len(handles) // 2),
-        frameon=False,
-        fontsize=8,
-        handlelength=1.4,
-    )
+    if len(arrows) <= MAX_ARROWS:
+        for marker, down in (("v", True), ("^", False)):
+            heads = [(x1, y1 - 0.05 if down else y1 + 0.05) for _, y0, x1, y1 in arrows if (y1 > y0) == down]
+            xs, ys = [x for x, _ in heads], [y for _, y in heads]
+            axes.scatter(xs, ys, s=5, marker=marker, color=look.faint, lw=0, zorder=3)
+    return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -24,7 +27,7 @@ def mesh_rows(timeline: Timeline) -> dict[str, list[Event]]:
     return {mesh: by_mesh[mesh] for mesh in sorted(by_mesh, key=arrival)}
 
 
-def stage_ranks(events: dict[str, list[Event]]) -> dict[tuple[str, int | None], tuple[int, int]]:
+def stage_ranks(events: Mapping[str, list[Event]]) -> dict[tuple[str, int | None], tuple[int, int]]:
     """For each (mesh, stage): its number among the stages of that mesh, from 0, and how many the mesh has."""
     ranks: dict[tuple[str, int | None], tuple[int, int]] = {}
     for mesh, mine in events.items():
@@ -43,6 +46,44 @@ def time_unit(timeline: Timeline) -> tuple[float, str]:
     if timeline.unit != "s":
         return 1.0, timeline.unit
     return next((s for s in SECONDS if timeline.period >= s[0]), SECONDS[-1])
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Times of a timeline in handy units, from its first event.
+
+    Attributes:
+      began: when that starts.
+      size, name: the unit, as `time_unit` has it.
+      span: until the last event ends, in the unit.
+    """
+
+    began: float
+    size: float
+    name: str
+    span: float
+
+    def __call__(self, time: float) -> float:
+        return (time - self.began) / self.size
+
+
+def scale_of(timeline: Timeline) -> Scale:
+    """The scale of a timeline in which something takes time."""
+    events = [e for mine in timeline.by_mesh().values() for e in mine]
+    began, (size, name) = min(e.start for e in events), time_unit(timeline)
+    return Scale(began, size, name, (max(e.end for e in events) - began) / size)
+
+
+def headline(timeline: Timeline, title: str = "") -> str:
+    """What is above a timeline: a title, its schedule, the bubble and the step time.
+
+    >>> headline(Timeline((Event("a", 0.0, 2.0, "forward", 0, "f"),), schedule="1f1b"))
+    '1f1b, bubble 0.0%, steady-state step time 2 units'
+    """
+    named = timeline.schedule if timeline.schedule not in title else ""
+    told = ", ".join(filter(None, (named, f"bubble {timeline.bubble:.1%}")))
+    told += f", steady-state step time {step_time_text(timeline)}"
+    return f"{title}: {told}" if title else told
 
 
 def step_time_text(timeline: Timeline) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -18,13 +19,13 @@ from mmnnx.printable import printable
 
 @dataclass(frozen=True)
 class TimelineText:
-    """A timeline as `rich` shows it: as wide as the terminal allows."""
+    """Timelines by their titles as `rich` shows them: as wide as the terminal allows."""
 
-    timeline: Timeline
-    title: str = ""
+    timelines: Mapping[str, Timeline]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield draw_text(self.timeline, title=self.title, width=options.max_width)
+        for title, timeline in self.timelines.items():
+            yield draw_text(timeline, title=title, width=options.max_width)
 
 
 def draw_text(timeline: Timeline, *, title: str = "", width: int = 100) -> Text:

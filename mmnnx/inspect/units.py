@@ -21,6 +21,15 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
+def byte_unit(size: float) -> tuple[float, str]:
+    """The unit to show up to so many bytes in: its size, and its name.
+
+    >>> byte_unit(3_000_000)
+    (1000000.0, 'MB')
+    """
+    return next((unit for unit in _BYTES if size >= unit[0]), (1.0, "bytes"))
+
+
 def bytes_text(size: int) -> str:
     """Bytes in decimal units, as Flax writes them.
 

@@ -29,7 +29,7 @@ from mmnnx.plan.flops import largest_results
 from mmnnx.plan.fragments import FragmentCost, fragment_costs
 from mmnnx.plan.memory import device_memory, shard_bytes
 from mmnnx.plan.picture import draw_plan
-from mmnnx.plan.report import as_html, as_text, report
+from mmnnx.plan.report import as_html, as_text, report, verdict
 from mmnnx.plan.step_plan import Overflow, StepPlan
 
 DISPATCH = 20e-6  # seconds of the host to start an instruction, as benchmarks/host.py measures it
@@ -80,6 +80,9 @@ class Plan(StepPlan):
     def __str__(self) -> str:
         return as_text(self)
 
+    def __repr__(self) -> str:
+        return f"Plan({verdict(self)})"
+
     def _repr_mimebundle_(
         self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
     ) -> dict[str, Any]:
@@ -121,6 +124,8 @@ def _planned(compiled: FlatCompiled) -> Plan:
     if chip is not None:
         between = _transfer_costs(found, chip)
         timeline = _simulated(found.program, {f: c.seconds(chip) for f, c in costs.items()}, between)
+        # What is compiled has its loops written out, and does not know their schedules.
+        timeline = dataclasses.replace(timeline, schedule=compiled.lowered.program.schedule)
         best = dataclasses.replace(between, latency=0.0, dispatch=0.0)
         fastest = _simulated(found.program, {f: c.fastest(chip) for f, c in costs.items()}, best).period
     return _plan(

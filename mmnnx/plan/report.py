@@ -60,12 +60,18 @@ def as_html(plan: StepPlan) -> str:
     )
 
 
-def _head(plan: StepPlan) -> list[RenderableType]:
+def verdict(plan: StepPlan) -> Text:
+    """Whether it fits, in one line."""
     line = cell(f"{plan.name} on {plan.devices} x {plan.device_kind}: ", "bold")
     if plan.fits is not None:
         line.append("it fits" if plan.fits else "it does not fit", style="green" if plan.fits else "red")
     elif plan.chip is None:
         line.append("no figures of such devices are known")
+    return line
+
+
+def _head(plan: StepPlan) -> list[RenderableType]:
+    line = verdict(plan)
     lines: list[RenderableType] = [line]
     if plan.seconds and plan.timeline is not None and plan.chip is not None:
         lines.append(

@@ -132,6 +132,11 @@ class Division:
         alike = all(s.keys() == slices[0].keys() for s in slices)
         return axes[0] if len(axes) == 1 and alike and mesh.shape[axes[0]] == 1 else None
 
+    def __repr__(self) -> str:
+        sizes = f", sizes={list(self.sizes)}" if self.sizes is not None and len(self.sizes) <= 16 else ""
+        first, last = self.tasks[0].name, self.tasks[-1].name
+        return f"Division({len(self.tasks)} tasks, {first!r} to {last!r}, dim={self.dim}{sizes})"
+
     def __str__(self) -> str:
         along = f" along dimension {self.dim}" if self.dim else ""
         return f"tasks {self.name}{along}"

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from mmnnx._shown import Shown
 from mmnnx.sharding.incompatible_devices import advise
 from mmnnx.sharding.registry import Matcher, Registry
 
@@ -54,7 +55,7 @@ def resolve_specs_on(mesh: Mesh) -> Iterator[None]:
         mesh.__exit__(None, None, None)
 
 
-class MultiMesh:
+class MultiMesh(Shown):
     """A global mesh whose slices are the submeshes of tasks.
 
     Entered with `with`, it is the mesh that `Task(mesh_slice=...)` slices, and the one whose axes a bare
@@ -225,6 +226,14 @@ class TaskMesh:
     def size(self) -> int:
         """The number of devices."""
         return len(self.devices)
+
+    def __repr__(self) -> str:
+        numbers = tuple(self.devices)
+        in_order = range(numbers[0], numbers[0] + len(numbers))
+        devices = repr(numbers) if len(numbers) <= 8 else f"{numbers[:2]}, … {len(numbers)} of them"
+        if len(numbers) > 8 and numbers == tuple(in_order):
+            devices = repr(in_order)
+        return f"TaskMesh(devices={devices}, axis_sizes={self.axis_sizes}, axis_names={self.axis_names})"
 
     @property
     def shape(self) -> dict[str, int]:

@@ -12,11 +12,14 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmnnx._shown import Shown
 from mmnnx.sharding.aligned_spec import aligned_spec
 from mmnnx.sharding.division import Division
 from mmnnx.sharding.logical import logical_names, logical_spec
 from mmnnx.sharding.path_filter import Path, PathPattern, is_catch_all, path_text
 from mmnnx.sharding.task import Task
+
+MOST_RULES = 3  # that the repr of a TaskSharding has
 
 
 class PlacementError(ValueError):
@@ -40,7 +43,7 @@ class Match:
     own: bool = True
 
 
-class TaskSharding(nnx.StateSharding):
+class TaskSharding(Shown, nnx.StateSharding):
     """A `nnx.StateSharding` whose values name a task: which state lives where.
 
     Args:
@@ -72,6 +75,11 @@ class TaskSharding(nnx.StateSharding):
         self._filters = tuple(tuple(f) if isinstance(f, list) else f for f in self._filters)
         self._rules = tuple(map(_normal_rule, self._filters, self._shardings))
         self._predicates = tuple(map(_predicate, self._filters))
+
+    @property
+    def filters(self) -> tuple[Any, ...]:
+        """The filters, in order."""
+        return self._filters
 
     @property
     def rules(self) -> tuple[tuple[Task | Division, PartitionSpec | None], ...]:
@@ -206,10 +214,12 @@ class TaskSharding(nnx.StateSharding):
             )
 
     def __repr__(self) -> str:
-        rules = ", ".join(
-            f"{filter!r}: {rule!r}" for filter, rule in zip(self._filters, self._rules, strict=True)
-        )
-        return f"TaskSharding({{{rules}}})"
+        shown = [
+            f"{filter!r}: ({task if isinstance(task, Task) else repr(task)}, {spec})"
+            for filter, (task, spec) in zip(self._filters, self._rules, strict=True)
+        ]
+        more = len(shown) - MOST_RULES
+        return f"TaskSharding({{{', '.join(shown[:MOST_RULES])}{f', … {more} more' if more > 0 else ''}}})"
 
     def __eq__(self, other: object) -> bool:
         return (

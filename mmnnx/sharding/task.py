@@ -158,6 +158,17 @@ class Task:
             return {moves: microbatch % multimesh.shape[moves]}
         return {axis: indices[microbatch % len(indices)] for axis, indices in moves}
 
+    @property
+    def mesh_text(self) -> str:
+        """Its submesh in words, which need not be there: "stage=0", or "devices 0-3: model=4"."""
+        if isinstance(self.mesh, TaskMesh):
+            return repr(self.mesh)
+        if self.mesh is not None:
+            return ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        if self.loop_dependent_mesh_slice is not None:
+            return "another for each microbatch"
+        return ", ".join(f"{axis}={n}" for axis, n in _items(self.mesh_slice or ())) or "all"
+
     def __str__(self) -> str:
         return f"task {self.name!r}" if self.name is not None else "an unnamed task"
 

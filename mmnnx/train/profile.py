@@ -1,4 +1,4 @@
-"""What ``--profile`` leaves in the folder of a run: a trace of some steps, and a measured timeline."""
+"""What ``--profile`` leaves in the folder of a run: a trace of some steps, and a step that is measured."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ def traced(folder: Path, optimizer: nnx.Optimizer) -> Iterator[None]:
 def measure(
     train_step: Jit, model: nnx.Module, optimizer: nnx.Optimizer, batch: Row, folder: Path
 ) -> Profile:
-    """Measures each fragment and transfer, and writes timeline.png and fragments.txt.
+    """Measures each fragment and transfer; writes profile/fragments.txt, and both timelines to timeline.png.
 
     It takes a step, and holds a copy of model and optimizer meanwhile. For one process and several meshes.
+
+    Args:
+      folder: of the run.
     """
-    profile = train_step.program(model, optimizer, batch).profile(model, optimizer, batch)
-    folder.mkdir(exist_ok=True)
-    mm.timeline(profile, title="measured").save(folder / "timeline.png")
-    (folder / "fragments.txt").write_text(f"{profile}\n")
+    program = train_step.program(model, optimizer, batch)
+    profile = program.profile(model, optimizer, batch)
+    (folder / "profile").mkdir(exist_ok=True)
+    mm.timeline(program, profile).save(folder / "timeline.png")
+    (folder / "profile" / "fragments.txt").write_text(f"{profile}\n")
     return profile

@@ -39,9 +39,7 @@ def write_sample(run: Run, display: Display) -> None:
 
 
 def write_profile(run: Run, display: Display) -> None:
-    """Measures the parts of a step by taking one, shows them and writes them to profile/."""
+    """Measures the parts of a step by taking one, and shows them; writes profile/ and timeline.png."""
     with run.folder.written():
-        measured = measure(
-            run.train_step, run.model, run.optimizer, run.data.held_out[0], run.folder.path / "profile"
-        )
-        display.say(str(measured))
+        batch = run.data.held_out[0]
+        display.say(str(measure(run.train_step, run.model, run.optimizer, batch, run.folder.path)))

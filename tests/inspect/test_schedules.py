@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from mmnnx.inspect.schedules import by_name, from_csv
@@ -24,7 +26,8 @@ def test_is_what_simulate_says(name):
     stages = LAYOUTS.get(name, Stages.chain(range(3)))
     table = get_schedule(name).table(stages, 7)
     timeline = simulate(table, stages, COSTS)
-    assert (found.stages, found.table, found.timeline) == (stages, table, timeline)
+    assert (found.stages, found.table) == (stages, table)
+    assert found.timeline == dataclasses.replace(timeline, schedule=name)
     assert found.stages_per_mesh == stages.num_stages // 3
     assert found.period == pytest.approx(timeline.period)
     held = timeline.in_flight()
@@ -60,8 +63,9 @@ def test_csv_knows_the_stages(name, tmp_path):
     written = by_name(name, 3, 7, 2, COSTS)
     write_schedule(written.table, tmp_path / "it.csv")
     read = from_csv(tmp_path / "it.csv", None, None, COSTS)
-    assert (read.stages, read.table, read.timeline) == (written.stages, written.table, written.timeline)
-    assert from_csv(tmp_path / "it.csv", 3, 7, COSTS).timeline == written.timeline
+    assert (read.stages, read.table) == (written.stages, written.table)
+    for found in (read, from_csv(tmp_path / "it.csv", 3, 7, COSTS)):
+        assert found.timeline.events == written.timeline.events
 
 
 def one_each(*stages: int) -> list[Action]:

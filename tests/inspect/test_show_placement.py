@@ -18,9 +18,11 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 import mmnnx as mm
+from mmnnx.inspect.figure_style import LIGHT, WIDTH
 from mmnnx.inspect.placement import PlacementView, show_placement
-from mmnnx.inspect.placement_picture import EMPTY, FILLED, OVER
+from mmnnx.inspect.placement_picture import BAR, FILLED, OVER
 from mmnnx.inspect.submesh import PARTS, Part, Submesh
+from mmnnx.inspect.units import bytes_text
 from mmnnx.modules import LM, LMConfig
 
 P = PartitionSpec
@@ -99,8 +101,8 @@ def rectangles(figure, height: float) -> list[Rectangle]:
 def bars(figure) -> list[list[tuple[str, float]]]:
     """For each box, the colour and the length of each piece of its bar, as a share of the whole bar."""
     found: list[list[tuple[str, float]]] = []
-    for piece in rectangles(figure, 0.13):
-        if to_hex(piece.get_facecolor()) == EMPTY:
+    for piece in rectangles(figure, BAR):
+        if to_hex(piece.get_facecolor()) == LIGHT.pale:
             found.append([])
             whole = piece.get_width()
         else:
@@ -319,6 +321,47 @@ def test_bars_are_as_long_as_the_bytes():
     )
 
 
+def test_numbers_on_the_bar_are_those_of_the_list():
+    view = large()
+    figure = view.figure()
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    on_bar = [text for text in figure.axes[0].texts if text.get_gid() == "bar"]
+    pieces = [p for p in rectangles(figure, BAR) if to_hex(p.get_facecolor()) != LIGHT.pale]
+    listed = [part for box in view.submeshes for part in box.main_parts()]
+    assert len(pieces) == len(listed) and len(on_bar) > len(listed) / 2
+    for text in on_bar:
+        extent = text.get_window_extent(renderer)
+        frames = [piece.get_window_extent(renderer) for piece in pieces]
+        (mine,) = [n for n, frame in enumerate(frames) if frame.contains(extent.x0, extent.y0)]
+        assert extent.x1 < frames[mine].x1
+        assert text.get_text() == bytes_text(listed[mine].bytes)
+
+
+def test_what_a_step_adds_comes_from_its_plan():
+    mesh = make_mesh(stage=2, model=2)
+    with mesh:
+        model = mm.jit(lambda: Net(4, nnx.Rngs(0)), out_shardings=placement(2))()
+
+        def loss(model, x):
+            for block in model.blocks:
+                x = jnp.tanh(block(x))
+            return x.mean()
+
+        def step(model, x):
+            return mm.microbatch(nnx.grad(loss), dim=0, size=2, argnum=1, schedule="1f1b")(model, x)
+
+        plan = mm.plan(mm.jit(step), model, jnp.ones((8, 16)))
+        view = show_placement(model, plan=plan, memory=10_000)
+    for box, memory in zip(view.submeshes, plan.memory, strict=True):
+        added = {part.name: part.bytes for part in box.step}
+        for kind in ("gradients", "saved activations", "temporaries"):
+            assert added.get(kind, 0) == memory.at_peak.get(kind, 0)
+        assert box.peak == max(memory.total, box.most + sum(added.values()))
+    assert "saved activations" in texts(view.figure())
+    most = max(box.peak for box in view.submeshes)
+    assert view.title == f"Net on 4 devices, peak per device {bytes_text(most)} of 10.0 KB"
+
+
 def test_a_part_has_one_colour_everywhere():
     view = four_by_two()
     colours = {}
@@ -337,12 +380,12 @@ def test_too_much_is_red():
     assert all({colour for colour, _ in pieces} <= set(FILLED) for pieces in others)
     assert sum(share for _, share in first) == pytest.approx(1)
     frames = [p for p in view.figure().axes[0].patches if isinstance(p, FancyBboxPatch)]
-    assert [to_hex(p.get_edgecolor()) == OVER[0] for p in frames] == [True, False, False, False]
-    (limit,) = view.figure().axes[0].lines  # where the memory ends
-    bar = rectangles(view.figure(), 0.13)[0]
+    assert [to_hex(p.get_edgecolor()) == OVER[1] for p in frames] == [True, False, False, False]
+    limit, *_ = view.figure().axes[0].lines  # where the memory ends
+    bar = rectangles(view.figure(), BAR)[0]
     share = (limit.get_xdata()[0] - bar.get_x()) / bar.get_width()
     assert share == pytest.approx(8_000 / view.submeshes[0].most)
-    assert not four_by_two(memory=9_236).figure().axes[0].lines
+    assert not four_by_two().figure().axes[0].lines
 
 
 @pytest.mark.parametrize("memory", [None, 8_000_000_000, 6_000_000_000])
@@ -395,7 +438,7 @@ def test_files(tmp_path):
     assert b"</svg>" in (tmp_path / "placement.svg").read_bytes()
     image = matplotlib.image.imread(io.BytesIO((tmp_path / "placement.PNG").read_bytes()), format="png")
     width, height = view.figure().get_size_inches()
-    assert image.shape[:2] == (int(height * 120), int(width * 120))
+    assert width == WIDTH and image.shape[:2] == (int(height * 200), int(width * 200))
     first = (tmp_path / "placement.svg").read_bytes()
     four_by_two().save(str(tmp_path / "placement.svg"))
     assert (tmp_path / "placement.svg").read_bytes() == first
@@ -405,7 +448,7 @@ def test_files(tmp_path):
 
 def test_a_notebook_shows_the_picture():
     view = four_by_two()
-    bundle = view._repr_mimebundle_()
+    bundle, _ = view._repr_mimebundle_()
     assert bundle["text/plain"] == str(view)
     assert "</svg>" in bundle["image/svg+xml"]
 

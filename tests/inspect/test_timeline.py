@@ -32,15 +32,28 @@ MEASURED = Timeline(
 
 def test_takes_programs_profiles_and_timelines():
     program = SimpleNamespace(simulate=lambda: SIMULATED)
-    profile = SimpleNamespace(timeline=MEASURED, simulate=lambda: SIMULATED)
+    profile = SimpleNamespace(timeline=MEASURED, seconds=1.5, simulate=lambda: SIMULATED)
     assert timeline(program).timeline is SIMULATED
     assert timeline(profile).timeline is MEASURED
+    both = timeline(program, profile, title="step")
+    titles = [axes.get_title(loc="left") for axes in both.figure.axes]
+    assert titles == [
+        "step, simulated: interleaved-1f1b, bubble 11.1%, steady-state step time 13.5 units",
+        "step, measured part by part (a whole step: 1.5 s): bubble 25.0%, steady-state step time 500 ms",
+    ]
+    assert both.trace() == chrome_trace(MEASURED)
+    assert [line for line in str(both).splitlines() if line.startswith("step, ")] == [
+        title.partition(":")[0] if n == 0 else "step, measured part by part (a whole step: 1.5 s)"
+        for n, title in enumerate(titles)
+    ]
     assert timeline(SIMULATED, title="step") == TimelineView(SIMULATED, "step")
 
 
 def test_refuses_anything_else():
     with pytest.raises(TypeError, match=r"not function.*f\.program\(\*args\)"):
         timeline(lambda x: x)
+    with pytest.raises(TypeError, match="measured= is a profile"):
+        timeline(SIMULATED, SIMULATED)
     with pytest.raises(ValueError, match="nothing to draw"):
         timeline(Timeline(()))
 
@@ -71,11 +84,14 @@ def test_refuses_other_kinds_of_file(tmp_path):
 
 
 def test_shows_itself_in_a_notebook():
-    few = timeline(SIMULATED)._repr_mimebundle_()
+    few, _ = timeline(SIMULATED)._repr_mimebundle_()
     assert set(few) == {"text/plain", "image/svg+xml"} and "<svg" in few["image/svg+xml"]
-    assert few["text/plain"] == str(timeline(SIMULATED))
-    many = timeline(by_name("1f1b", 16, 64, 2, UNIT_COSTS).timeline)._repr_mimebundle_()
+    assert few["text/plain"] == str(timeline(SIMULATED)) == repr(timeline(SIMULATED))
+    view = timeline(by_name("1f1b", 16, 64, 2, UNIT_COSTS).timeline)
+    many, metadata = view._repr_mimebundle_()
     assert set(many) == {"text/plain", "image/png"} and many["image/png"].startswith(b"\x89PNG")
+    # As wide as the SVG is, so that text has one size.
+    assert metadata == {"image/png": {"width": 768}} and 'width="576pt"' in few["image/svg+xml"]
 
 
 @pytest.mark.parametrize(("drawn", "factor"), [(SIMULATED, 1e3), (MEASURED, 1e6)])

@@ -5,12 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PolyCollection
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_hex
 
+import mmnnx as mm
 from mmnnx.inspect import draw_timeline
+from mmnnx.inspect.figure_style import DARK, LIGHT
 from mmnnx.inspect.phase_styles import STYLES, phase_colour, text_colour
 from mmnnx.inspect.schedules import by_name
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Event, Timeline
@@ -38,6 +43,11 @@ def boxes(figure) -> list[tuple[str, float, float, int]]:
 
 def labels(figure) -> list[str]:
     return [text.get_text() for text in figure.axes[0].texts]
+
+
+def busy(figure) -> list[str]:
+    (right,) = figure.axes[0].child_axes
+    return [label.get_text() for label in right.get_yticklabels()]
 
 
 def legend(figure) -> list[str]:
@@ -134,7 +144,52 @@ def test_numbers_are_legible_on_their_boxes():
 def test_the_bubble_is_that_of_the_timeline():
     half = Timeline((event("a", 0, 4, "forward", 0), event("b", 4, 4.5, "forward", 0)))
     assert half.bubble == pytest.approx(1 - 4.5 / 8)
-    assert "bubble (43.8% of the steady-state step time)" in legend(draw_timeline(half))
+    figure = draw_timeline(half)
+    assert "bubble" in legend(figure)
+    assert figure.axes[0].get_title(loc="left") == "bubble 43.8%, steady-state step time 4 units"
+    assert busy(figure) == ["100% busy", "12% busy"]
+
+
+def test_the_title_has_the_schedule():
+    title = lambda **options: draw_timeline(pipeline("1f1b", 2, 4), **options).axes[0].get_title(loc="left")
+    assert title() == "1f1b, bubble 20.0%, steady-state step time 15 units"
+    assert title(title="mine") == "mine: 1f1b, bubble 20.0%, steady-state step time 15 units"
+
+
+def test_transfers_are_arrows_between_the_rows():
+    boxes = (event("a", 0, 1, "forward", 0), event("b", 2, 3, "forward", 0), event("c", 2, 3, "forward"))
+    sent = (event("a -> b", 1, 2, "transfer", 0), event("a -> b", 1, 2, "transfer", 0))
+    back = event("c -> a", 3, 3.5, "transfer"), event("c -> elsewhere", 3, 4, "transfer")
+    figure = draw_timeline(Timeline(boxes, (*sent, *back)))
+    (lines,) = [c for c in figure.axes[0].collections if isinstance(c, LineCollection)]
+    ends = [[(x, round(y)) for x, y in path.vertices] for path in lines.get_paths()]
+    assert ends == [[(1, 0), (2, 1)], [(3, 2), (3.5, 0)]]  # what is sent together is one
+    assert "transfer" in legend(figure) and "transfer" not in legend(draw_timeline(Timeline(boxes)))
+
+
+def test_bytes_over_time_are_those_that_simulate_says():
+    """Two tasks: a matrix of 64 bytes comes in, is squared, sent on, and squared again."""
+    mesh = mm.MultiMesh(axis_sizes=(2,), axis_names=("stage",), devices=jax.devices()[:2])
+    first, second = (mm.task(lambda x: x @ x, f"t{n}", mesh_slice={"stage": n}) for n in range(2))
+    program = mm.jit(lambda x: second(first(x)), mesh=mesh).program(jnp.ones((4, 4)))
+    timeline = program.simulate({"none": 1.0, "forward": 1.0})
+    assert timeline.held_bytes == {"t0": ((0.0, 128), (1.0, 0)), "t1": ((1.0, 64),)}
+    assert timeline.peak_bytes == {"t0": 128, "t1": 64}  # the last square takes the place of what it squares
+    below = draw_timeline(timeline).axes[1]
+    assert below.get_ylabel() == "bytes of arrays"
+    for line, (name, held) in zip(below.lines, timeline.held_bytes.items(), strict=True):
+        assert line.get_label() == f"{name}: peak {timeline.peak_bytes[name]} B"
+        assert list(zip(*line.get_data()))[:-1] == list(held)
+        assert line.get_drawstyle() == "steps-post"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_names_are_drawn_as_they_are_on_either_paper(dark):
+    figure = draw_timeline(Timeline((event("$a$_b", 0, 1, "forward", 0),)), title="$x", dark=dark)
+    settle(figure)  # $a$_b is no formula
+    assert figure.axes[0].get_yticklabels()[0].get_text() == "$a$_b"
+    paper, ink = (figure.get_facecolor(), figure.axes[0].get_yticklabels()[0].get_color())
+    assert (sum(paper[:3]) < 1) == dark and to_hex(ink) == (DARK if dark else LIGHT).ink
 
 
 def test_what_is_outside_of_derivatives_is_called_the_optimizer():
@@ -191,7 +246,8 @@ def test_times_need_not_start_at_zero_and_are_in_handy_units():
     )
     axes = draw_timeline(measured, title="a run").axes[0]
     assert axes.get_xlim() == pytest.approx((0, 3))
-    assert axes.get_xlabel() == "time (ms)" and axes.get_title(loc="left") == "a run"
+    assert axes.get_xlabel() == "time (ms)"
+    assert axes.get_title(loc="left") == "a run: bubble 0.0%, steady-state step time 3 ms"
 
 
 def test_nothing_to_draw():

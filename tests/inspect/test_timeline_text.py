@@ -103,7 +103,7 @@ def test_coloured_by_phase_where_there_are_colours():
         return capture.get()
 
     plain, coloured = show(color_system=None), show(force_terminal=True, color_system="truecolor")
-    assert plain.rstrip("\n") == draw_text(view.timeline, width=80).plain
+    assert plain.rstrip("\n") == draw_text(view.timeline, title="zbv", width=80).plain
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
     backgrounds = set(re.findall(r"48;2;[\d;]+?m", coloured))
     assert len(backgrounds) == 6  # three phases of two stages

@@ -80,7 +80,7 @@ class TestRules:
         assert hash(make(P("model"))) == hash(make(P("model")))
         assert make(P("model")) != make(None)
         assert make(None) == TaskSharding([(path("a"), STAGES[0])])
-        assert repr(make(None)).startswith("TaskSharding({path('a'): (Task(name='stage0'")
+        assert repr(make(None)).startswith("TaskSharding({path('a'): (task 'stage0', ")
         assert isinstance(make(None), nnx.StateSharding)
         assert make(None).filters == (path("a"),)
         assert make(None).rules == ((STAGES[0], None),)

@@ -39,6 +39,9 @@ class Fragment:
     invars: tuple[Var, ...]
     outvars: tuple[Var, ...]
 
+    def __repr__(self) -> str:
+        return f"Fragment({self.name!r}, {dict(self.mesh.shape)})"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoopPlan:

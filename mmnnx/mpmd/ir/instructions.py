@@ -113,7 +113,7 @@ class LoopRuns:
     fragments: tuple[tuple[Fragment, ...], ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ProgramData:
     """The instructions of one call, over numbered buffers that each hold one array on one mesh.
 
@@ -137,9 +137,30 @@ class ProgramData:
     values: tuple[PlacedVar, ...]
     names: dict[Mesh, str]
     loops: tuple[LoopRuns, ...] = ()
-    successors: dict[Var, Var] = dataclasses.field(default_factory=dict, repr=False)
+    successors: dict[Var, Var] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    arguments: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
+    arguments: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.summary})"
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of its microbatch loop, of several loops those of all; "" without one."""
+        return ", ".join(dict.fromkeys(loop.schedule for loop in self.loops))
+
+    @property
+    def summary(self) -> str:
+        """Its schedule, and how much of what there is."""
+        return f"{self.schedule}, {self.counts}" if self.schedule else self.counts
+
+    @property
+    def counts(self) -> str:
+        """How much of what there is."""
+        return (
+            f"{len(self.fragments)} fragments, {len(self.calls)} calls, "
+            f"{len(self.transfers)} transfers ({sum(t.nbytes for t in self.transfers):,} bytes)"
+        )
 
     @property
     def calls(self) -> list[Call]:

@@ -29,10 +29,7 @@ def _control(program: ProgramData, i: Control) -> str:
 
 def program_text(program: ProgramData) -> str:
     """A program as it prints: its meshes, a line for each instruction, its arguments, and notes."""
-    lines = [
-        f"Program: {len(program.fragments)} fragments, {len(program.calls)} calls, "
-        f"{len(program.transfers)} transfers ({sum(t.nbytes for t in program.transfers):,} bytes)"
-    ]
+    lines = [f"Program: {program.counts}"]
     used = {mesh for _, mesh in program.values}
     for mesh, name in program.names.items():
         if mesh not in used:

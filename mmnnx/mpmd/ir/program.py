@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from jax.sharding import Mesh
 
+from mmnnx._shown import Shown
 from mmnnx.mpmd.ir.buffers import Pairs, buffer_reuse, saved_activations
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.instructions import Instruction, ProgramData
@@ -24,15 +25,15 @@ from mmnnx.mpmd.ir.verify import verify
 from mmnnx.printable import printable
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program(ProgramData):
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Program(Shown, ProgramData):
     """The instructions of one call, to be printed, verified, simulated and profiled.
 
     Attributes:
       run: runs it for arguments and measures; see `profile`.
     """
 
-    run: Callable[..., Profile] | None = dataclasses.field(default=None, repr=False)
+    run: Callable[..., Profile] | None = None
 
     def table(self) -> list[list[Action]]:
         """What each mesh runs of the stages of the microbatch loop, in order: one row for each mesh.

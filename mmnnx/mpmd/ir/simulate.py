@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mmnnx.mpmd.ir.buffers import Pairs, buffer_reuse, saved_activations
 from mmnnx.mpmd.ir.equations import nbytes
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.instructions import Call, Control, Instruction, ProgramData
-from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Costs, Event, Timeline, peaks
+from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Costs, Event, Timeline, peaks, running_sums
 
 
 def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = None) -> Timeline:
@@ -73,7 +74,26 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
                 moves.append(move)
             if s in saved:
                 kept.append(move)
-    return Timeline(tuple(events), tuple(transfers), peaks(moves), peaks(kept))
+    held = {name: tuple(_by_time(sums)) for name, sums in running_sums(moves).items()}
+    return Timeline(
+        tuple(events),
+        tuple(transfers),
+        {name: max(n for _, n in sums) for name, sums in held.items()},
+        peaks(kept),
+        held,
+        schedule=program.schedule,
+    )
+
+
+def _by_time(sums: Iterable[tuple[Any, int]]) -> Iterator[tuple[float, int]]:
+    """Of the sums at each time the last, and before it the most if that is more than before and after."""
+    before = 0
+    for time, group in itertools.groupby(sums, key=lambda moment: moment[0][0]):
+        values = [n for _, n in group]
+        if max(values) > max(before, values[-1]):
+            yield time, max(values)
+        before = values[-1]
+        yield time, before
 
 
 def _overwritten(reused: Mapping[Fragment, Pairs], i: Instruction) -> set[int]:

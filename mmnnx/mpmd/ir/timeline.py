@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 UNIT_COSTS = {"forward": 1.0, "backward": 2.0, "backward-input": 1.0, "backward-weight": 1.0, "none": 1.0}
@@ -27,6 +27,12 @@ class Costs:
     latency: float = 0.0
     bandwidth: float = math.inf
     dispatch: float = 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"Costs({len(self.calls)} calls, latency={self.latency:.4g}, bandwidth={self.bandwidth:.4g}, "
+            f"dispatch={self.dispatch:.4g})"
+        )
 
     def of_call(self, label: str, name: str, phase: str, outside: bool) -> float:
         keys = (label, name, "outside", phase) if outside else (label, name, phase)
@@ -70,14 +76,27 @@ class Timeline:
       transfers: arrays under way between meshes.
       peak_bytes: for each mesh, the most bytes of live arrays at any time; empty if unknown.
       residual_bytes: the same, of what backwards read of the forwards alone.
+      held_bytes: for each mesh, (time, bytes of live arrays from then on), in order. A time may be there
+        twice: more is live in that moment than before and after. Empty if unknown.
+      schedule: the name of its schedule; "" where there is no loop, or none is known.
       unit: what times are in: "units" or "s".
     """
 
-    events: tuple[Event, ...] = dataclasses.field(repr=False)
-    transfers: tuple[Event, ...] = dataclasses.field(default=(), repr=False)
+    events: tuple[Event, ...]
+    transfers: tuple[Event, ...] = ()
     peak_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     residual_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    held_bytes: Mapping[str, Sequence[tuple[float, int]]] = dataclasses.field(default_factory=dict)
+    schedule: str = ""
     unit: str = "units"
+
+    def __repr__(self) -> str:
+        schedule = f"{self.schedule}: " if self.schedule else ""
+        return (
+            f"Timeline({schedule}{len(self.by_mesh())} meshes, {len(self.events)} events, "
+            f"{len(self.transfers)} transfers, period {self.period:.4g} {self.unit}, "
+            f"bubble {self.bubble:.1%})"
+        )
 
     @property
     def makespan(self) -> float:
@@ -149,11 +168,17 @@ class Profile:
     peak_bytes: Mapping[str, int]
     residual_bytes: Mapping[str, int]
 
-    def __str__(self) -> str:
-        lines = [
+    def __repr__(self) -> str:
+        return f"Profile({self._summary()})"
+
+    def _summary(self) -> str:
+        return (
             f"step {self.seconds * 1e3:.2f} ms; simulated step latency "
             f"{self.timeline.makespan * 1e3:.2f} ms, bubble {self.timeline.bubble:.1%}"
-        ]
+        )
+
+    def __str__(self) -> str:
+        lines = [self._summary()]
         width = max(map(len, self.costs.calls), default=0)
         lines += [f"  {name:<{width}}  {t * 1e6:10.1f} us" for name, t in self.costs.calls.items()]
         lines.append(
@@ -165,9 +190,13 @@ class Profile:
 
 def peaks(moves: Iterable[tuple[Any, int, str]]) -> dict[str, int]:
     """For each name, the highest sum of (time, change, name) over time; at one time, falls come first."""
-    now: defaultdict[str, int] = defaultdict(int)
-    peak: dict[str, int] = {}
-    for _, change, name in sorted(moves):
-        now[name] += change
-        peak[name] = max(peak.get(name, 0), now[name])
-    return peak
+    return {name: max(held for _, held in sums) for name, sums in running_sums(moves).items()}
+
+
+def running_sums(moves: Iterable[tuple[Any, int, str]]) -> dict[str, list[tuple[Any, int]]]:
+    """For each name, (time, sum so far) at each of (time, change, name); at one time, falls come first."""
+    sums: defaultdict[str, list[tuple[Any, int]]] = defaultdict(list)
+    for time, change, name in sorted(moves):
+        before = sums[name][-1][1] if sums[name] else 0
+        sums[name].append((time, before + change))
+    return dict(sums)

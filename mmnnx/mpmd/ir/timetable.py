@@ -53,6 +53,9 @@ class Stages:
     reads: tuple[tuple[int, ...], ...]
     carried: tuple[tuple[tuple[int, Phase], tuple[int, Phase]], ...] = ()
 
+    def __repr__(self) -> str:
+        return f"Stages({self.num_stages} stages on {self.num_meshes} meshes)"
+
     @classmethod
     def chain(cls, meshes: Sequence[int]) -> Stages:
         """Stages of which each reads the one before it, on the given meshes."""

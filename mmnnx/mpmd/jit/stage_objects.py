@@ -25,6 +25,12 @@ class _Stage:
             raise AttributeError(name)
         return getattr(_compat.inner_stage(self._stage), name)
 
+    def __repr__(self) -> str:
+        inner = _compat.inner_stage(self._stage)
+        program = getattr(inner, "program", None)  # of several TaskMeshes, once it is lowered
+        of = f": {program.summary}" if program is not None else ""
+        return f"{type(self).__name__}({getattr(inner, 'fun_name', 'function')}{of})"
+
 
 class Traced(_Stage):
     """A traced function: `jax.stages.Traced`, for NNX objects."""
