@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmnnx._shown import notebook_bundle
+from mmnnx.inspect.cells import cell
 from mmnnx.inspect.figure_bytes import picture_bundle, picture_bytes
 from mmnnx.inspect.locations import spec_text
 from mmnnx.inspect.mesh_picture import draw_mesh, tasks_of_devices, title_of
@@ -59,8 +60,8 @@ def program_table(program: Program, timeline: Timeline) -> Table:
         if mesh not in used:
             continue
         table.add_row(
-            Text(name),
-            Text(", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())),
+            cell(name),
+            cell(", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())),
             ranges_text(device.id for device in mesh.devices.flat),
             str(fragments[name]),
             str(calls[name]),
@@ -98,9 +99,9 @@ def sharding_table(sharding: TaskSharding) -> Table:
         tasks = task.tasks if isinstance(task, Division) else (task,)
         table.add_row(
             str(number),
-            Text("..." if filter is ... else repr(filter)),
-            Text(", ".join(str(one.name) for one in tasks)),
-            Text("\n".join(dict.fromkeys(one.mesh_text for one in tasks))),
-            Text("its logical axes" if spec is None else spec_text(spec)),
+            cell("..." if filter is ... else repr(filter)),
+            cell(", ".join(str(one.name) for one in tasks)),
+            cell("\n".join(dict.fromkeys(one.mesh_text for one in tasks))),
+            cell("its logical axes" if spec is None else spec_text(spec)),
         )
     return table

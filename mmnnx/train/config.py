@@ -22,7 +22,6 @@ from mmnnx.train.rows import Packing
 
 PATHS = ("config", "data", "model", "out")
 DEVICES = "--stages x --data-parallel x --context x --expert x --tensor"
-BEFORE_PROFILE = 2  # first steps, which compile and are not traced
 FAR = 300  # how much larger a value may be that is proposed in place of one that does not fit
 POSITIVE = (
     *("steps", "eval_every", "batch", "sequence", "stages", "tensor", "data_parallel", "context", "expert"),
@@ -207,11 +206,8 @@ class TrainConfig:
                 raise UserError(f"{_option(field)} must not be below zero, not {getattr(self, field)}")
         if not 0 <= self.ema < 1:
             raise UserError(f"--ema must be 0 or more and below 1, not {self.ema}")
-        if self.profile and self.steps < BEFORE_PROFILE + self.profile:
-            raise UserError(
-                f"--profile {self.profile} comes after {BEFORE_PROFILE} steps: --steps must be at least "
-                f"{BEFORE_PROFILE + self.profile}, not {self.steps}"
-            )
+        if self.profile > self.steps:
+            raise UserError(f"--profile {self.profile} is more than the {self.steps} --steps there are")
         if self.seed >= 2**32:
             raise UserError(f"--seed must be below 2**32, not {self.seed}")
         if re.match(r"\w\w+:/", str(self.folder())):  # pathlib makes one slash of two

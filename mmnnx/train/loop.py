@@ -15,7 +15,7 @@ from mmnnx.modules import LM
 from mmnnx.train.average import averaged
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
 from mmnnx.train.checkpoint.step_folders import replaced
-from mmnnx.train.config import BEFORE_PROFILE, TrainConfig
+from mmnnx.train.config import TrainConfig
 from mmnnx.train.describe import describe, work
 from mmnnx.train.devices import choose_devices
 from mmnnx.train.errors import Diverged, Interrupted, UserError
@@ -100,7 +100,7 @@ def take_steps(run: Run, meter: Meter, checkpoints: Checkpoints) -> None:
     """
     config, data, model, optimizer = run.config, run.data, run.model, run.optimizer
     validate, peak_bytes = make_validate(data.held_out), make_peak_bytes(run.train_step, run.mesh.devices)
-    traced_first = run.start + BEFORE_PROFILE + 1
+    traced_first = first_traced(run)
     with Stop() as stop, with_last_checkpoint(checkpoints), contextlib.ExitStack() as profiling:
         if not run.start:
             meter.validation(0, validate(model))
@@ -119,6 +119,11 @@ def take_steps(run: Run, meter: Meter, checkpoints: Checkpoints) -> None:
                     save(run, step, meter.validation(step, validate(model), memory), checkpoints)
             if stop.signal and stopping and step < config.steps:
                 raise Interrupted(step, stop.signal)
+
+
+def first_traced(run: Run) -> int:
+    """The first step that `--profile` traces: the third, as the first two compile; earlier if few are left."""
+    return max(run.start + 1, min(run.start + 3, run.config.steps - run.config.profile + 1))
 
 
 def save(run: Run, step: int, bits: float, checkpoints: Checkpoints) -> None:

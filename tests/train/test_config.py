@@ -35,7 +35,7 @@ def test_defaults_are_valid():
         (dict(learning_rate=float("nan")), "--learning-rate must be above zero, not nan"),
         (dict(warmup=-1), "--warmup must not be below zero, not -1"),
         (dict(ema=1.0), "--ema must be 0 or more and below 1, not 1.0"),
-        (dict(profile=5, steps=6), "--profile 5 comes after 2 steps: --steps must be at least 7, not 6"),
+        (dict(profile=7, steps=6), "--profile 7 is more than the 6 --steps"),
         (dict(seed=2**32), "--seed must be below 2**32, not 4294967296"),
         (dict(out=Path("gs://bucket/lm")), "--out gs:/bucket/lm: a run is kept on a file system"),
         (dict(checkpoints="s3://bucket/lm"), "--checkpoints s3://bucket/lm: checkpoints are kept on a file"),
