@@ -122,7 +122,7 @@ def take_steps(run: Run, meter: Meter, checkpoints: Checkpoints) -> None:
 
 
 def first_traced(run: Run) -> int:
-    """The first step that `--profile` traces: the third, as the first two compile; earlier if few are left."""
+    """The first step that `--profile` traces: the third, as two compile; earlier if few steps are left."""
     return max(run.start + 1, min(run.start + 3, run.config.steps - run.config.profile + 1))
 
 
