@@ -63,6 +63,11 @@ class ModelTable:
       rows: a row for each Module, parents first, children in the order of their calls.
       pieces: all arrays, shared ones once.
       traced: whether inputs and outputs are known.
+
+    Example:
+      >>> table = mm.tabulate(model)
+      >>> [row.path for row in table.rows][:2], table.traced
+      ([(), ('blocks',)], False)
     """
 
     name: str

@@ -34,6 +34,11 @@ class PlacementView:
       submeshes: the boxes.
       memory: bytes that a device has, if known.
       unplaced: bytes of arrays that are not placed.
+
+    Example:
+      >>> view = mm.show_placement(model)
+      >>> len(view.submeshes), view.unplaced
+      (4, 0)
     """
 
     names: tuple[str, ...]

@@ -56,8 +56,9 @@ def tabulate(
       PlacementError: state that `sharding` cannot place, or a filter of it that places nothing.
 
     Example:
-      >>> model = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-      >>> print(mm.tabulate(model, jax.ShapeDtypeStruct((1, 2), "float32")))
+      >>> print(tabulate(nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))))
+            Linear Summary
+      ┏...
     """
     if depth is not None and depth < 0:
         raise ValueError(f"depth= is the length of the longest paths to show, from 0, not {depth}")

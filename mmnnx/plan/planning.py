@@ -37,7 +37,14 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Plan(StepPlan):
-    """A plan that shows itself: text in `str()`, colours in `rich.print`, a picture in a notebook."""
+    """A plan that shows itself: text in `str()`, colours in `rich.print`, a picture in a notebook.
+
+    Example:
+      >>> found = mm.plan(train_step, model, optimizer, batch)
+      >>> found.save("plan.html")  # or .svg, .png, .json, .executables
+      >>> found.memory[0].total > 0
+      True
+    """
 
     def show(self) -> None:
         """Prints it, as wide as the terminal."""
@@ -108,10 +115,9 @@ def plan(f: Jit[..., Any], *args: Any, **kwargs: Any) -> Plan:
       ValueError: as `mm.jit` does, for a function that is on one TaskMesh, and in several processes.
 
     Example:
-      >>> mesh = mm.MultiMesh(devices=mm.target("v5e:2x4"), axis_sizes=(4, 2), axis_names=("stage", "model"))
-      >>> with mesh:
-      ...     model, optimizer = nnx.eval_shape(make)
-      ...     print(mm.plan(train_step, model, optimizer, jax.ShapeDtypeStruct((32, 129), jnp.int32)))
+      >>> found = plan(train_step, model, optimizer, jax.ShapeDtypeStruct((16, 9), jnp.int32))
+      >>> len(found.memory), found.fits  # with mm.target, of a machine elsewhere; a CPU has no limit
+      (4, None)
     """
     if not isinstance(f, Jit):
         raise TypeError(f"mm.plan takes a function that mm.jit made, not {f!r}")

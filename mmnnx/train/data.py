@@ -84,8 +84,10 @@ def load_corpus(path: Path | None = None, codec: Codec | None = None) -> Corpus:
     Raises UserError when the path is missing, unreadable, empty or holds no text, and for a line or row that
     is no such record.
 
-    >>> load_corpus(Path("book.txt")).train.tokens.dtype
-    dtype('uint8')
+    Example:
+      >>> _ = Path("book.txt").write_text("Call me Ishmael. " * 100)
+      >>> load_corpus(Path("book.txt")).train.tokens.dtype
+      dtype('uint8')
     """
     codec = codec or Bytes()
     root = path or Path(sysconfig.get_path("stdlib"))
