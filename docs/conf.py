@@ -7,15 +7,18 @@ those that one follows in a clone.
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from docutils.nodes import Element
+from flax import nnx
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.util.inspect import stringify_signature
 from sphinx.util.logging import getLogger
 
 project = "mmnnx"
@@ -28,7 +31,9 @@ html_theme = "furo"
 html_title = "mmnnx"
 html_extra_path = ["root"]  # the first page of the site is docs/index.html
 html_copy_source = False
+html_show_copyright = False
 
+smartquotes = False  # --options stay as they are
 myst_heading_anchors = 4  # links to headings, as a clone shows them
 nb_execution_mode = "off"  # notebooks are committed with what they show, and tests run them
 
@@ -80,12 +85,23 @@ def short_names(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: El
 
 def as_restructured_text(app: Sphinx, what: str, name: str, x: Any, options: Any, lines: list[str]) -> None:
     """Docstrings are written to be read: the plural of `Task`s, and **options as in a signature."""
+    if what == "attribute":
+        lines.insert(0, "")  # or napoleon takes what is before a colon for a type
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             pieces = re.split(r"(``.*?``|`[^`]*`)", line)  # the code in it is every other one
             pieces[::2] = [re.sub(r"\*", r"\\*", piece) for piece in pieces[::2]]
             pieces[2::2] = [re.sub(r"^(?=\w)", r"\\ ", piece) for piece in pieces[2::2]]
             lines[i] = "".join(pieces)
+
+
+def of_init(app: Sphinx, what: str, name: str, x: Any, *_: Any) -> tuple[str, None] | None:
+    """The signature of an NNX module, which its metaclass hides."""
+    if what != "class" or not issubclass(x, nnx.Module):
+        return None
+    signature = inspect.signature(x.__init__)
+    arguments = list(signature.parameters.values())[1:]  # without self
+    return stringify_signature(signature.replace(parameters=arguments), unqualified_typehints=True), None
 
 
 def folders_are_text(app: Sphinx, page: str, source: list[str]) -> None:
@@ -98,5 +114,6 @@ def folders_are_text(app: Sphinx, page: str, source: list[str]) -> None:
 def setup(app: Sphinx) -> None:
     app.connect("source-read", folders_are_text)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before that of napoleon
+    app.connect("autodoc-process-signature", of_init)
     app.connect("env-check-consistency", in_the_reference)
     app.connect("missing-reference", short_names)
