@@ -4,7 +4,7 @@
 #   make test-cuda compiles for GPUs, which need not be here, in a .venv-cuda with their compiler (3 GB)
 #   make test-hf compares published models with transformers, in a .venv-hf with it and torch
 #   make fuzz N=1000 SEED=7 compares random train steps under mm.jit with nnx.jit
-#   make docs builds the site of the pages in docs/, from what is installed: site/index.html
+#   make docs builds the site of the pages in docs/, strictly: build/site/index.html
 #   make bench BENCH=schedules ARGS="--stages 2"
 
 # The first Python of a supported version that works (a version manager's shim may be there and not work).
@@ -52,13 +52,13 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 
 docs: .venv/docs
-	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs . site
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -c docs . build/site
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-cuda dist build site .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-cuda dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml

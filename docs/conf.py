@@ -29,11 +29,13 @@ exclude_patterns = ["**/.ipynb_checkpoints"]
 
 html_theme = "furo"
 html_title = "mmnnx"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 html_extra_path = ["root"]  # the first page of the site is docs/index.html
 html_copy_source = False
 html_show_copyright = False
 
-smartquotes = False  # --options stay as they are
+smartquotes_action = "D"  # dashes, which napoleon writes as two hyphens
 myst_heading_anchors = 4  # links to headings, as a clone shows them
 nb_execution_mode = "off"  # notebooks are committed with what they show, and tests run them
 
@@ -84,13 +86,14 @@ def short_names(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: El
 
 
 def as_restructured_text(app: Sphinx, what: str, name: str, x: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are written to be read: the plural of `Task`s, and **options as in a signature."""
+    """Docstrings are written to be read: the plural of `Task`s, **options, and --options."""
     if what == "attribute":
-        lines.insert(0, "")  # or napoleon takes what is before a colon for a type
+        lines[:0] = ["..", ""]  # an empty comment, or napoleon takes what is before a colon for a type
     for i, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             pieces = re.split(r"(``.*?``|`[^`]*`)", line)  # the code in it is every other one
             pieces[::2] = [re.sub(r"\*", r"\\*", piece) for piece in pieces[::2]]
+            pieces[::2] = [re.sub(r"(?<![\w-])--[a-z][\w-]*", r"``\g<0>``", piece) for piece in pieces[::2]]
             pieces[2::2] = [re.sub(r"^(?=\w)", r"\\ ", piece) for piece in pieces[2::2]]
             lines[i] = "".join(pieces)
 

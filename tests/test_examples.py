@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import functools
 import importlib
@@ -20,19 +21,8 @@ import multimesh_compat
 from tests.slow import all_but
 
 ROOT = Path(__file__).parent.parent
-PUBLIC = [
-    "mmnnx",
-    "mmnnx.inspect",
-    "mmnnx.modules",
-    "mmnnx.modules.hf",
-    "mmnnx.plan",
-    "mmnnx.sharding",
-    "mmnnx.train",
-    "mmnnx.train.checkpoint",
-    "multimesh_compat",
-    "multimesh_compat.jax",
-    "multimesh_compat.jax.flax",
-]
+CONF = (ROOT / "docs/conf.py").read_text(encoding="utf-8")
+PUBLIC = ast.literal_eval(re.findall(r"^PUBLIC = (\[.*?\])$", CONF, flags=re.DOTALL | re.MULTILINE)[0])
 MODULES = [
     importlib.import_module(module.name)
     for package in (mm, multimesh_compat)

@@ -73,6 +73,7 @@ HOW_TO = {  # what each prints, somewhere
     "choose-a-schedule": r"1f1b +bubble 27%, saved activations 4\nzero-bubble-h1 +bubble 1\d%",
     "debug-a-placement": r"no filter places layers\.0\.bias",
     "plan-a-pod": r"8 x TPU v5 lite: it fits",
+    "port-from-multimesh": r"^1\.\d{4} \[\[0, 1, 2, 3\], \[4, 5, 6, 7\]\]$",
     "port-from-nnx-jit": r"^(0\.\d{6})\d* \1\d*$",
     "save-and-resume": r"^100 \{'next_index': 3200\} True$",
     "several-hosts": r"^0\.\d+$",
