@@ -73,7 +73,8 @@ def test_every_public_name_has_an_example(package):
 def test_the_examples_of(name):
     module = sys.modules[name]
     package = sys.modules[name.rpartition(".")[0]]
+    exported = {name: getattr(package, name) for name in getattr(package, "__all__", ())}
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    for test in examples(module, **{**vars(package), **vars(module), **given()}):
+    for test in examples(module, **{**exported, **vars(module), **given()}):
         said: list[str] = []
         assert not runner.run(test, out=said.append).failed, "".join(said)

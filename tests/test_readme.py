@@ -70,7 +70,7 @@ def test_the_program_about_modules(tmp_path):
 
 HOW_TO = {  # what each prints, somewhere
     "bring-a-model": r"Total Parameters: 3,232",
-    "choose-a-schedule": r"1f1b +bubble 27%, saved activations 4\nzero-bubble-h1 +bubble 1\d%",
+    "choose-a-schedule": r"1f1b +bubble 27%, in flight \{'stage0': 4, .*\nzero-bubble-h1 +bubble 1\d%",
     "debug-a-placement": r"no filter places layers\.0\.bias",
     "plan-a-pod": r"8 x TPU v5 lite: it fits",
     "port-from-multimesh": r"^1\.\d{4} \[\[0, 1, 2, 3\], \[4, 5, 6, 7\]\]$",
