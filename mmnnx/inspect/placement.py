@@ -36,6 +36,11 @@ class PlacementView:
       memory: bytes that a device has, if known.
       unplaced: bytes of arrays that are not placed.
       idle: numbers of the devices that the MultiMesh leaves idle.
+
+    Example:
+      >>> view = mm.show_placement(model)
+      >>> len(view.submeshes), view.unplaced
+      (4, 0)
     """
 
     names: tuple[str, ...]

@@ -42,6 +42,12 @@ class TimelineView:
     Attributes:
       timeline: what is shown.
       title: to put above it.
+
+    Example:
+      >>> view = mm.timeline(program, title="one step")
+      >>> view.save("step.png")
+      >>> f"{view.timeline.bubble:.0%}"
+      '43%'
     """
 
     timeline: Timeline
