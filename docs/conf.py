@@ -24,7 +24,7 @@ from sphinx.util.logging import getLogger
 project = "mmnnx"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 root_doc = "docs/index"
-include_patterns = ["README.md", "docs/**", "notebooks/*", "benchmarks/**.md"]
+include_patterns = ["*.md", "docs/**", "notebooks/*", "benchmarks/**.md"]
 exclude_patterns = ["**/.ipynb_checkpoints"]
 
 html_theme = "furo"
