@@ -4,6 +4,7 @@
 #   make test-cuda compiles for GPUs, which need not be here, in a .venv-cuda with their compiler (3 GB)
 #   make test-hf compares published models with transformers, in a .venv-hf with it and torch
 #   make fuzz N=1000 SEED=7 compares random train steps under mm.jit with nnx.jit
+#   make docs builds the site of the pages in docs/, strictly: build/site/index.html
 #   make bench BENCH=schedules ARGS="--stages 2"
 
 # The first Python of a supported version that works (a version manager's shim may be there and not work).
@@ -24,7 +25,7 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-8
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 endif
 
-.PHONY: train test test-all test-cuda test-hf fuzz lint bench clean
+.PHONY: train test test-all test-cuda test-hf fuzz lint docs bench clean
 
 train: $(INSTALLED)
 	$(BIN)/mmnnx train --profile 1 $(ARGS)
@@ -50,6 +51,9 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: .venv/docs
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -c docs . build/site
+
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
 
@@ -61,6 +65,10 @@ $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "mmnnx needs Python 3.11, 3.12 or 3.13: set PYTHON=/path/to/one"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+.venv/docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@
 
 .venv-cuda/installed: pyproject.toml

@@ -53,6 +53,7 @@ def install() -> None:
       >>> multimesh.init(cpus=8)
       >>> import multimesh.jax as mm
       >>> mm.TaskMesh(devices=[0, 1, 2, 3], axis_sizes=[2, 2], axis_names=["x", "y"])
+      TaskMesh(devices=(0, 1, 2, 3), axis_sizes=(2, 2), axis_names=('x', 'y'))
     """
     with _lock:
         if _aliases in sys.meta_path:

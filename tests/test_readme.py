@@ -9,14 +9,15 @@ import pytest
 
 from mmnnx.mpmd.ir.placement import Reason
 from tests.environment import environment
+from tests.slow import all_but
 
 ROOT = Path(__file__).parent.parent
 
 
-def run_document(name: str, folder: Path, pieces: int | None = None, **variables: str) -> str:
-    """What the Python of a document prints, all of its pieces (or the first of them) being one program."""
+def run_document(name: str, folder: Path, **variables: str) -> str:
+    """What the Python of a document prints, all of its pieces being one program."""
     text = (ROOT / name).read_text(encoding="utf-8")
-    program = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[:pieces])
+    program = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
     run = subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
@@ -28,17 +29,67 @@ def run_document(name: str, folder: Path, pieces: int | None = None, **variables
     return run.stdout
 
 
-@pytest.mark.parametrize("pieces", [1, pytest.param(None, marks=pytest.mark.slow)])
-def test_the_program_of_the_readme(pieces, tmp_path):
-    printed = run_document("README.md", tmp_path, pieces)
-    losses = [float(loss) for loss in re.findall(r"^\d+ (\d+\.\d+)$", printed, flags=re.MULTILINE)]
+def losses_in(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^\d+ (\d+\.\d+)$", printed, flags=re.MULTILINE)]
+
+
+def test_the_program_of_the_readme(tmp_path):
+    """It is short, learns something, and draws what the page shows."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    printed = run_document("README.md", tmp_path)
+    losses = losses_in(printed)
+    assert len(losses) == 20 and losses[-1] < losses[0] / 5, losses
+    (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len([line for line in program.splitlines() if line]) <= 20
+    shown = re.search(r"```\n(stage0 .*?)```", text, flags=re.DOTALL)
+    assert shown and printed.endswith(shown[1])
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme(tmp_path):
+    command = [sys.executable, ROOT / "docs/pictures.py", tmp_path / "first.png"]
+    subprocess.run(command, env=environment() | {"PYTHONPATH": str(ROOT)}, check=True)
+    assert (tmp_path / "first.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_program_about_placement(tmp_path):
+    printed = run_document("docs/placement.md", tmp_path)
+    losses = losses_in(printed)
     assert len(losses) == 20 and losses[-1] < losses[0] - 1, losses
     assert all(f"stage{i}" in printed for i in range(4))
-    if pieces is None:
-        loss, text = re.findall(r"^(\d\.\d+) b'(.*)'$", printed, flags=re.MULTILINE)[0]
-        assert float(loss) < 0.3 and text in "the quick brown fox jumps over the lazy dog. " * 2
-        assert "(10, 64, 128) [2, 3, 3, 2]" in printed
-        assert "SquaredLM" in printed and "P(None, model)" in printed
+
+
+@pytest.mark.slow
+def test_the_program_about_modules(tmp_path):
+    printed = run_document("docs/modules.md", tmp_path)
+    loss, text = re.findall(r"^(\d\.\d+) b'(.*)'$", printed, flags=re.MULTILINE)[0]
+    assert float(loss) < 0.3 and text in "the quick brown fox jumps over the lazy dog. " * 2
+    assert "SquaredLM" in printed and "P(None, model)" in printed
+
+
+HOW_TO = {  # what each prints, somewhere
+    "bring-a-model": r"Total Parameters: 3,232",
+    "choose-a-schedule": r"1f1b +bubble 27%, in flight \{'stage0': 4, .*\nzero-bubble-h1 +bubble 1\d%",
+    "debug-a-placement": r"no filter places layers\.0\.bias",
+    "plan-a-pod": r"8 x TPU v5 lite: it fits",
+    "port-from-multimesh": r"^1\.\d{4} \[\[0, 1, 2, 3\], \[4, 5, 6, 7\]\]$",
+    "port-from-nnx-jit": r"^(0\.\d{6})\d* \1\d*$",
+    "save-and-resume": r"^100 \{'next_index': 3200\} True$",
+    "several-hosts": r"^0\.\d+$",
+    "tensor-and-experts": r"^P\('expert', None, 'model'\)$",
+}
+
+
+@pytest.mark.parametrize("page", all_but(["debug-a-placement"], HOW_TO))
+def test_the_program_of_how_to(page, tmp_path):
+    assert re.search(HOW_TO[page], run_document(f"docs/how-to/{page}.md", tmp_path), flags=re.MULTILINE)
+
+
+def test_each_how_to_is_run_and_is_short():
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs/how-to").glob("*.md")}
+    assert pages.keys() == HOW_TO.keys()
+    assert all(len(text.splitlines()) < 90 for text in pages.values())
 
 
 def test_the_program_about_schedules(tmp_path):

@@ -22,7 +22,10 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     Events of one mesh that overlap are on several threads of its name. Times are in microseconds; a unit of
     cost is shown as a millisecond.
 
-    >>> json.dump(chrome_trace(program.simulate()), open("trace.json", "w"))
+    Example:
+      >>> trace = chrome_trace(program.simulate())  # json.dump writes it to a file
+      >>> sorted(trace)
+      ['displayTimeUnit', 'otherData', 'traceEvents']
     """
     factor = MICROSECONDS[timeline.unit]
     entries: list[dict[str, Any]] = []

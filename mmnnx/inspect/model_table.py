@@ -58,6 +58,11 @@ class ModelTable:
       pieces: all arrays, shared ones once.
       traced: whether inputs and outputs are known.
       idle: numbers of the devices that the MultiMesh leaves idle.
+
+    Example:
+      >>> table = mm.tabulate(model)
+      >>> [row.path for row in table.rows][:2], table.traced
+      ([(), ('blocks',)], False)
     """
 
     name: str

@@ -38,6 +38,11 @@ class PlacementView:
       unplaced: bytes of arrays that are not placed.
       idle: numbers of the devices that the MultiMesh leaves idle.
       dark: whether the picture is for dark paper.
+
+    Example:
+      >>> view = mm.show_placement(model)
+      >>> len(view.submeshes), view.unplaced
+      (4, 0)
     """
 
     names: tuple[str, ...]

@@ -64,8 +64,10 @@ def by_name(
     Raises:
       ValueError: for an unknown name, or a schedule that cannot be used for these sizes.
 
-    >>> by_name("interleaved-1f1b", 4, 8, 2, UNIT_COSTS).timeline.period
-    28.5
+    Example:
+      >>> costs = {"forward": 1, "backward": 2}
+      >>> by_name("interleaved-1f1b", 4, 8, 2, costs).timeline.period
+      28.5
     """
     schedule = get_schedule(name)
     if "interleave" not in schedule.options:

@@ -57,8 +57,9 @@ def tabulate(
       PlacementError: state that `sharding` cannot place, or a filter of it that places nothing.
 
     Example:
-      >>> model = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-      >>> print(mm.tabulate(model, jax.ShapeDtypeStruct((1, 2), "float32")))
+      >>> table = tabulate(model, batch[:, :-1], depth=1)  # print it, or have a notebook show it
+      >>> [(row.path, row.type) for row in table.rows]
+      [((), 'Model'), (('embed',), 'Embed'), (('blocks',), 'List'), (('head',), 'Linear')]
     """
     if depth is not None and depth < 0:
         raise ValueError(f"depth= is the length of the longest paths to show, from 0, not {depth}")

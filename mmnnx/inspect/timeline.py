@@ -48,6 +48,12 @@ class TimelineView:
       title: to put above it; the schedule and the bubble follow.
       measured: a profile of the same program, whose timeline is shown below.
       dark: whether the picture is for dark paper.
+
+    Example:
+      >>> view = mm.timeline(program, title="one step")
+      >>> view.save("step.png")
+      >>> f"{view.timeline.bubble:.0%}"
+      '43%'
     """
 
     timeline: Timeline

@@ -38,11 +38,13 @@ def draw_text(timeline: Timeline, *, title: str = "", width: int = 100) -> Text:
     Raises:
       ValueError: when nothing takes time.
 
-    >>> stages = Stages.chain(range(2))
-    >>> print(draw_text(simulate(get_schedule("1f1b").table(stages, 3), stages)))
-    mesh0 F0F1    B0--F2B1--    B2--
-    mesh1   F0B0--F1B1--F2B2--
-    F forward  B backward  blank: bubble, 25.0%; steady-state step time 12 units
+    Example:
+      >>> from mmnnx.mpmd.schedule import get_schedule, simulate
+      >>> two = mm.Stages.chain(range(2))
+      >>> print(draw_text(simulate(get_schedule("1f1b").table(two, 3), two)))
+      mesh0 F0F1    B0--F2B1--    B2--
+      mesh1   F0B0--F1B1--F2B2--
+      F forward  B backward  blank: bubble, 25.0%; steady-state step time 12 units
     """
     by_mesh = mesh_rows(timeline)
     ranks = stage_ranks(by_mesh)

@@ -33,7 +33,9 @@ def mean_cross_entropy(
       ValueError: if `chunks` does not divide the length.
 
     Example:
-      >>> mean_cross_entropy(model.logits, model.hidden(tokens[:, :-1]), tokens[:, 1:], chunks=8)
+      >>> lm = LM(LMConfig(layers=1), rngs=nnx.Rngs(0))
+      >>> mean_cross_entropy(lm.logits, lm.hidden(batch[:, :-1]), batch[:, 1:], chunks=4).shape
+      ()
     """
     if weights is None:
         weights = jnp.full(labels.shape, 1 / labels.size, jnp.float32)

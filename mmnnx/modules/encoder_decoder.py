@@ -35,6 +35,10 @@ class EncoderDecoderConfig:
 
     Raises:
       ValueError: as `LMConfig`; no blocks, or a token outside of the vocabulary.
+
+    Example:
+      >>> EncoderDecoderConfig(width=64).decoder_layers
+      4
     """
 
     vocab: int = 256

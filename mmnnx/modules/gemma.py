@@ -26,6 +26,10 @@ class GemmaConfig(LMConfig):
       attention_scale: what attention scores are multiplied by. Default: 1 / sqrt(head_dim).
       attention_softcap: bound of attention scores.
       logits_softcap: bound of logits.
+
+    Example:
+      >>> GemmaConfig(logits_softcap=30.0).tied
+      True
     """
 
     tied: bool = True

@@ -25,6 +25,10 @@ class GPT2Config(LMConfig):
 
     Raises:
       ValueError: as `LMConfig`, or for no positions.
+
+    Example:
+      >>> GPT2Config(positions=128).tied
+      True
     """
 
     kv_heads: int = 4

@@ -60,6 +60,10 @@ class LMConfig:
 
     Raises:
       ValueError: sizes that do not fit each other.
+
+    Example:
+      >>> LMConfig(layers=2, width=64).layers
+      2
     """
 
     vocab: int = 256
@@ -139,6 +143,11 @@ class Block(nnx.Module):
     """One pre-norm transformer block: [batch, length, width] to the same, at first unchanged.
 
     A subclass overrides `make_attention` or `make_mlp`.
+
+    Example:
+      >>> block = Block(LMConfig(width=64), rngs=nnx.Rngs(0))
+      >>> block(jnp.ones((2, 8, 64))).shape
+      (2, 8, 64)
     """
 
     def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
@@ -284,9 +293,12 @@ class LM(nnx.Module):
           **options: `positions` and `segment_ids` of `tokens`, as of a call.
 
         Example:
+          >>> lm = LM(LMConfig(layers=1), rngs=nnx.Rngs(0))
+          >>> tokens, labels = jnp.array([[5, 6, 7, 8, 9, 0]]), jnp.array([[6, 7, 1, 9, 1, 0]])
           >>> segments = jnp.array([[1, 1, 1, 2, 2, 0]])  # two documents and padding
-          >>> places = jnp.array([[0, 1, 2, 0, 1, 0]])
-          >>> model.loss(tokens, labels=labels, weights=segments > 0, positions=places, segment_ids=segments)
+          >>> options = dict(positions=jnp.array([[0, 1, 2, 0, 1, 0]]), segment_ids=segments)
+          >>> lm.loss(tokens, labels=labels, weights=(segments > 0) / 5, **options).shape
+          ()
         """
         if labels is None:
             tokens, labels = tokens[:, :-1], tokens[:, 1:]

@@ -26,6 +26,11 @@ class LoRALinear(Linear):
     Its kernel and bias are those of the layer that it is made of, under the same names. `lora_a`
     [in_features, rank] and `lora_b` [rank, out_features], zeros at first, are `nnx.LoRAParam`s; stacked
     layers have a leading dimension. `lora` makes them.
+
+    Example:
+      >>> layer = lora(nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0))), rank=2).layers[0]
+      >>> type(layer).__name__, layer.lora_a.shape, layer.lora_b.shape
+      ('LoRALinear', (4, 2), (2, 8))
     """
 
     lora_a: nnx.LoRAParam

@@ -28,6 +28,11 @@ class MoEAux:
       router_z: scalar, the z-loss of ST-MoE (arXiv:2202.08906, eq. 5): mean squared logsumexp of the logits.
       fraction: [experts], the share of all assignments (tokens x top_k) that chose each expert; sums to 1.
       dropped: scalar, the share of assignments that found their expert full.
+
+    Example:
+      >>> _, aux = MoE(16, 32, experts=4, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 16)))
+      >>> aux.fraction.shape, float(aux.dropped)
+      ((4,), 0.0)
     """
 
     load_balancing: jax.Array

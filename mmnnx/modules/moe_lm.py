@@ -31,6 +31,10 @@ class MoELMConfig(LMConfig):
 
     Raises:
       ValueError: as `LMConfig`; `every` outside 1 to layers, or above 1 where blocks are scanned.
+
+    Example:
+      >>> MoELMConfig.preset("mixtral-8x7b", layers=2).experts
+      8
     """
 
     experts: int = 8

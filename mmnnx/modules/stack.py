@@ -77,6 +77,11 @@ class Segment(nnx.Module):
     Attributes:
       layers: a layer whose Variables have a leading axis, one entry for each layer; that axis is called
         "layers" among their logical names.
+
+    Example:
+      >>> stack = Stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 6, segments=2, rngs=nnx.Rngs(0))
+      >>> [segment.layers.kernel.shape for segment in stack.segments]
+      [(3, 4, 4), (3, 4, 4)]
     """
 
     def __init__(self, make_layer: Callable[[nnx.Rngs], nnx.Module], length: int, rngs: nnx.Rngs, remat: Any):

@@ -30,6 +30,10 @@ class TextConfig:
 
     Raises:
       ValueError: heads that do not divide the width, or a pad outside the vocabulary.
+
+    Example:
+      >>> TextConfig(length=16).layers
+      4
     """
 
     vocab: int = 256
@@ -60,6 +64,10 @@ class TwoTowerConfig:
 
     Raises:
       ValueError: a temperature that is not positive.
+
+    Example:
+      >>> TwoTowerConfig(text=TextConfig(length=16)).features
+      128
     """
 
     image: ViTConfig = dataclasses.field(default_factory=ViTConfig)
@@ -114,15 +122,9 @@ class TextEncoder(nnx.Module):
 class TwoTower(nnx.Module):
     """An image tower and a text tower that meet in a contrastive loss: a graph that is not a chain.
 
-    The towers need nothing of each other, so that on different meshes they run side by side:
-
-    ```python
-    left, right = (mm.Task(name, mesh_slice={"stage": i}) for i, name in enumerate(("image", "text")))
-    placement = mm.TaskSharding({
-        mm.path({"image", "image_head"}): left,
-        mm.path({"text", "text_head", "log_scale"}): right,
-    })
-    ```
+    The towers need nothing of each other, so that on different meshes they run side by side. For two tasks
+    `left` and `right` the rules are `mm.path({"image", "image_head"}): left` and
+    `mm.path({"text", "text_head", "log_scale"}): right`.
 
     Each tower may be a pipeline of its own: `mm.path("image", "blocks", range(0, 2))` and so on. They share
     `log_scale` and the loss.

@@ -34,6 +34,10 @@ class ViTConfig:
 
     Raises:
       ValueError: patches that do not fill the image, heads that do not divide the width, another pooling.
+
+    Example:
+      >>> ViTConfig(image=32, patch=8).classes
+      10
     """
 
     image: int = 32

@@ -38,10 +38,9 @@ def plan(f: Jit[..., Any], *args: Any, **kwargs: Any) -> Plan:
       ValueError: as `mm.jit` does, for a function that is on one TaskMesh, and in several processes.
 
     Example:
-      >>> mesh = mm.MultiMesh(devices=mm.target("v5e:2x4"), axis_sizes=(4, 2), axis_names=("stage", "model"))
-      >>> with mesh:
-      ...     model, optimizer = nnx.eval_shape(make)
-      ...     print(mm.plan(train_step, model, optimizer, jax.ShapeDtypeStruct((32, 129), jnp.int32)))
+      >>> found = plan(train_step, model, optimizer, jax.ShapeDtypeStruct((16, 9), jnp.int32))
+      >>> len(found.memory), found.fits  # with mm.target, of a machine elsewhere; a CPU has no limit
+      (4, None)
     """
     from mmnnx.plan.planning import make_plan  # with all of the compiler, which `import mmnnx` does not need
 

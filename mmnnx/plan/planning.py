@@ -37,7 +37,14 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Plan(StepPlan):
-    """A plan that shows itself: text in `str()`, colours in `rich.print`, a picture in a notebook."""
+    """A plan that shows itself: text in `str()`, colours in `rich.print`, a picture in a notebook.
+
+    Example:
+      >>> found = mm.plan(train_step, model, optimizer, batch)
+      >>> found.save("plan.html")  # or .svg, .png, .json, .executables
+      >>> found.memory[0].total > 0
+      True
+    """
 
     def show(self) -> None:
         """Prints it, as wide as the terminal."""

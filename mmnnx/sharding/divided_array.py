@@ -136,8 +136,11 @@ class DividedArray(jax.Array):
       sharding: where they are.
 
     Example:
-      >>> weights.shape, [piece.shape for piece in weights.pieces]
-      ((10, 64), [(3, 64), (3, 64), (2, 64), (2, 64)])
+      >>> layers = mm.TaskSharding({...: (stages, P())})  # ten layers, on four stages
+      >>> with mesh:
+      ...     stack = mm.jit(lambda: nnx.Param(jnp.ones((10, 64))), out_shardings=layers)()
+      >>> [piece.shape for piece in stack.get_value().pieces]
+      [(3, 64), (3, 64), (2, 64), (2, 64)]
     """
 
     __slots__ = ("__dict__",)

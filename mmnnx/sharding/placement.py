@@ -23,7 +23,15 @@ MOST_RULES = 3  # that the repr of a TaskSharding has
 
 
 class PlacementError(ValueError):
-    """State that a TaskSharding cannot place as it says; raised before anything runs."""
+    """State that a TaskSharding cannot place as it says; raised before anything runs.
+
+    Example:
+      >>> try:
+      ...     mm.jit(make, out_shardings=TaskSharding({mm.path("emed"): (stages[0], P())}), mesh=mesh)()
+      ... except PlacementError as error:
+      ...     print("refused")
+      refused
+    """
 
 
 @dataclass(frozen=True)

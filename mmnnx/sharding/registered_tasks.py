@@ -44,7 +44,12 @@ def register_task(
 
 
 def clear_tasks() -> None:
-    """Forget what was registered with `register_task`, and the tasks of placed state; not on a MultiMesh."""
+    """Forget what was registered with `register_task`, and the tasks of placed state; not on a MultiMesh.
+
+    Example:
+      >>> _ = mm.register_task("head", task=stages[3])
+      >>> clear_tasks()
+    """
     global_registry.clear()
 
 

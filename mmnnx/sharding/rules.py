@@ -36,6 +36,10 @@ class LogicalRules(Mapping[str, Axes]):
     Attributes:
       given: the names given by keyword that weights may have. `pipeline_sharding` warns about those that the
         model has not.
+
+    Example:
+      >>> logical_rules("tensor")["mlp"]
+      'model'
     """
 
     def __init__(self, axes: Mapping[str, Axes], given: Iterable[str] = ()):

@@ -17,8 +17,9 @@ def share_accelerators(devices: int, processes: int) -> list[dict[str, str]]:
 
     Raises UserError for accelerators that JAX cannot divide by a variable.
 
-    >>> share_accelerators(8, 4)[3]  # on a machine with eight GPUs
-    {'JAX_LOCAL_DEVICE_IDS': '6,7'}
+    Example:
+      >>> share_accelerators(8, 4)[3]  # {'JAX_LOCAL_DEVICE_IDS': '6,7'} on a machine with eight GPUs
+      {'JAX_PLATFORMS': 'cpu'}
     """
     platform, count = _accelerators()
     if count < devices:

@@ -35,8 +35,15 @@ def conversation(codec: Codec, messages: list[Mapping[str, Any]]) -> tuple[bytes
         the other, and where nothing is the assistant's.
 
     Example:
-      >>> text, written = conversation(codec, [{"role": "user", "content": "1 + 1?"},
-      ...                                      {"role": "assistant", "content": "2"}])
+      >>> from mmnnx.train.tokens import Bytes
+      >>> class Lines(Bytes):  # in place of a published tokenizer
+      ...     def chat(self, messages, answer=False, marks=None):
+      ...         lines = [f"{m['role']}: {m['content']}\\n" for m in messages]
+      ...         return "".join(lines) + "assistant: " * answer
+      >>> said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+      >>> text, written = conversation(Lines(), said)
+      >>> "".join(chr(byte) for byte, own in zip(text, written) if own)
+      '2\\n'
     """
     text = codec.chat(messages)
     written = np.zeros(len(text.encode()), bool)

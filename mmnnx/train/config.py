@@ -47,7 +47,12 @@ Schedule = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Train a language model of bytes, or fine-tune a published one, pipelined over stages of devices."""
+    """Train a language model of bytes, or fine-tune a published one, pipelined over stages of devices.
+
+    Example:
+      >>> TrainConfig(stages=2, tensor=2).stages
+      2
+    """
 
     # --- the run
 

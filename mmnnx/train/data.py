@@ -124,8 +124,10 @@ def load_corpus(path: Path | None = None, codec: Codec | None = None, loss_on: L
     Raises UserError when the path is missing, unreadable, empty or holds no text, for a line or row that is
     no such record, and where `loss_on` is for messages and there are none.
 
-    >>> load_corpus(Path("book.txt")).train.tokens.dtype
-    dtype('uint8')
+    Example:
+      >>> _ = Path("book.txt").write_text("Call me Ishmael. " * 100)
+      >>> load_corpus(Path("book.txt")).train.tokens.dtype
+      dtype('uint8')
     """
     codec = codec or Bytes()
     root = path or Path(sysconfig.get_path("stdlib"))

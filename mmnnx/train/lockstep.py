@@ -57,8 +57,9 @@ def raise_in_all(*errors: type[Exception]) -> Iterator[None]:
 
     The first process that raised it reports it. Every process must enter, and none leaves before all have.
 
-    >>> with raise_in_all(UserError):
-    ...     corpus = load_corpus(path)
+    Example:
+      >>> with raise_in_all(UserError):
+      ...     data = Path("data.txt").exists()
     """
     text = ""
     try:

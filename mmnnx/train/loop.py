@@ -49,8 +49,13 @@ def train(config: TrainConfig) -> RunFolder:
     Raises, in every process: UserError before anything runs if the config cannot be carried out, Diverged if
     a loss is not finite, and Interrupted after Ctrl-C or SIGTERM, once the run is saved.
 
-    >>> train(TrainConfig(out=Path("run"), stages=1, tensor=1, steps=10)).rows()[-1]
-    {'step': 10, 'val_bits_per_byte': 4.9}
+    Example:
+      >>> _ = Path("book.txt").write_text("Call me Ishmael. " * 1000)
+      >>> small = dict(layers=1, width=32, batch=8, sequence=32, microbatches=2, stages=1, tensor=1)
+      >>> run = train(TrainConfig(data=Path("book.txt"), out=Path("run"), steps=2, **small))
+      44,128 parameters on 1 x 1 cpu devices, ...
+      >>> run.rows()[-1]["step"]
+      2
     """
     first = is_first()
     with raise_in_all(UserError):

@@ -14,8 +14,10 @@ from mmnnx.printable import printable
 class Display:
     """Shows the steps of a run from ``start`` to ``steps``, or nothing if ``quiet``; a context manager.
 
-    >>> with Display(steps=100) as display:
-    ...     display.step(1, loss=5.5, tokens_per_second=1000.0)
+    Example:
+      >>> with Display(steps=100) as display:
+      ...     display.step(1, loss=5.5, tokens_per_second=1000.0)
+      step 1/100  loss 5.5000  1,000 tokens/s  ? left
     """
 
     def __init__(self, steps: int, start: int = 0, quiet: bool = False):

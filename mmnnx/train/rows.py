@@ -45,8 +45,10 @@ def rows_of(text: Text, length: int, packing: Packing) -> Rows:
 class Stream:
     """Documents joined, in consecutive sequences: a token sees the documents before its own, too.
 
-    >>> {name: values.tolist() for name, values in Stream(text, 2)[0].items()}
-    {'tokens': [5, 6], 'labels': [6, 7], 'weights': [1.0, 1.0]}
+    Example:
+      >>> text = Text(np.array([5, 6, 7, 9, 8]), np.array([3, 5]), 5)
+      >>> {name: values.tolist() for name, values in Stream(text, 2)[0].items()}
+      {'tokens': [5, 6], 'labels': [6, 7], 'weights': [1.0, 1.0]}
     """
 
     used = 1.0
@@ -73,9 +75,11 @@ class Packed:
     that one of `n + 1` tokens fills `n` places. A longer one is cut into pieces, which do not see each other;
     a piece with no label in the loss is left out.
 
-    >>> {name: values.tolist() for name, values in Packed(text, 5)[0].items()}
-    {'tokens': [5, 6, 9, 0, 0], 'labels': [6, 7, 8, 0, 0], 'weights': [1.0, 1.0, 1.0, 0.0, 0.0],
-     'positions': [0, 1, 0, 0, 0], 'segment_ids': [1, 1, 2, 0, 0]}
+    Example:
+      >>> text = Text(np.array([5, 6, 7, 9, 8]), np.array([3, 5]), 5)
+      >>> {name: values.tolist() for name, values in Packed(text, 5)[0].items()}
+      {'tokens': [5, 6, 9, 0, 0], 'labels': [6, 7, 8, 0, 0], 'weights': [1.0, 1.0, 1.0, 0.0, 0.0],
+       'positions': [0, 1, 0, 0, 0], 'segment_ids': [1, 1, 2, 0, 0]}
     """
 
     def __init__(self, text: Text, length: int):

@@ -41,8 +41,8 @@ class Stop:
 
     Example:
       >>> with Stop() as stop:
-      ...     for step in range(steps):
-      ...         train_step(model, optimizer, batch)
+      ...     for step in range(3):
+      ...         loss = train_step(model, optimizer, batch)
       ...         if stop(step):
       ...             break  # after the same step in every process
     """

@@ -46,7 +46,10 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
       `x`, with the same shapes, dtypes and values.
 
     Example:
-      >>> double = task(lambda x: with_sharding_constraint(2 * x, P("x", None)), mesh=mesh)
+      >>> halves = {"devices": jax.devices()[:2], "device_axes": ("x",)}
+      >>> double = task(lambda x: with_sharding_constraint(2 * x, P("x", None)), **halves)
+      >>> double(jnp.ones((4, 2))).shape
+      (4, 2)
     """
     is_spec = lambda s: s is None or isinstance(s, PartitionSpec) or _is_names(s, x)
     specs = jax.tree.map(

@@ -39,8 +39,10 @@ def autoshard(
     Without this context they are logical inside tasks and in functions given to `parallelize`, nowhere else.
 
     Example:
+      >>> from jax.sharding import Mesh, NamedSharding
+      >>> on_two = NamedSharding(Mesh(jax.devices()[:2], ("x",)), P("x"))
       >>> with autoshard(False):
-      ...     y = with_sharding_constraint(x, P("x"))  # as jax.lax.with_sharding_constraint
+      ...     y = with_sharding_constraint(jnp.ones(4), on_two)  # as jax.lax.with_sharding_constraint
     """
     with _opened(logical_names, autoshard, context_value):
         yield
@@ -54,7 +56,8 @@ def enable_fast_path(
 
     Example:
       >>> with enable_fast_path(False):
-      ...     y = step(x)
+      ...     double, init, data = parallelize(lambda w, x: w * x, lambda: jnp.ones(2), lambda: jnp.ones(2))
+      ...     y = double(init(), data())
     """
     with _opened(lambda value: _set(_fast_path, value), enable, context_value):
         yield
@@ -70,7 +73,7 @@ def enable_recomputation(
 
     Example:
       >>> with enable_recomputation(False):
-      ...     loss = step(params, batch)
+      ...     y = mjit(lambda w, x: w * x)(2.0, 3.0)
     """
     with _opened(mm.enable_recomputation, enable, context_value):
         yield
@@ -84,7 +87,7 @@ def ignore_transforms(
 
     Example:
       >>> with ignore_transforms():
-      ...     loss = step(params, batch)
+      ...     y = mjit(lambda w, x: w * x)(2.0, 3.0)
     """
     with _opened(mm.ignore_transforms, ignore, context_value):
         yield
@@ -100,7 +103,7 @@ def enable_task_fusion(
 
     Example:
       >>> with enable_task_fusion(False):
-      ...     loss = step(params, batch)
+      ...     y = mjit(lambda w, x: w * x)(2.0, 3.0)
     """
     with _opened(_fuse, enable, context_value):
         yield
@@ -114,7 +117,7 @@ def only_fuse_loop_tasks(
 
     Example:
       >>> with only_fuse_loop_tasks():
-      ...     loss = step(params, batch)
+      ...     y = mjit(lambda w, x: w * x)(2.0, 3.0)
     """
 
     @contextlib.contextmanager
@@ -170,12 +173,12 @@ def context(
     """Several contexts in one: each is opened with the value given; None leaves it as it is outside.
 
     Args:
-      autoshard, enable_recomputation, enable_fast_path, ignore_transforms, enable_task_fusion,
-        only_fuse_loop_tasks: the first argument of the context of that name.
+      autoshard: the first argument of the context `autoshard`; and so is each other that of the context of
+        its name.
 
     Example:
       >>> with context(enable_recomputation=False, enable_fast_path=False):
-      ...     loss = step(params, batch)
+      ...     y = mjit(lambda w, x: w * x)(2.0, 3.0)
     """
     given = dict(locals())
     with contextlib.ExitStack() as stack:

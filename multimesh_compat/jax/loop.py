@@ -24,7 +24,9 @@ def microbatch(
     """`mmnnx.microbatch`, with arguments that may be given by position; `reduce` and the rest by name.
 
     Example:
-      >>> value, grads = microbatch(jax.value_and_grad(loss), 0, 4, 1, "1f1b")(params, x)
+      >>> loss = lambda w, x: ((x @ w) ** 2).mean()
+      >>> in_parts = microbatch(jax.value_and_grad(loss), 0, 4, 1, "1f1b")  # dim, size, argnum, schedule
+      >>> value, grads = mjit(lambda w, x: in_parts(w, x))(jnp.ones((4, 2)), jnp.ones((16, 4)))
     """
     given = {
         "schedule": schedule,

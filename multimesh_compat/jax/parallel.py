@@ -57,7 +57,7 @@ def parallelize(
     Example:
       >>> def f(w, x):
       ...     return x @ with_sharding_constraint(w, P(None, "x"))
-      >>> f = task(f, mesh=Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y")))
+      >>> f = task(f, devices=jax.devices()[:4], device_axes=("x",))
       >>> sharded_f, init, batch = parallelize(f, lambda: jnp.ones((4, 8)), lambda: jnp.ones((2, 4)))
       >>> sharded_f(init(), batch()).shape
       (2, 8)

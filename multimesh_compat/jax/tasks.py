@@ -33,12 +33,13 @@ def task(fun: Any, name: str | None = None, *, task: mm.Task | None = None, **kw
         is another that shares its attributes and Variables.
       name: name of the task. Default: the name of the function or class.
       task: a Task to use, instead of the arguments below.
-      **kwargs: fields of `Task`, where `mesh` is a `jax.sharding.Mesh`, a TaskMesh or a MultiMesh, and:
-        devices: jax devices, or numbers of devices of the program, as a list, or as an array of the mesh's
-          shape.
-        device_axes: a name for each axis of `mesh` or `devices`. Without it axes of `devices` have no names
-          that a constraint could mean, and logical constraints are replication.
-        logical_axes: pairs (logical axis, device axis), for the constraints inside. Default: constraints
+      **kwargs: fields of `Task`, where `mesh` is a `jax.sharding.Mesh`, a TaskMesh or a MultiMesh, and
+
+        - `devices`: jax devices, or numbers of devices of the program, as a list, or as an array of the
+          mesh's shape.
+        - `device_axes`: a name for each axis of `mesh` or `devices`. Without it axes of `devices` have no
+          names that a constraint could mean, and logical constraints are replication.
+        - `logical_axes`: pairs (logical axis, device axis), for the constraints inside. Default: constraints
           name device axes.
 
     Raises:

@@ -21,7 +21,7 @@ def tracing_shapes() -> Iterator[None]:
 
     Example:
       >>> with tracing_shapes():
-      ...     shapes = jax.eval_shape(fun, x)
+      ...     shapes = jax.eval_shape(jnp.sin, 1.0)
     """
     token = _tracing_shapes.set(True)
     try:

@@ -36,8 +36,9 @@ def read_config(folder: str | Path, **changes: Any) -> LMConfig:
         have; names it.
 
     Example:
-      >>> read_config("Llama-3.2-1B", scan=True).width
-      2048
+      >>> save(mm.modules.LM(mm.modules.LMConfig(layers=1), rngs=nnx.Rngs(0)), "tiny")
+      >>> read_config("tiny", scan=True).width
+      128
     """
     file = Path(folder) / CONFIG
     if not file.is_file():

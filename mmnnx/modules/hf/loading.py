@@ -29,8 +29,8 @@ def abstract(folder: str | FilePath, *, dtype: Any = None, param_dtype: Any = No
     The arguments are those of `load`.
 
     Example:
-      >>> model = hf.abstract("Llama-3.2-1B")
-      >>> placement = mm.pipeline_sharding(model, stages=4)
+      >>> save(mm.modules.LM(mm.modules.LMConfig(), rngs=nnx.Rngs(0)), "tiny")
+      >>> placement = mm.pipeline_sharding(abstract("tiny"), stages=4)
     """
     if dtype is not None:
         changes["dtype"] = jnp.dtype(dtype)
@@ -69,7 +69,11 @@ def load(
       PlacementError: for weights that the placement does not place.
 
     Example:
-      >>> model = hf.load("Llama-3.2-1B", placement=lambda model: mm.pipeline_sharding(model, stages=4))
+      >>> save(mm.modules.LM(mm.modules.LMConfig(), rngs=nnx.Rngs(0)), "tiny-lm")  # or a download
+      >>> with mesh:
+      ...     model = load("tiny-lm", placement=lambda model: mm.pipeline_sharding(model, stages=4))
+      >>> len(model.blocks)
+      8
     """
     model = abstract(folder, dtype=dtype, param_dtype=param_dtype, **changes)
     weights = Weights(folder)

@@ -50,7 +50,9 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
       ValueError: for a model that is none of a published architecture, or another one than that of `like`.
 
     Example:
-      >>> hf.save(model, "fine-tuned")
+      >>> save(mm.modules.LM(mm.modules.LMConfig(layers=1), rngs=nnx.Rngs(0)), "fine-tuned")
+      >>> sorted(file.name for file in Path("fine-tuned").iterdir())
+      ['config.json', 'model.safetensors']
     """
     target = _new(folder)
     source = like if like is not None else getattr(model, "source", None)
@@ -104,7 +106,10 @@ def save_adapter(model: LM, folder: str | FilePath) -> None:
         and values in one tensor.
 
     Example:
-      >>> hf.save_adapter(model, "adapter")
+      >>> model = mm.modules.LM(mm.modules.LMConfig(layers=1), rngs=nnx.Rngs(0))
+      >>> save_adapter(mm.modules.lora(model, rank=2), "adapter")
+      >>> sorted(file.name for file in Path("adapter").iterdir())
+      ['adapter_config.json', 'adapter_model.safetensors']
     """
     target = _new(folder)
     variables = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))

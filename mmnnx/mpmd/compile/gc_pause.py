@@ -17,7 +17,7 @@ def gc_paused() -> Iterator[None]:
 
     Example:
       >>> with gc_paused():
-      ...     traced = jitted.trace(model)
+      ...     traced = train_step.trace(model, optimizer, batch)
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -55,8 +55,8 @@ def load_executables(path: str | Path) -> int:
       ValueError: if another version of JAX wrote it, or it is no such file.
 
     Example:
-      >>> mm.plan(step, model, optimizer, batch).save("step.executables")  # on a laptop
-      >>> mm.load_executables("step.executables")  # on the machine, before the first call of step
+      >>> mm.plan(train_step, model, optimizer, batch).save("step.executables")  # on a laptop
+      >>> count = load_executables("step.executables")  # on the machine, before the first call of train_step
     """
     try:
         version, found = pickle.loads(Path(path).read_bytes())

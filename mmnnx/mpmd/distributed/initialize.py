@@ -67,7 +67,9 @@ def initialize(
       RuntimeError: if JAX has started already, or this was called before.
 
     Example:
-      >>> mm.initialize("10.0.0.1:1234", num_processes=4, process_id=int(os.environ["RANK"]))
+      >>> import os
+      >>> if "RANK" in os.environ:  # of four processes, in each
+      ...     mm.initialize("10.0.0.1:1234", num_processes=4, process_id=int(os.environ["RANK"]))
     """
     if jax.distributed.is_initialized():
         raise RuntimeError("mm.initialize was called before: call it once")

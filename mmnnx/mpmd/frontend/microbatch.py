@@ -78,7 +78,8 @@ def microbatch(
 
     Example:
       >>> grad_fn = nnx.value_and_grad(loss_fn)
-      >>> loss, grads = mm.microbatch(grad_fn, dim=0, size=4, argnum=1, reduce="mean")(model, batch)
+      >>> in_parts = microbatch(grad_fn, dim=0, size=4, argnum=1, schedule="1f1b", reduce="mean")
+      >>> loss, grads = mm.jit(lambda model, batch: in_parts(model, batch), mesh=mesh)(model, batch)
 
     The arguments are those of `multimesh.jax.microbatch`, with `reduce` and `count` added.
     """

@@ -31,6 +31,12 @@ class Program(Shown, ProgramData):
 
     Attributes:
       run: runs it for arguments and measures; see `profile`.
+
+    Example:
+      >>> program = train_step.program(model, optimizer, batch)
+      >>> program.verify()
+      >>> print(program)
+      Program: ... fragments, ... stage0 forward [microbatch 0] ...
     """
 
     run: Callable[..., Profile] | None = None
@@ -61,7 +67,8 @@ class Program(Shown, ProgramData):
 
         Example:
           >>> profile = train_step.program(model, optimizer, batch).profile(model, optimizer, batch)
-          >>> profile.seconds, profile.timeline.makespan
+          >>> profile.seconds > 0, profile.timeline.unit
+          (True, 's')
         """
         if self.run is None:
             raise ValueError("this program is a description only: profile one that mm.jit(...).program made")
@@ -110,7 +117,8 @@ class Program(Shown, ProgramData):
           ValueError: for names of what is not there, and for what the costs have no time for.
 
         Example:
-          >>> train_step.program(model, optimizer, batch).simulate({"forward": 1.0, "backward": 1.8}).bubble
+          >>> f'{program.simulate({"forward": 1.0, "backward": 1.8}).bubble:.0%}'
+          '43%'
         """
         return simulate(self, costs)
 

@@ -21,6 +21,11 @@ class Costs:
         "outside" for those outside the microbatch loop that are not named.
       latency, bandwidth: a transfer takes latency + bytes / bandwidth.
       dispatch: what the host needs to start one instruction; it starts them one after another.
+
+    Example:
+      >>> costs = Costs({"forward": 1e-3, "backward": 2e-3, "outside": 1e-3}, latency=1e-5, bandwidth=1e11)
+      >>> program.simulate(costs).makespan > 0
+      True
     """
 
     calls: Mapping[str, float]
@@ -80,6 +85,11 @@ class Timeline:
         twice: more is live in that moment than before and after. Empty if unknown.
       schedule: the name of its schedule; "" where there is no loop, or none is known.
       unit: what times are in: "units" or "s".
+
+    Example:
+      >>> timeline = program.simulate()
+      >>> timeline.in_flight()  # microbatches
+      {'stage0': 4, 'stage1': 3, 'stage2': 2, 'stage3': 1}
     """
 
     events: tuple[Event, ...]
@@ -160,6 +170,11 @@ class Profile:
       peak_bytes: for each mesh, the most bytes of arrays that the program held while it ran one instruction
         at a time, over all of its devices: a replicated array counts once for each.
       residual_bytes: the same, of what backwards read of the forwards alone.
+
+    Example:
+      >>> profile = program.profile(model, optimizer, batch)
+      >>> sorted(profile.peak_bytes)
+      ['stage0', 'stage1', 'stage2', 'stage3']
     """
 
     seconds: float

@@ -22,6 +22,10 @@ class Action(NamedTuple):
 
     A "backward" is whole; or it is split into "backward-input" (what other meshes wait for) and, any time
     after it, "backward-weight".
+
+    Example:
+      >>> Action(stage=0, phase="forward", microbatch=3)
+      Action(stage=0, phase='forward', microbatch=3)
     """
 
     stage: int

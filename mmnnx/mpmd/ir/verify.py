@@ -16,7 +16,17 @@ from mmnnx.mpmd.ir.printing import describe, mesh_text, value_text
 
 
 class VerificationError(ValueError):
-    """A program that would read what is not there, or keep what nobody needs."""
+    """A program that would read what is not there, or keep what nobody needs.
+
+    Example:
+      >>> import dataclasses
+      >>> broken = dataclasses.replace(program, instructions=program.instructions[1:])
+      >>> try:
+      ...     broken.verify()
+      ... except VerificationError as error:
+      ...     print("refused")
+      refused
+    """
 
 
 def verify(program: ProgramData) -> None:

@@ -65,7 +65,7 @@ class Compiled(_Stage):
 
     Example:
       >>> compiled = train_step.lower(model, optimizer, batch).compile()
-      >>> {name: f.memory_analysis().temp_size_in_bytes for name, f in compiled.fragments.items()}
+      >>> sizes = {name: f.memory_analysis().temp_size_in_bytes for name, f in compiled.fragments.items()}
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

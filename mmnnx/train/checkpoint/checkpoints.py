@@ -58,6 +58,13 @@ class Restored:
       step: the step it was saved at.
       data, config, metrics: what was given to `save`, or None.
       left: with `partial=True`, how checkpoint and nodes differ: what was not read, and what was not set.
+
+    Example:
+      >>> with Checkpoints("run") as checkpoints:
+      ...     checkpoints.save(7, {"model": model}, metrics={"loss": 2.5})
+      >>> restored = Checkpoints("run").restore({"model": model})
+      >>> restored.step, restored.metrics
+      (7, {'loss': 2.5})
     """
 
     step: int
@@ -144,7 +151,8 @@ class Checkpoints:
             cannot be written. Complete checkpoints stay as they are.
 
         Example:
-          >>> checkpoints.save(200, {"model": model, "rngs": rngs}, data=batches.get_state())
+          >>> with Checkpoints("run/checkpoints") as checkpoints:
+          ...     checkpoints.save(200, {"model": model, "rngs": nnx.Rngs(0)}, data={"next_index": 800})
         """
         if self._closed:
             raise ValueError(f"{self.folder} is closed: step {step} must be saved before that")
@@ -219,8 +227,13 @@ class Checkpoints:
           PlacementError: `sharding` does not place the state, or has a rule that places nothing.
 
         Example:
-          >>> model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
-          >>> checkpoints.restore({"model": model}, sharding=placement)
+          >>> with Checkpoints("run/checkpoints") as checkpoints:
+          ...     checkpoints.save(300, {"model": model})
+          >>> model = nnx.eval_shape(make)  # shapes alone; and two stages instead of four
+          >>> with mm.MultiMesh(axis_sizes=(2, 4), axis_names=("stage", "model")):
+          ...     placement = mm.pipeline_sharding(model, stages=2)
+          ...     Checkpoints("run/checkpoints").restore({"model": model}, sharding=placement).step
+          300
         """
         wanted = targets_of(nodes, sharding)
         self.wait()

@@ -67,6 +67,9 @@ def contents_of(place: str | os.PathLike[str]) -> Contents:
       CheckpointError: for a path without checkpoints, or damaged metadata.
 
     Example:
+      >>> from mmnnx.train.checkpoint import Checkpoints
+      >>> with Checkpoints("runs/lm/checkpoints") as checkpoints:
+      ...     checkpoints.save(200, {"model": model})
       >>> contents_of("runs/lm").step
       200
     """

@@ -8,11 +8,30 @@ Path = tuple[str, ...]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be saved, or cannot be restored so: the message says why, and what to do."""
+    """A checkpoint cannot be saved, or cannot be restored so: the message says why, and what to do.
+
+    Example:
+      >>> try:
+      ...     Checkpoints("nothing/here").restore({"model": model})
+      ... except CheckpointError as error:
+      ...     print("refused")
+      refused
+    """
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not as it was written: the message names the file, and the newest good checkpoint."""
+    """A checkpoint is not as it was written: the message names the file, and the newest good checkpoint.
+
+    Example:
+      >>> with Checkpoints("damaged") as checkpoints:
+      ...     checkpoints.save(1, {"model": model})
+      >>> Path("damaged/1/placement/placement.json").unlink()
+      >>> try:
+      ...     Checkpoints("damaged").restore({"model": model})
+      ... except DamagedError as error:
+      ...     print("refused")
+      refused
+    """
 
 
 @dataclass(frozen=True)
@@ -36,7 +55,17 @@ class Differences:
 
 
 class StructureError(CheckpointError):
-    """The state to restore has another structure than the checkpoint; nothing was read, nothing changed."""
+    """The state to restore has another structure than the checkpoint; nothing was read, nothing changed.
+
+    Example:
+      >>> with Checkpoints("other") as checkpoints:
+      ...     checkpoints.save(1, {"model": model})
+      >>> try:
+      ...     checkpoints.restore({"model": nnx.Linear(4, 4, rngs=nnx.Rngs(0))})
+      ... except StructureError as error:
+      ...     [".".join(path) for path in error.differences.missing]
+      ['model.bias', 'model.kernel']
+    """
 
     def __init__(self, message: str, differences: Differences):
         super().__init__(message)

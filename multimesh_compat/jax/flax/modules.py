@@ -42,8 +42,10 @@ def task(model: type[nn.Module], name: str | None = None, *, task: Task | None =
       TypeError, ValueError: as `multimesh.jax.task` does for the other arguments.
 
     Example:
-      >>> DenseTask = task(nn.Dense, mesh=Mesh(jax.devices()[:1], ("x",)))
-      >>> DenseTask(features=16).apply(DenseTask(features=16).init(jax.random.key(0), x), x).shape
+      >>> from flax import linen as nn
+      >>> DenseTask = task(nn.Dense, devices=jax.devices()[:1], device_axes=("x",))
+      >>> layer, x = DenseTask(features=16), jnp.ones((2, 8))
+      >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
       (2, 16)
     """
     if not (isinstance(model, type) and issubclass(model, nn.Module)):

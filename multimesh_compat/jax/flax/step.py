@@ -73,8 +73,14 @@ def parallelize_step(
       TypeError: a model, an optimizer or a mesh that is something else.
 
     Example:
-      >>> step, state, mesh = parallelize_step(Network(), optax.sgd(0.1), mesh, global_batch=batch)
-      >>> loss, state = step(state, batch)
+      >>> from flax import linen as nn
+      >>> class Network(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):  # the loss
+      ...         return (task(nn.Dense, mesh_slice={"stage": 1})(4)(x) ** 2).mean()
+      >>> x = jnp.ones((8, 4))
+      >>> step, state, mesh = parallelize_step(Network(), optax.sgd(0.1), mesh, global_batch=x)
+      >>> loss, state = step(state, x)
     """
     _check(model, optimizer, mesh, global_batch, local_batch)
     multimesh = mesh if isinstance(mesh, mm.MultiMesh) else mm.MultiMesh(global_mesh=mesh)

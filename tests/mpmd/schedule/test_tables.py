@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
-import importlib
 import itertools
-import pkgutil
 import time
 
 import pytest
@@ -609,16 +606,3 @@ def test_costs_of_a_mesh_are_shared_by_its_stages():
     timeline = simulate(get_schedule("gpipe").table(vee(1), 1), vee(1), dict(forward=3.0, backward=8.0))
     assert [(e.start, e.end) for e in timeline.events] == [(0, 1.5), (1.5, 3), (3, 7), (7, 11)]
     assert [e.name for e in timeline.events][:3] == ["stage0 forward", "stage1 forward", "stage1 backward"]
-
-
-# Docstrings
-
-FILES = [module.name for module in pkgutil.iter_modules(schedules.__path__)]
-WITHOUT_EXAMPLE = {"base", "choose", "dispatch_order", "gpipe", "list_scheduling", "one_f_one_b", "table"}
-
-
-@pytest.mark.parametrize("file", [f for f in FILES if f not in WITHOUT_EXAMPLE])
-def test_examples_in_docstrings(file):
-    module = importlib.import_module(f"mmnnx.mpmd.schedule.{file}")
-    failed, attempted = doctest.testmod(module)
-    assert attempted and not failed
