@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Collection
 from typing import Any
 
@@ -19,4 +20,7 @@ class Shown:
     def _repr_mimebundle_(
         self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
     ) -> Any:
+        importlib.import_module(
+            "mmnnx.inspect.notebook"
+        )  # a layer above, which nothing else may have asked for
         return notebook_bundle(self)

@@ -84,3 +84,10 @@ def test_an_index_shows_no_link_that_leads_nowhere():
     )
     targets += re.findall(r"""(?:src|href)=["']([^"']*)""", prose)
     assert all(target.startswith("https://") for target in targets), targets
+
+
+@pytest.mark.slow
+def test_a_notebook_needs_nothing_but_the_object():
+    """What draws a mesh is imported when it is asked for."""
+    made = "mm.MultiMesh(axis_sizes=(1,), axis_names=('stage',))"
+    assert python(f"import mmnnx as mm; print({made}._repr_mimebundle_()[0].keys())").count("image/svg+xml")

@@ -47,7 +47,7 @@ def test_the_program_of_the_readme(tmp_path):
 
 @pytest.mark.slow
 def test_the_picture_of_the_readme(tmp_path):
-    command = [sys.executable, ROOT / "docs/pictures.py", tmp_path / "first.png"]
+    command = [sys.executable, ROOT / "docs/pictures/first.py", tmp_path / "first.png"]
     subprocess.run(command, env=environment() | {"PYTHONPATH": str(ROOT)}, check=True)
     assert (tmp_path / "first.png").read_bytes().startswith(b"\x89PNG")
 

@@ -12,7 +12,6 @@ from mmnnx.inspect.chrome_trace import chrome_trace
 from mmnnx.inspect.loss_curves import draw_loss
 from mmnnx.inspect.mesh_picture import draw_mesh
 from mmnnx.inspect.model_table import ModelTable
-from mmnnx.inspect.notebook import mesh_bundle, program_bundle, sharding_bundle
 from mmnnx.inspect.placement import PlacementView, show_placement
 from mmnnx.inspect.tabulate import tabulate
 from mmnnx.inspect.timeline import TimelineView, timeline
@@ -29,9 +28,6 @@ __all__ = [
     "draw_text",
     "draw_timeline",
     "draw_timelines",
-    "mesh_bundle",
-    "program_bundle",
-    "sharding_bundle",
     "show_placement",
     "tabulate",
     "timeline",

@@ -3,59 +3,83 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from mmnnx.modules.kv_cache import KVCache
 from mmnnx.modules.sampling import filter_logits
 from mmnnx.mpmd.jit.jit import jit
 
 
-def decode(
-    model: Any,
-    prompt: np.ndarray,
-    held: np.ndarray,
-    rows: np.ndarray,
-    capacity: int,
-    chunk: int | None,
-    choice: dict[str, Any],
-) -> Iterator[jax.Array]:
-    """The tokens [rows, 1] of some rows of a batch, step after step; it ends when each row has met eos.
+@dataclasses.dataclass
+class Group:
+    """Rows of a batch that are decoded together.
 
-    The last token of the prompt goes through the model on its own, as a new one does: of all others no logits
+    Attributes:
+      prompt: int32 [rows, length].
+      held: int32, a scalar or [rows], the tokens before the last one that counts.
+      rows: int32 [rows], their numbers in the batch.
+      tokens: what was made so far, int32 [rows, 1] each.
+      cache: of the tokens before the last of them.
+    """
+
+    prompt: np.ndarray
+    held: np.ndarray
+    rows: np.ndarray
+    tokens: list[jax.Array] = dataclasses.field(default_factory=list)
+    cache: Any = None
+
+    def has_ended(self, eos: int | None) -> bool:
+        """Whether each row had met eos a step ago, so that no device has to wait for the host."""
+        past = self.tokens[-2] if len(self.tokens) > 1 else None
+        return eos is not None and past is not None and bool((np.asarray(past) == eos).all())
+
+
+def decode(
+    model: Any, groups: Sequence[Group], capacity: int, chunk: int | None, choice: dict[str, Any]
+) -> Iterator[None]:
+    """Makes a token for each row at each step, until each has met eos.
+
+    The groups take turns: the next token of one is dispatched when those of all others are on their way. The
+    last token of the prompt goes through the model on its own, as a new one does: of all others no logits
     are needed, and none are made.
 
     Args:
       model, capacity, chunk: as in `generate`.
-      prompt: int32 [rows, length].
-      held: int32, a scalar or [rows], the tokens before the last one that counts.
-      rows: int32 [rows], their numbers in the batch.
+      groups: the rows; their tokens and caches are updated.
       choice: how a token is chosen, as `_step` takes it.
     """
-    before, cache = prompt[:, :-1], None
-    for start in range(0, before.shape[1], size := chunk or prompt.shape[1]):
-        part = before[:, start : start + size]
-        cache = _prefill(model, cache, part, np.int32(start), capacity=capacity)
-    token = np.take_along_axis(prompt, np.broadcast_to(held, len(prompt))[:, None], axis=1)
-    past = None
+    for group in groups:
+        before = group.prompt[:, :-1]
+        for start in range(0, before.shape[1], size := chunk or group.prompt.shape[1]):
+            part = before[:, start : start + size]
+            group.cache = _prefill(model, group.cache, part, np.int32(start), capacity=capacity)
+    make_token = _decode
     for step in itertools.count():
-        token, cache = _decode(
-            model, cache, token, held + np.int32(step), np.uint32(step), rows, capacity=capacity, **choice
-        )
-        yield token
-        # Looked at one step late, so that devices do not wait for the host. Processes take equal steps.
-        if past is not None and jax.process_count() == 1 and _is_all(past, choice["eos"]):
-            return
-        past = token
-
-
-def _is_all(tokens: jax.Array, eos: int | None) -> bool:
-    return eos is not None and bool((np.asarray(tokens) == eos).all())
+        for group in groups:
+            # Processes take equal steps: none looks at tokens that another may not have.
+            if jax.process_count() == 1 and group.has_ended(choice["eos"]):
+                continue
+            if step:
+                token: Any = group.tokens[-1]
+            else:
+                last = np.broadcast_to(group.held, len(group.prompt))[:, None]
+                token = np.take_along_axis(group.prompt, last, axis=1)
+            held = group.held + np.int32(step)
+            args = model, group.cache, token, held, np.uint32(step), group.rows
+            options = dict(capacity=capacity, **choice)
+            if not step and len(groups) > 1 and make_token is _decode:
+                make_token = _decode_to(_decode.input_shardings(*args, **options)[0][2])
+            token, group.cache = make_token(*args, **options)
+            group.tokens.append(token)
+        yield
 
 
 def _extend(model: Any, cache: Any, tokens: Any, start: Any, *, capacity: int) -> Any:
@@ -103,7 +127,20 @@ def _step(
 
 # Module-level, so that equal calls use what earlier ones compiled.
 _prefill = jit(_extend, static_argnames="capacity", donate_argnames="cache")
-_decode = jit(_step, static_argnames=("capacity", "top_k", "greedy", "eos"), donate_argnames="cache")
+_OPTIONS: dict[str, Any] = dict(
+    static_argnames=("capacity", "top_k", "greedy", "eos"), donate_argnames="cache"
+)
+_decode = jit(_step, **_OPTIONS)
+
+
+@functools.cache
+def _decode_to(home: NamedSharding) -> Any:
+    """`_decode` that sends the token to where the model reads it.
+
+    The next call would do so, but that of this group comes after those of the others, and what a mesh is told
+    is done in order: the first stage would wait until the last one is through with them.
+    """
+    return jit(_step, out_shardings=(home, None), **_OPTIONS)
 
 
 def _map(fun: Callable[..., KVCache], cache: Any, *args: Any) -> Any:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmnnx.modules.decode import decode
+from mmnnx.modules.decode import Group, decode
 from mmnnx.modules.kv_cache import KVCache
 from mmnnx.modules.sampling import check_choice
 from mmnnx.mpmd.distributed.fetch import fetch
@@ -71,7 +71,8 @@ def generate(
         text as it comes. In several processes each must give it.
 
     Returns:
-      int32 [batch, max_new_tokens], on the mesh that makes the logits.
+      int32 [batch, max_new_tokens], on the mesh that makes the logits; with several groups in flight on that
+      which reads tokens.
 
     Raises:
       ValueError: arguments out of range or that do not go together, a row of no tokens, or a token below 0 or
@@ -103,24 +104,28 @@ def generate(
     prompt = prompt.astype(np.int32)
     # One number for all rows where it can be: so none has to be looked up.
     held: Any = np.int32(length - 1) if lengths is None else np.asarray(lengths, np.int32) - 1
-    streams = [
-        decode(model, prompt[rows], held[rows] if held.ndim else held, rows, capacity, prefill_chunk, choice)
+    groups = [
+        Group(prompt[rows], held[rows] if held.ndim else held, rows)
         for rows in np.split(np.arange(batch, dtype=np.int32), in_flight)
     ]
-    tokens: list[list[jax.Array]] = [[] for _ in streams]
-    shown = lambda: on_token and on_token(np.concatenate([fetch(own[-1]) for own in tokens])[:, 0])
-    for step in range(max_new_tokens):
-        # A group's next token is dispatched when those of all others are on their way.
-        new = [next(stream, None) for stream in streams]
+
+    def show(step: int) -> None:
+        if on_token is not None:
+            last = [group.tokens[min(step, len(group.tokens) - 1)] for group in groups]
+            on_token(np.concatenate([fetch(token) for token in last])[:, 0])
+
+    made = 0
+    for step, _ in zip(range(max_new_tokens), decode(model, groups, capacity, prefill_chunk, choice)):
+        made = max(len(group.tokens) for group in groups)
         if step:
-            shown()  # one step behind, so that devices do not wait for the host
-        if all(token is None for token in new):
+            show(step - 1)  # one step behind, so that devices do not wait for the host
+        if made <= step:  # each row has ended
             break
-        for own, token in zip(tokens, new):
-            own.append(own[-1] if token is None else token)
     else:
-        shown()
-    return _join([own + own[-1:] * (max_new_tokens - len(own)) for own in tokens])
+        show(made - 1)
+    return _join(
+        [[*group.tokens, *group.tokens[-1:] * (max_new_tokens - len(group.tokens))] for group in groups]
+    )
 
 
 # Module-level, so that equal calls use what earlier ones compiled.

@@ -130,8 +130,8 @@ def test_over_four_stages_as_on_one_device(options, how):
     with mesh:
         tokens = generate(model, prompts(), 3, **how, in_flight=3, prefill_chunk=2)
     np.testing.assert_array_equal(tokens, expected)
-    # A tied embedding stays where it is: what it is multiplied with goes there.
-    assert tokens.sharding.device_set == set(mesh.devices[0 if options.get("tied") else 3])
+    # Each call sends its tokens to where they are read, ahead of what comes after it.
+    assert tokens.sharding.device_set == set(mesh.devices[0])
 
 
 @pytest.mark.parametrize("scan", [False, 4])
@@ -147,6 +147,9 @@ def test_caches_stay_on_their_stages_and_tokens_alone_go_round(scan):
         token, cache = decode._decode(model, cache, last, held, np.uint32(0), rows, capacity=8, **choice)
         step = model, cache, token, held + 1, np.uint32(1), rows
         program = decode._decode.program(*step, capacity=8, **choice)
+        first = model, cache, last, held, np.uint32(0), rows
+        home = decode._decode.input_shardings(*first, capacity=8, **choice)[0][2]
+        in_flight = decode._decode_to(home).program(*first, capacity=8, **choice)
         _, after = decode._decode(*step, capacity=8, **choice)
     for caches in (cache, after):
         for devices, of_stage in zip(mesh.devices, caches, strict=True):
@@ -158,10 +161,11 @@ def test_caches_stay_on_their_stages_and_tokens_alone_go_round(scan):
     assert "f32[3,1,32]" in str(program.fragments[-1].jaxpr)
     assert not any("f32[3,6,32]" in str(fragment.jaxpr) for fragment in reading.fragments)
     sent = [(t.source, t.target, t.shape) for t in program.transfers]
-    assert sent == [
-        ("stage3", "stage0", (3, 1)),
-        *((f"stage{i}", f"stage{i + 1}", (3, 1, 16)) for i in range(3)),
-    ]
+    onwards = [(f"stage{i}", f"stage{i + 1}", (3, 1, 16)) for i in range(3)]
+    assert sent == [("stage3", "stage0", (3, 1)), *onwards]
+    # Of several groups each call sends its own token back, and not the next call.
+    sent = [(t.source, t.target, t.shape) for t in in_flight.transfers]
+    assert sent == [*onwards, ("stage3", "stage0", (3, 1))]
 
 
 def test_compiled_once_for_a_shape_also_over_calls():
@@ -202,17 +206,25 @@ def test_when_all_rows_have_ended_nothing_more_is_computed(monkeypatch):
     assert len(steps) <= 3
 
 
+def note_calls(monkeypatch, note):
+    """Tells `note` of each call that makes tokens of a group: the step, and the numbers of its rows."""
+    decode_to = decode._decode_to
+
+    def noted(home):
+        def step(*args, **kwargs):
+            note(int(args[4]), args[5].tolist())
+            return decode_to(home)(*args, **kwargs)
+
+        return step
+
+    monkeypatch.setattr(decode, "_decode_to", noted)
+
+
 def test_groups_follow_each_other(monkeypatch):
     """Each is dispatched before the next token of any, and before the host looks at one."""
     model, prompt, order = build(), prompts(6), []
-    step = decode._decode
-
-    def noted(*args, **kwargs):
-        order.append((int(args[4]), args[5].tolist()))
-        return step(*args, **kwargs)
-
     whole = np.asarray(generate(model, prompt, 4))
-    monkeypatch.setattr(decode, "_decode", noted)
+    note_calls(monkeypatch, lambda step, rows: order.append((step, rows)))
     shown = []
     tokens = generate(
         model, prompt, 4, in_flight=3, on_token=lambda tokens: shown.append((len(order), tokens))
@@ -227,10 +239,7 @@ def test_a_group_that_has_ended_is_not_computed_while_others_are(monkeypatch):
     model, prompt, steps = build(), prompts(2), Counter()
     free = np.asarray(generate(model, prompt, 10))
     eos = int(next(t for t in free[0] if t not in free[1]))
-    step = decode._decode
-    monkeypatch.setattr(
-        decode, "_decode", lambda *args, **kwargs: steps.update(args[5].tolist()) or step(*args, **kwargs)
-    )
+    note_calls(monkeypatch, lambda step, rows: steps.update(rows))
     shown = []
     tokens = np.asarray(generate(model, prompt, 10, eos=eos, in_flight=2, on_token=shown.append))
     end = free[0].tolist().index(eos)

@@ -1,4 +1,4 @@
-"""Makes the picture of the first page: `python docs/pictures.py [FILE]`, on any machine."""
+"""Makes the picture of the first page: `python docs/pictures/first.py [FILE]`, on any machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flax import nnx  # noqa: E402
 import mmnnx as mm  # noqa: E402
 from mmnnx.modules import LM, LMConfig  # noqa: E402
 
-FILE = Path(__file__).parent / "pictures/first.png"
+FILE = Path(__file__).parent / "first.png"
 
 
 def main(file: Path) -> None:
