@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the same names as in _HOMES below
     from mmnnx import modules as modules
     from mmnnx import mpmd as mpmd
     from mmnnx import sharding as sharding
+    from mmnnx.inspect.describe import Description, describe
     from mmnnx.inspect.model_table import ModelTable
     from mmnnx.inspect.placement import PlacementView, show_placement
     from mmnnx.inspect.tabulate import tabulate
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "Costs",
+    "Description",
     "DividedArray",
     "Division",
     "LogicalRules",
@@ -71,6 +73,7 @@ __all__ = [
     "TimelineView",
     "VerificationError",
     "clear_tasks",
+    "describe",
     "enable_recomputation",
     "enable_task_fusion",
     "fetch",
@@ -98,6 +101,7 @@ __all__ = [
 ]
 
 _HOMES = {  # where each name is defined
+    "mmnnx.inspect.describe": ("Description", "describe"),
     "mmnnx.inspect.model_table": ("ModelTable",),
     "mmnnx.inspect.placement": ("PlacementView", "show_placement"),
     "mmnnx.inspect.tabulate": ("tabulate",),

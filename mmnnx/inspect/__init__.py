@@ -9,6 +9,7 @@ where arrays live.
 """
 
 from mmnnx.inspect.chrome_trace import chrome_trace
+from mmnnx.inspect.describe import Description, describe
 from mmnnx.inspect.loss_curves import draw_loss
 from mmnnx.inspect.mesh_picture import draw_mesh
 from mmnnx.inspect.model_table import ModelTable
@@ -19,10 +20,12 @@ from mmnnx.inspect.timeline_picture import draw_timeline, draw_timelines
 from mmnnx.inspect.timeline_text import draw_text
 
 __all__ = [
+    "Description",
     "ModelTable",
     "PlacementView",
     "TimelineView",
     "chrome_trace",
+    "describe",
     "draw_loss",
     "draw_mesh",
     "draw_text",

@@ -15,7 +15,7 @@ from mmnnx import _compat
 from mmnnx.inspect.units import ranges_text
 from mmnnx.printable import printable
 from mmnnx.sharding.aligned_spec import aligned_spec
-from mmnnx.sharding.divided_array import named_sharding
+from mmnnx.sharding.divided_array import DividedArray, named_sharding
 from mmnnx.sharding.division import Division, Way, ways_to_divide
 from mmnnx.sharding.mesh import current_multimesh, program_devices
 from mmnnx.sharding.path_filter import Path, parts_of
@@ -49,12 +49,14 @@ class Placed:
       spec: its spec as text, "" if it has none.
       shard_bytes: the bytes on each device; of one that is divided, the most.
       pieces: where its pieces live, if it is divided between tasks, with the size of each.
+      why: the rule of a TaskSharding that says so, or that it is the array's own sharding.
     """
 
     home: Home
     spec: str
     shard_bytes: int
     pieces: tuple[tuple[Placed, int], ...] = ()
+    why: str = dataclasses.field(default="", compare=False)
 
 
 def sort_homes(homes: Iterable[Home]) -> tuple[list[Home], list[Home]]:
@@ -98,8 +100,14 @@ class Homes:
         match = self._match(self.sharding, paths, value, arrays)
         if match is not None:
             names = [task.name or "" for task in _tasks(match.task)]
-            return [self._placed(x, match.sharding, names) for x in arrays]
-        return [self._placed(x, self._everywhere(), ["all"]) if x.shape == () else None for x in arrays]
+            of_parameter = "its parameter's " if _compat.is_optimizer_state(value) and not match.own else ""
+            filter = self.sharding.filters[match.index]
+            why = f"{of_parameter}rule {match.index}: {'...' if filter is ... else repr(filter)}"
+            found = [self._placed(x, match.sharding, names) for x in arrays]
+            return [dataclasses.replace(placed, why=why) for placed in found]
+        everywhere, why = self._everywhere(), "a scalar without a rule: on every mesh"
+        scalar = lambda x: dataclasses.replace(self._placed(x, everywhere, ["all"]), why=why)
+        return [scalar(x) if x.shape == () else None for x in arrays]
 
     def check_used(self) -> None:
         """Raises PlacementError for rules that placed nothing, as `mm.jit` does."""
@@ -152,7 +160,11 @@ class Homes:
 
     def _of_array(self, x: Any) -> Placed | None:
         sharding = named_sharding(x) or getattr(x, "sharding", None)
-        return self._placed(x, sharding, []) if isinstance(sharding, Sharding) else None
+        if not isinstance(sharding, Sharding):
+            return None
+        chosen = getattr(x, "committed", True) or isinstance(x, DividedArray)
+        why = "its own sharding" if chosen else "nobody placed it: JAX's default device"
+        return dataclasses.replace(self._placed(x, sharding, []), why=why)
 
     def _placed(self, x: Any, sharding: Sharding, tasks: Sequence[str]) -> Placed:
         """Where an array lives.

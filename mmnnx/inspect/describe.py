@@ -1,0 +1,102 @@
+"""``mm.describe``: where each array of a model lives, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from rich import box
+from rich.table import Table
+
+from mmnnx.inspect.cells import cell
+from mmnnx.inspect.locations import Homes
+from mmnnx.inspect.model_state import Piece, is_array, list_state
+from mmnnx.inspect.rich_output import plain, table_bundle
+from mmnnx.inspect.units import bytes_text, ranges_text
+from mmnnx.sharding.path_filter import path_text
+from mmnnx.sharding.placement import TaskSharding
+
+NOT_PLACED = (
+    "not placed: jit a function that makes it with out_shardings=, or hand it over with in_shardings="
+)
+
+
+@dataclass(frozen=True)
+class Description:
+    """A table that a notebook shows and `print` prints.
+
+    Attributes:
+      pieces: each array, with its path and where it lives.
+
+    Example:
+      >>> [piece.placed.home.task for piece in mm.describe(model.blocks[0]).pieces][:1]
+      ['stage0']
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def table(self) -> Table:
+        """A row for each array."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("path", "array", "task", "devices", "spec", "on each", "why"):
+            table.add_column(heading, overflow="fold", justify="right" if heading == "on each" else "left")
+        for piece in self.pieces:
+            row = [path_text(piece.path), str(piece)]
+            if piece.placed is None:
+                row += ["", "", "", "", NOT_PLACED]
+            else:
+                home = piece.placed.home
+                size = bytes_text(piece.placed.shard_bytes)
+                row += [home.task, ranges_text(home.devices), piece.placed.spec, size, piece.placed.why]
+            table.add_row(*map(cell, row))
+        return table
+
+    def __str__(self) -> str:
+        return plain(self.table)
+
+    __repr__ = __str__  # what a terminal shows
+
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        return table_bundle(self.table)
+
+
+def describe(x: Any, *, sharding: TaskSharding | None = None) -> Description:
+    """Where each array lives, and why: the rule that placed it, or the sharding that it has.
+
+    Call it inside `with MultiMesh(...):` to see the names of tasks. Nothing is computed.
+
+    Args:
+      x: an NNX object, such as a Module or an `nnx.Optimizer`, real or of `nnx.eval_shape`; a Variable; or an
+        array.
+      sharding: a TaskSharding that says where state is going to live: with the rule that says so. Default:
+        the arrays' own shardings.
+
+    Raises:
+      TypeError: `x` is nothing of that, or `sharding` no TaskSharding.
+      PlacementError: state that `sharding` cannot place.
+
+    Example:
+      >>> one = mm.describe(model.blocks[0].kernel)  # to print, or for a notebook to show
+      >>> there = mm.TaskSharding({...: stages[3]})
+      >>> [piece.placed.why for piece in mm.describe(model.head, sharding=there).pieces]
+      ['rule 0: ...', 'rule 0: ...']
+    """
+    homes = Homes(sharding)
+    if isinstance(x, nnx.Variable) or is_array(x):
+        held = x.get_raw_value() if isinstance(x, nnx.Variable) else x
+        arrays = [leaf for leaf in jax.tree.leaves(held) if is_array(leaf)]
+        found = homes.find([()], x, arrays)
+        kind = type(x).__name__ if isinstance(x, nnx.Variable) else "Array"
+        return Description(
+            tuple(
+                Piece((), kind, tuple(a.shape), str(a.dtype), a.size, a.size * a.dtype.itemsize, placed)
+                for a, placed in zip(arrays, found)
+            )
+        )
+    return Description(list_state(x, homes).pieces)
