@@ -36,6 +36,13 @@ class Group:
     tokens: list[jax.Array] = dataclasses.field(default_factory=list)
     cache: Any = None
 
+    @property
+    def last(self) -> Any:
+        """The last token of each row, int32 [rows, 1]."""
+        if self.tokens:
+            return self.tokens[-1]
+        return np.take_along_axis(self.prompt, np.broadcast_to(self.held, len(self.prompt))[:, None], axis=1)
+
     def has_ended(self, eos: int | None) -> bool:
         """Whether each row had met eos a step ago, so that no device has to wait for the host."""
         past = self.tokens[-2] if len(self.tokens) > 1 else None
@@ -67,17 +74,11 @@ def decode(
             # Processes take equal steps: none looks at tokens that another may not have.
             if jax.process_count() == 1 and group.has_ended(choice["eos"]):
                 continue
-            if step:
-                token: Any = group.tokens[-1]
-            else:
-                last = np.broadcast_to(group.held, len(group.prompt))[:, None]
-                token = np.take_along_axis(group.prompt, last, axis=1)
-            held = group.held + np.int32(step)
-            args = model, group.cache, token, held, np.uint32(step), group.rows
-            options = dict(capacity=capacity, **choice)
-            if not step and len(groups) > 1 and make_token is _decode:
-                make_token = _decode_to(_decode.input_shardings(*args, **options)[0][2])
-            token, group.cache = make_token(*args, **options)
+            args = model, group.cache, group.last, group.held + np.int32(step), np.uint32(step), group.rows
+            if step == 0 and len(groups) > 1 and group is groups[0]:
+                where, _ = _decode.input_shardings(*args, capacity=capacity, **choice)
+                make_token = _decode_to(where[2])
+            token, group.cache = make_token(*args, capacity=capacity, **choice)
             group.tokens.append(token)
         yield
 
