@@ -32,8 +32,8 @@ class Description:
       pieces: each array, with its path and where it lives.
 
     Example:
-      >>> [piece.placed.home.task for piece in mm.describe(model.blocks[0]).pieces][:1]
-      ['stage0']
+      >>> [piece.placed.home.devices for piece in mm.describe(model.blocks[0]).pieces]
+      [(0, 1), (0, 1)]
     """
 
     pieces: tuple[Piece, ...]
@@ -74,8 +74,8 @@ def describe(x: Any, *, sharding: TaskSharding | None = None) -> Description:
     Args:
       x: an NNX object, such as a Module or an `nnx.Optimizer`, real or of `nnx.eval_shape`; a Variable; or an
         array.
-      sharding: a TaskSharding that says where state is going to live: with the rule that says so. Default:
-        the arrays' own shardings.
+      sharding: a TaskSharding that says where state is going to live: with the rule that says so. Its paths
+        start at `x`. Default: the arrays' own shardings.
 
     Raises:
       TypeError: `x` is nothing of that, or `sharding` no TaskSharding.

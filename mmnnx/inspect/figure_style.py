@@ -37,6 +37,7 @@ DARK = Look(paper="#161b22", ink="#e6edf3", faint="#9198a1", pale="#30363d")
 def styled(dark: bool = False) -> Iterator[Look]:
     """Inside, matplotlib draws on light or dark paper, and takes names with dollar signs as they are.
 
+    >>> from matplotlib.figure import Figure
     >>> with styled(dark=True) as look:
     ...     figure = Figure(figsize=(WIDTH, 3), layout="constrained")
     """

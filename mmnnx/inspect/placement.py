@@ -138,7 +138,7 @@ def show_placement(
 
     Example:
       >>> mm.show_placement(model, optimizer, memory=16e9).save("placement.svg")
-      >>> mm.show_placement(model, optimizer, plan=mm.plan(train_step, model, optimizer, batch))
+      >>> view = mm.show_placement(model, optimizer, plan=mm.plan(train_step, model, optimizer, batch))
     """
     if not models:
         raise ValueError("show_placement needs a model: mm.show_placement(model, optimizer)")

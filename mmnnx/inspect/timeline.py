@@ -136,7 +136,7 @@ def timeline(
     Example:
       >>> program = train_step.program(model, optimizer, batch)
       >>> mm.timeline(program).save("step.svg")
-      >>> mm.timeline(program, program.profile(model, optimizer, batch), title="four stages")
+      >>> view = mm.timeline(program, program.profile(model, optimizer, batch), title="four stages")
     """
     if measured is not None and not hasattr(measured, "seconds"):
         raise TypeError(f"measured= is a profile, as program.profile(*args) makes it, not {measured!r}")

@@ -52,7 +52,8 @@ def draw_timeline(timeline: Timeline, *, title: str = "", dark: bool = False) ->
 def draw_timelines(timelines: Mapping[str, Timeline], *, dark: bool = False) -> Figure:
     """As `draw_timeline`, several by their titles, one below the other, each with its own scale of time.
 
-    >>> draw_timelines({"simulated": program.simulate(), "measured": profile.timeline})
+    >>> profile = program.profile(model, optimizer, batch)
+    >>> figure = draw_timelines({"simulated": program.simulate(), "measured": profile.timeline})
     """
     from matplotlib.figure import Figure  # slow to import
 
