@@ -83,8 +83,9 @@ def describe(x: Any, *, sharding: TaskSharding | None = None) -> Description:
 
     Example:
       >>> one = mm.describe(model.blocks[0].kernel)  # to print, or for a notebook to show
-      >>> there = mm.TaskSharding({...: stages[3]})
-      >>> [piece.placed.why for piece in mm.describe(model.head, sharding=there).pieces]
+      >>> with mesh:
+      ...     found = mm.describe(model.head, sharding=mm.TaskSharding({...: stages[3]}))
+      >>> [piece.placed.why for piece in found.pieces]
       ['rule 0: ...', 'rule 0: ...']
     """
     homes = Homes(sharding)
