@@ -100,12 +100,14 @@ def test_the_program_about_schedules(tmp_path):
     assert (tmp_path / "schedule.csv").read_text().startswith("0F0,0F1,0F2,0F3,0I0,0W0,")
 
 
+@pytest.mark.slow
 def test_the_program_about_scanned_stacks(tmp_path):
     *losses, spec = run_document("docs/scanned-stacks.md", tmp_path).splitlines()
     assert spec == "P('stage', None, 'model')" and len(losses) == 3
     assert float(losses[0].split()[1]) > float(losses[2].split()[1])
 
 
+@pytest.mark.slow
 def test_the_program_about_published_models(tmp_path):
     *losses, last = run_document("docs/published-models.md", tmp_path).splitlines()
     assert last == "LM 8" and len(losses) == 3
@@ -131,6 +133,7 @@ def test_the_program_that_generates(tmp_path):
     assert run_document("docs/generation.md", tmp_path) == "True\n"
 
 
+@pytest.mark.slow
 def test_the_programs_written_for_multimesh(tmp_path):
     printed = run_document("docs/multimesh.md", tmp_path).splitlines()
     assert printed[:2] == ["P('model',) [0, 1, 2, 3]", "P(None, 'model') [4, 5, 6, 7]"]

@@ -134,7 +134,7 @@ def test_over_four_stages_as_on_one_device(options, how):
     assert tokens.sharding.device_set == set(mesh.devices[0])
 
 
-@pytest.mark.parametrize("scan", [False, 4])
+@pytest.mark.parametrize("scan", [False, pytest.param(4, marks=pytest.mark.slow)])
 def test_caches_stay_on_their_stages_and_tokens_alone_go_round(scan):
     mesh, model = placed(scan=scan) if scan else placed()
     choice = dict(key=jax.random.key(0), temperature=np.float32(1), top_p=None, top_k=None)

@@ -115,6 +115,7 @@ def compiled_for_tpus(count: int, length: int):
     return over(devices, attend).lower(x, x, x, x).compile()
 
 
+@pytest.mark.slow
 def test_on_tpus_keys_go_around():
     """And no device has all of them, nor its scores."""
     compiled = compiled_for_tpus(4, 2048)

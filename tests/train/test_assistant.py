@@ -158,6 +158,7 @@ def test_without_conversations_it_is_refused(model, tmp_path):
         load_corpus(data, Bytes(), "assistant")
 
 
+@pytest.mark.slow
 def test_a_run_validates_on_the_same_tokens(model, tmp_path, capsys):
     chat = [dict(turn, role=turn["role"].replace("assistant", "model")) for turn in CHAT]  # as in its prompt
     data = write(tmp_path / "data.jsonl", *[{"messages": chat}] * 40)
