@@ -103,11 +103,9 @@ class Homes:
             of_parameter = "its parameter's " if _compat.is_optimizer_state(value) and not match.own else ""
             filter = self.sharding.filters[match.index]
             why = f"{of_parameter}rule {match.index}: {'...' if filter is ... else repr(filter)}"
-            found = [self._placed(x, match.sharding, names) for x in arrays]
-            return [dataclasses.replace(placed, why=why) for placed in found]
+            return [self._placed(x, match.sharding, names, why) for x in arrays]
         everywhere, why = self._everywhere(), "a scalar without a rule: on every mesh"
-        scalar = lambda x: dataclasses.replace(self._placed(x, everywhere, ["all"]), why=why)
-        return [scalar(x) if x.shape == () else None for x in arrays]
+        return [self._placed(x, everywhere, ["all"], why) if x.shape == () else None for x in arrays]
 
     def check_used(self) -> None:
         """Raises PlacementError for rules that placed nothing, as `mm.jit` does."""
@@ -164,13 +162,14 @@ class Homes:
             return None
         chosen = getattr(x, "committed", True) or isinstance(x, DividedArray)
         why = "its own sharding" if chosen else "nobody placed it: JAX's default device"
-        return dataclasses.replace(self._placed(x, sharding, []), why=why)
+        return self._placed(x, sharding, [], why)
 
-    def _placed(self, x: Any, sharding: Sharding, tasks: Sequence[str]) -> Placed:
+    def _placed(self, x: Any, sharding: Sharding, tasks: Sequence[str], why: str) -> Placed:
         """Where an array lives.
 
         Args:
           tasks: the names of its task, or of those of its pieces; none if they are not known.
+          why: as of `Placed`.
         """
         spec = type(sharding).__name__ if len(sharding.device_set) > 1 else ""
         if isinstance(sharding, NamedSharding):
@@ -181,12 +180,12 @@ class Homes:
                 if is_task and not of_tasks:
                     break
                 if of_tasks or any(placed_tasks(mesh, self._multimesh) for mesh in way.meshes):
-                    return self._in_pieces(x, sharding, way, tasks)
+                    return self._in_pieces(x, sharding, way, tasks, why)
         home = self._home_of(sharding, ", ".join(tasks))
         shard = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        return Placed(home, spec, shard)
+        return Placed(home, spec, shard, why=why)
 
-    def _in_pieces(self, x: Any, sharding: NamedSharding, way: Way, tasks: Sequence[str]) -> Placed:
+    def _in_pieces(self, x: Any, sharding: NamedSharding, way: Way, tasks: Sequence[str], why: str) -> Placed:
         """Where an array lives that is divided between tasks."""
         count = len(way.meshes)
         sizes = way.sizes or (x.shape[way.dim] // count,) * count
@@ -199,7 +198,7 @@ class Homes:
             pieces.append((Placed(home, spec_text(way.spec), shard), math.prod(shape)))
         most = max(placed.shard_bytes for placed, _ in pieces)
         home = self._home_of(sharding, ", ".join(tasks))
-        return Placed(home, spec_text(sharding.spec), most, tuple(pieces))
+        return Placed(home, spec_text(sharding.spec), most, tuple(pieces), why)
 
     def _home_of(self, sharding: Sharding, task: str) -> Home:
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None

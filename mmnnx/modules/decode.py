@@ -43,16 +43,15 @@ class Group:
             return self.tokens[-1]
         return np.take_along_axis(self.prompt, np.broadcast_to(self.held, len(self.prompt))[:, None], axis=1)
 
-    def has_ended(self, eos: int | None) -> bool:
+    def has_ended(self, eos: int) -> bool:
         """Whether each row had met eos a step ago, so that no device has to wait for the host."""
-        past = self.tokens[-2] if len(self.tokens) > 1 else None
-        return eos is not None and past is not None and bool((np.asarray(past) == eos).all())
+        return len(self.tokens) > 1 and bool((np.asarray(self.tokens[-2]) == eos).all())
 
 
 def decode(
     model: Any, groups: Sequence[Group], capacity: int, chunk: int | None, choice: dict[str, Any]
 ) -> Iterator[None]:
-    """Makes a token for each row at each step, until each has met eos.
+    """Makes a token for each row at each step; it ends when each has met eos.
 
     The groups take turns: the next token of one is dispatched when those of all others are on their way. The
     last token of the prompt goes through the model on its own, as a new one does: of all others no logits
@@ -70,10 +69,12 @@ def decode(
             group.cache = _prefill(model, group.cache, part, np.int32(start), capacity=capacity)
     make_token = _decode
     for step in itertools.count():
-        for group in groups:
-            # Processes take equal steps: none looks at tokens that another may not have.
-            if jax.process_count() == 1 and group.has_ended(choice["eos"]):
-                continue
+        # Processes take equal steps: none looks at tokens that another may not have.
+        ends = choice["eos"] is not None and jax.process_count() == 1
+        going_on = [group for group in groups if not (ends and group.has_ended(choice["eos"]))]
+        if not going_on:
+            return
+        for group in going_on:
             args = model, group.cache, group.last, group.held + np.int32(step), np.uint32(step), group.rows
             if step == 0 and len(groups) > 1 and group is groups[0]:
                 where, _ = _decode.input_shardings(*args, capacity=capacity, **choice)
@@ -138,8 +139,8 @@ _decode = jit(_step, **_OPTIONS)
 def _decode_to(home: NamedSharding) -> Any:
     """`_decode` that sends the token to where the model reads it.
 
-    The next call would do so, but that of this group comes after those of the others, and what a mesh is told
-    is done in order: the first stage would wait until the last one is through with them.
+    Otherwise the group's next call sends it. That call is dispatched after those of the other groups, and a
+    mesh works in the order of dispatch: the first stage would wait until the last has finished all groups.
     """
     return jit(_step, out_shardings=(home, None), **_OPTIONS)
 

@@ -44,8 +44,8 @@ def generate(
 
     A token goes through all stages before the next one of its row can begin, so one batch keeps one stage
     busy. `in_flight=` divides the rows into groups that follow each other through the stages (a pipelined
-    decode): with as many groups as stages none of them waits. What a stage does for a group must then take
-    less than for all rows: in a small batch most of it is to read the weights, which each group does.
+    decode): with as many groups as stages none of them waits. It pays where the time of a stage grows with
+    the rows; with few rows, most of that time goes into reading the weights, once for each group.
 
     Args:
       model: an `LM`, or anything with these two: `model.init_cache(batch, capacity)`, a pytree of empty
@@ -114,18 +114,12 @@ def generate(
             last = [group.tokens[min(step, len(group.tokens) - 1)] for group in groups]
             on_token(np.concatenate([fetch(token) for token in last])[:, 0])
 
-    made = 0
     for step, _ in zip(range(max_new_tokens), decode(model, groups, capacity, prefill_chunk, choice)):
-        made = max(len(group.tokens) for group in groups)
         if step:
             show(step - 1)  # one step behind, so that devices do not wait for the host
-        if made <= step:  # each row has ended
-            break
-    else:
-        show(made - 1)
-    return _join(
-        [[*group.tokens, *group.tokens[-1:] * (max_new_tokens - len(group.tokens))] for group in groups]
-    )
+    tokens = [group.tokens for group in groups]
+    show(max(map(len, tokens)) - 1)
+    return _join([[*own, *own[-1:] * (max_new_tokens - len(own))] for own in tokens])
 
 
 # Module-level, so that equal calls use what earlier ones compiled.

@@ -62,6 +62,4 @@ def check_choice(temperature: float, top_k: int | None, top_p: float | None, key
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p}: it is a probability above 0")
     if not isinstance(key, jax.Array | None):
-        raise TypeError(
-            f"key={key!r}: it is one of JAX, such as jax.random.key(0), or that of a stream, rngs()"
-        )
+        raise TypeError(f"key={key!r} is no PRNG key: give jax.random.key(0), or one of a stream, rngs()")

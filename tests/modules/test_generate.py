@@ -363,7 +363,7 @@ def test_any_model_with_a_cache_will_do():
         (ValueError, dict(capacity=8), "capacity=8 is too small for a prompt of 6 tokens and 4 new ones"),
         (ValueError, dict(temperature=-1.0), "temperature=-1.0"),
         (ValueError, dict(temperature=1.0), "needs a key: key="),
-        (TypeError, dict(temperature=1.0, key=0), "key=0: it is one of JAX"),
+        (TypeError, dict(temperature=1.0, key=0), "key=0 is no PRNG key"),
         (ValueError, dict(top_k=3), "temperature=0 takes the likeliest token"),
         (ValueError, dict(top_p=0.5), "temperature=0 takes the likeliest token"),
         (ValueError, dict(temperature=1.0, key=0, top_k=0), "top_k=0: at least one"),

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
@@ -14,18 +14,8 @@ from mmnnx.mpmd.ir.equations import Var
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 
 
-class _Freeing:
-    """What all instructions can do."""
-
-    def freeing(self, buffers: tuple[int, ...]) -> Self:
-        """The same, which drops these buffers. (`dataclasses.replace` takes five times as long.)"""
-        new = object.__new__(type(self))
-        vars(new).update(vars(self), frees=buffers)
-        return new
-
-
 @dataclasses.dataclass(frozen=True)
-class Call(_Freeing):
+class Call:
     """Runs a fragment: reads buffers `inputs`, fills buffers `outputs`, then drops buffers `frees`.
 
     `microbatch` is the one it works on and `stage` the stage of the loop that it is of; None outside loops.
@@ -52,7 +42,7 @@ class Call(_Freeing):
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer(_Freeing):
+class Transfer:
     """Copies one array from a TaskMesh to another.
 
     Attributes:
@@ -75,7 +65,7 @@ class Transfer(_Freeing):
 
 
 @dataclasses.dataclass(frozen=True)
-class Control(_Freeing):
+class Control:
     """Where a while begins, where its body ends, or where it ends itself.
 
     Attributes:

@@ -83,7 +83,7 @@ def verify(program: ProgramData) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Where:
-    """What messages call an instruction. Made into words where there is a message."""
+    """An instruction as messages name it: put into words only if there is a message."""
 
     program: ProgramData
     number: int

@@ -51,7 +51,10 @@ def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
 
 
 class _Walk:
-    """Goes through arguments. (Functions in one another would be a circle, which keeps arrays alive.)
+    """Goes through arguments.
+
+    It is a class because nested functions that call each other are a reference cycle, which would keep the
+    arrays alive until Python's garbage collector runs.
 
     Attributes:
       structure: what they consist of: types and attributes of modules, static values, numbers of what was met
