@@ -66,6 +66,7 @@ def test_elsewhere_it_is_attention_with_a_mask(length):
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_on_tpus_no_scores_are_kept():
     """The compiler's bytes, forward and backward."""
     (device, *_) = mm.target("v5e:2x2")

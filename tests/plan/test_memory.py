@@ -27,7 +27,7 @@ JOBS = {
     "fsdp": small(data=2, fsdp=True),
     "gpipe": small(schedule="gpipe"),
 }
-QUICK = ("experts", "tensor")
+QUICK = ("tensor",)
 
 
 @pytest.mark.parametrize("name", all_but(QUICK, JOBS))

@@ -54,7 +54,8 @@ def validations(out) -> list[float]:
     return [row["val_loss"] for row in RunFolder(out).rows() if "val_loss" in row]
 
 
-@pytest.mark.parametrize("scan", all_but([True], [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
 def test_it_learns_is_resumed_and_exported(folder, tmp_path, scan, capsys, monkeypatch):
     whole, halves = (config(folder, tmp_path / name, scan=scan) for name in ("whole", "halves"))
     train(whole)
@@ -77,16 +78,14 @@ def test_it_learns_is_resumed_and_exported(folder, tmp_path, scan, capsys, monke
     assert validations(again.out)[0] == pytest.approx(found[-1], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    all_but(
-        [dict(microbatches=2, data_parallel=2, tensor=1)],
-        [
-            dict(microbatches=2, data_parallel=2, tensor=1),
-            dict(microbatches=8, stages=4),
-            dict(microbatches=1, stages=1, tensor=1),
-        ],
-    ),
+    [
+        dict(microbatches=2, data_parallel=2, tensor=1),
+        dict(microbatches=8, stages=4),
+        dict(microbatches=1, stages=1, tensor=1),
+    ],
 )
 def test_how_a_batch_of_packed_documents_is_divided_changes_no_loss(folder, tmp_path, options, capsys):
     usual = dict(steps=3, sequence=40, stages=2, sample=0)
