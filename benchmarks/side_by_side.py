@@ -85,7 +85,7 @@ def run(problem: Problem, rounds: int) -> dict[str, Any]:
     """The rows of the table for one problem. Times are in milliseconds, medians over the rounds."""
     devices = jax.devices()[: problem.stages]
     mesh = mm.MultiMesh(axis_sizes=(problem.stages,), axis_names=("stage",), devices=devices)
-    through_mm, program_of = mm_jit(problem, problem.stages, mesh, schedule="1f1b")
+    through_mm, program_of = mm_jit(problem, problem.stages, mesh, schedule="1f1b", per_call="auto")
     contenders = [
         through_mm,
         by_hand(problem, devices),

@@ -14,11 +14,11 @@ from flax import nnx
 from mmnnx.inspect.schedules import by_name
 from mmnnx.modules import LMConfig
 from mmnnx.modules.build import build
+from mmnnx.mpmd.ir.flops import Flops, count_flops, count_moved
+from mmnnx.mpmd.ir.timeline import DISPATCH
 from mmnnx.plan.chips import CHIPS, Chip
-from mmnnx.plan.flops import Flops, count_flops, count_moved
 from mmnnx.plan.fragments import OF_BANDWIDTH, OF_FLOPS
 from mmnnx.plan.language_models import TrainingJob, is_of_experts
-from mmnnx.plan.planning import DISPATCH
 from mmnnx.sharding.pipeline import balance
 
 OF_RESIDUALS = 0.6  # of what `jax.vjp` keeps of a block is left when cheap operations are computed again

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import jax
 
 from mmnnx.mpmd.compile.compile_program import Compiled
+from mmnnx.mpmd.ir.flops import count_flops
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.plan.chips import Chip
-from mmnnx.plan.flops import count_flops
 from mmnnx.plan.hlo import Collective, Value, collectives, largest_values
 
 # Large matrix products and copies come to so much of the published figures, in the best of programs.

@@ -19,20 +19,19 @@ from mmnnx.inspect.figure_bytes import PICTURES, picture_bytes
 from mmnnx.mpmd.compile.compile_program import Compiled
 from mmnnx.mpmd.compile.executables import WHILE_COMPILING
 from mmnnx.mpmd.compile.saved_executables import save_executables
+from mmnnx.mpmd.ir.flops import largest_results
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.program import Program
-from mmnnx.mpmd.ir.timeline import Costs, Timeline
+from mmnnx.mpmd.ir.timeline import DISPATCH, Costs, Timeline
 from mmnnx.mpmd.jit.jit import Jit
 from mmnnx.mpmd.jit.lowered import FlatCompiled, FlatLowered
 from mmnnx.plan.chips import Chip, chip_of
-from mmnnx.plan.flops import largest_results
 from mmnnx.plan.fragments import FragmentCost, fragment_costs
 from mmnnx.plan.memory import device_memory, shard_bytes
 from mmnnx.plan.picture import draw_plan
 from mmnnx.plan.report import as_html, as_text, report, verdict
 from mmnnx.plan.step_plan import Overflow, StepPlan
 
-DISPATCH = 20e-6  # seconds of the host to start an instruction, as benchmarks/host.py measures it
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

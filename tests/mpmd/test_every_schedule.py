@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -95,6 +96,9 @@ CONVNET = Case(
 )
 
 
+PER_CALL = {"transformer": TRANSFORMER, "two losses": TWO_STAGE_LOSS, "convnet": CONVNET}
+
+
 @functools.cache
 def mlp(num_layers: int) -> Case:
     """A chain of as many stages as layers."""
@@ -118,7 +122,15 @@ def on_meshes(meshes: Sequence[int], *per_stage: int) -> tuple[mm.MultiMesh, lis
     return mesh, [mm.Task(f"stage{n}", mesh_slice={"stage": m}) for n, m in enumerate(meshes)]
 
 
-def check(case: Case, name: str, meshes: Sequence[int], num_microbatches: int, *per_stage: int, **options):
+def check(
+    case: Case,
+    name: str,
+    meshes: Sequence[int],
+    num_microbatches: int,
+    *per_stage: int,
+    per_call: int = 1,
+    **options,
+):
     """Trains alike; runs the table of the schedule, and no product more than gpipe does."""
     mesh, make_model, placement = split(case, meshes, per_stage)
     program = assert_parity(
@@ -131,10 +143,11 @@ def check(case: Case, name: str, meshes: Sequence[int], num_microbatches: int, *
         schedule=name,
         steps=2,
         whole_batch=case.whole_batch,
+        per_call=per_call,
         **options,
     )
-    stages = Stages.chain(meshes)
-    assert_followed(program, get_schedule(name).table(stages, num_microbatches, **options), case.lacks)
+    table = get_schedule(name).table(Stages.chain(meshes), num_microbatches // per_call, **options)
+    assert_followed(program, table, case.lacks)
     once = sum(count_products(c.fragment.jaxpr.jaxpr) for c in program.calls)
     assert once == num_microbatches * products_of_a_microbatch(case)
 
@@ -236,6 +249,28 @@ def test_eight_devices(name):
     down = (0, 1, 2, 3)
     meshes = (*down, *down) if name in LOOPING else (*down, *reversed(down)) if name in VEES else down
     check(mlp(len(meshes)), name, meshes, 8 if name in VEES else 3, 2)
+
+
+@pytest.mark.parametrize(
+    "case, name",
+    all_but(
+        [("transformer", "1f1b"), ("two losses", "zbv"), ("convnet", "zero-bubble-h1")],
+        itertools.product(PER_CALL, NAMES),
+    ),
+)
+def test_several_microbatches_in_a_call(case, name):
+    """The table is that of half as many microbatches, of two each."""
+    check(PER_CALL[case], name, laid_out(name), 8, per_call=2)
+
+
+@pytest.mark.parametrize("name", all_but(["1f1b"], ["1f1b", "interleaved-1f1b", "zero-bubble-h2"]))
+def test_all_microbatches_in_one_call(name):
+    check(TWO_STAGE_LOSS, name, laid_out(name), 3, per_call=3)
+
+
+@pytest.mark.parametrize("name", all_but(["1f1b"], ["1f1b", "zero-bubble-h1"]))
+def test_several_microbatches_in_a_call_on_several_devices(name):
+    check(mlp(4), name, (0, 1, 2, 3), 4, 2, per_call=2)
 
 
 @pytest.mark.parametrize(

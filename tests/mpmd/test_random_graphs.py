@@ -24,7 +24,8 @@ def check(graph, stages, data, scoped):
     if scoped:
         choice = st.none() | st.sampled_from(tasks)
         scopes = tuple(data.draw(st.lists(choice, min_size=len(nodes), max_size=len(nodes)), label="scopes"))
-    microbatch, schedule = data.draw(st.sampled_from([(None, None), (2, "1f1b"), (2, "gpipe")]), label="loop")
+    loops = [(None, None, {}), (2, "1f1b", {}), (2, "gpipe", {}), (1, "1f1b", {"per_call": 3}), (2, None, {})]
+    microbatch, schedule, options = data.draw(st.sampled_from(loops), label="loop")
     assert_parity(
         models.make(Graph, nodes, layers, scopes),
         models.squared_error,
@@ -35,6 +36,7 @@ def check(graph, stages, data, scoped):
         schedule=schedule,
         optimizer=SGD,
         steps=1,
+        **options,
     )
 
 

@@ -60,4 +60,5 @@ def build_program(
 
 def _runs(plan: LoopPlan, meshes: MovingMeshes) -> LoopRuns:
     fragments = tuple(map(meshes.variants, plan.body.fragments))
-    return LoopRuns(plan.timetable.schedule, plan.loop.spec.length, fragments)
+    spec = plan.loop.spec
+    return LoopRuns(plan.timetable.schedule, spec.length, fragments, spec.per_call or 1)

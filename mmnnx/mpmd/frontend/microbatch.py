@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from mmnnx.mpmd.frontend.custom_schedule import parse_rows
 from mmnnx.mpmd.frontend.microbatch_loop import run_loop
@@ -30,6 +30,7 @@ def microbatch(
     num_stages: int | None = None,
     interleave: int | None = None,
     unrolling: int | None = None,
+    per_call: int | Literal["auto"] | None = None,
     arg_shardings: Any = None,
     custom_schedule: Sequence[Sequence[Any]] | None = None,
     reduce: Any = "sum",
@@ -55,6 +56,11 @@ def microbatch(
       interleave: number of stages on each TaskMesh expected, for schedules that interleave them.
       unrolling: for "interleaved-1f1b" and "interleaved-zero-bubble", how many microbatches a mesh runs of
         one of its stages before it turns to its next. Default: the number of meshes.
+      per_call: how many microbatches a stage runs in one call, one after the other, as if they were one: the
+        host starts fewer calls and transfers, but a stage waits for that many, saves the activations of that
+        many more, and is compiled for that many. It must divide their number. "auto" is what takes the least
+        time in simulation, by what shapes tell of the work: above 1 only where it is the host that stages
+        wait for. Default: "auto" where no schedule is named, else 1.
       arg_shardings: PartitionSpec, or a prefix tree of them, for each slice of the argument.
       custom_schedule: the order of work itself, in rows, each of them on one TaskMesh: of task names (the
         k-th time a name appears is microbatch k), of (microbatch, task name) pairs, or of `mm.Action`. A task
@@ -81,7 +87,7 @@ def microbatch(
       >>> in_parts = microbatch(grad_fn, dim=0, size=4, argnum=1, schedule="1f1b", reduce="mean")
       >>> loss, grads = mm.jit(lambda model, batch: in_parts(model, batch), mesh=mesh)(model, batch)
 
-    The arguments are those of `multimesh.jax.microbatch`, with `reduce` and `count` added.
+    The arguments are those of `multimesh.jax.microbatch`, with `reduce`, `count` and `per_call` added.
     """
     if not callable(fun):
         raise TypeError(f"microbatch: fun is a function, not {fun!r}")
@@ -101,6 +107,12 @@ def microbatch(
         size = _whole(size, "size", "a positive int", 1)
     if count is not None:
         count = _whole(count, "count", "a positive int", 1)
+    if per_call is None:
+        per_call = "auto" if schedule is None and not rows else 1
+    if per_call != "auto":
+        per_call = _whole(per_call, "per_call", 'a positive int or "auto"', 1)
+    if rows and per_call != 1:
+        raise ValueError(f"microbatch: per_call={per_call!r} means nothing to a custom schedule")
     if num_stages is not None:
         num_stages = _whole(num_stages, "num_stages", "a positive int", 1)
     if memory_limit is not None:
@@ -114,6 +126,7 @@ def microbatch(
         num_stages,
         tuple(remat) if isinstance(remat, (list, tuple)) else remat,
         memory_limit,
+        per_call=None if per_call == "auto" else per_call,
     )
 
     @functools.wraps(fun)

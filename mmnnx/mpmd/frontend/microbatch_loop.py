@@ -47,6 +47,8 @@ def run_loop(
         size, count = divide_batch(args[argnum], dim, size, count)
     except ValueError as error:
         raise ValueError(f"{error} (argument {argnum} is sliced: argnum={argnum})") from None
+    if count % (spec.per_call or 1):
+        raise ValueError(f"microbatch: per_call={spec.per_call} does not divide {count} microbatches")
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = tuple(leaf for leaf in leaves if is_node(leaf))
     graphdef, nnx_state = nnx.split(nodes, graph=True)

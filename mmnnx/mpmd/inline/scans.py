@@ -48,7 +48,7 @@ def write_scan(writer: Writer, eqn: Any, scope: str, out: list[Node], in_loop: I
     if in_loop is InLoop.ITERATIONS:
         raise HoldsLoop
     try:
-        return write_loop(writer, scan, LoopSpec(), scope, out, InLoop.ITERATIONS)
+        return write_loop(writer, scan, LoopSpec(per_call=1), scope, out, InLoop.ITERATIONS)
     except HoldsLoop:  # loops do not nest; the inner one is where work can overlap
         return _write_unrolled(writer, scan, scope, out, in_loop)
 

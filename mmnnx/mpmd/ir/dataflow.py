@@ -76,22 +76,27 @@ def running_sums(loop: Loop) -> set[Var]:
 def sum_terms(
     last: Equation, enters: Var, maker: dict[Var, Equation], uses: Counter
 ) -> tuple[list[Atom], list[Equation]]:
-    """The terms that `last` adds to the carry, and the additions between them; nothing if it is no sum.
+    """The terms that `last` and additions before it add to the carry, and these; nothing if it is no sum.
 
     What widens a sum of floats is passed through: the terms are widened one by one. (Rounded to integers, or
     kept in fewer bits, they would not add up to the same.)
     """
-    if last.name != "add" or enters not in last.invars or uses[enters] != 1:
+    if last.name != "add" or uses[enters] != 1:
         return [], []
-    terms, adds, queue = [], [last], [a for a in last.invars if a is not enters]
+    terms, adds, queue, found = [], [last], list(last.invars), False
     while queue:
         a = queue.pop(0)
+        if a is enters:
+            found = True
+            continue
         e = maker.get(a) if is_var(a) else None
         if e is not None and (e.name in _ADDS or _widens(e)) and uses[a] == 1:
             adds.append(e)
             queue += e.invars
         else:
             terms.append(a)
+    if not found:
+        return [], []
     return [t for t in terms if is_var(t)] if all(map(is_var, terms)) else [], adds
 
 

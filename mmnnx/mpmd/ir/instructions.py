@@ -94,13 +94,19 @@ class LoopRuns:
 
     Attributes:
       schedule: the name of its schedule.
-      length: the number of microbatches.
+      length: the number of microbatches, several that share a call being one.
       fragments: what runs once for each: a fragment, or one of several that are alike but for their mesh.
+      per_call: how many share a call.
     """
 
     schedule: str
     length: int
     fragments: tuple[tuple[Fragment, ...], ...]
+    per_call: int = 1
+
+    def __str__(self) -> str:
+        together = f" of {self.per_call} microbatches a call" if self.per_call > 1 else ""
+        return f"{self.schedule}{together}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -136,8 +142,9 @@ class ProgramData:
 
     @property
     def schedule(self) -> str:
-        """The schedule of its microbatch loop, of several loops those of all; "" without one."""
-        return ", ".join(dict.fromkeys(loop.schedule for loop in self.loops))
+        """The schedule of its microbatch loop, of several loops those of all; "" without one. It says so, if
+        several microbatches run in one call."""
+        return ", ".join(dict.fromkeys(map(str, self.loops)))
 
     @property
     def summary(self) -> str:

@@ -19,6 +19,8 @@ class LoopSpec:
       rows: a custom schedule: rows, each of one mesh, of Actions or of (microbatch, name of a task).
       num_stages, remat, memory_limit: as given.
       length: number of microbatches, filled in when traced.
+      per_call: how many microbatches a stage runs in one call, as one; None for so many as pay. Once that is
+        decided, `length` counts those ones.
     """
 
     schedule: str | None = None
@@ -28,6 +30,7 @@ class LoopSpec:
     remat: Any = None
     memory_limit: int | None = None
     length: int = 0
+    per_call: int | None = None
 
     @property
     def names_tasks(self) -> bool:

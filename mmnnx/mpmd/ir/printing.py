@@ -30,6 +30,12 @@ def _control(program: ProgramData, i: Control) -> str:
 def program_text(program: ProgramData) -> str:
     """A program as it prints: its meshes, a line for each instruction, its arguments, and notes."""
     lines = [f"Program: {program.counts}"]
+    lines += [
+        f"  {loop}: [microbatch n] stands for {loop.per_call}n to {loop.per_call}n + {loop.per_call - 1}, of "
+        f"{loop.length * loop.per_call}"
+        for loop in program.loops
+        if loop.per_call > 1
+    ]
     used = {mesh for _, mesh in program.values}
     for mesh, name in program.names.items():
         if mesh not in used:

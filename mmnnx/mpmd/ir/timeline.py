@@ -11,6 +11,9 @@ from typing import Any
 UNIT_COSTS = {"forward": 1.0, "backward": 2.0, "backward-input": 1.0, "backward-weight": 1.0, "none": 1.0}
 """Units of time for each phase: equal ones, a whole backward being of two parts."""
 
+DISPATCH = 20e-6
+"""Seconds of the host to start an instruction, as benchmarks/host.py measures it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:

@@ -138,7 +138,6 @@ class Timetable:
       table: what each mesh runs in which order; empty for a custom schedule that names fragments.
       split: the positions whose backward is split in two.
       remat: for each position, what its backward may compute again.
-      candidates: how many schedules would do; 1 if it was asked for.
     """
 
     schedule: str
@@ -147,7 +146,6 @@ class Timetable:
     table: list[list[Action]]
     split: frozenset[int]
     remat: Mapping[int, Remat]
-    candidates: int
 
 
 # None for the cheap alone, True for everything, or a policy of `jax.checkpoint`.

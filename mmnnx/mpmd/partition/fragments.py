@@ -25,17 +25,16 @@ from mmnnx.mpmd.partition.timetable import split_positions, task_remat, timetabl
 Names = dict[Mesh, str]
 
 
-def plan_fragments(placed: Placed, required: Iterable[PlacedVar], names: Names, choice: int = 0) -> Plan:
+def plan_fragments(placed: Placed, required: Iterable[PlacedVar], names: Names) -> Plan:
     """Partitions placed nodes into fragments.
 
     Args:
       placed: all nodes, in order, and where they go.
       required: results, each with the mesh on which it is wanted.
       names: for meshes whose work is in no named task.
-      choice: for loops that ask for no schedule, which of those that would do; 0 has the lowest step latency.
     """
     nodes, placement = _as_tasks_say(placed.nodes, placed.placement)
-    return _plan(nodes, placement, required, names, choice)
+    return _plan(nodes, placement, required, names)
 
 
 def _as_tasks_say(nodes: Sequence[Node], placement: Placement) -> tuple[list[Node], Placement]:
@@ -44,16 +43,14 @@ def _as_tasks_say(nodes: Sequence[Node], placement: Placement) -> tuple[list[Nod
     return nodes, split_backward(nodes, placement, split_positions(placement))
 
 
-def _plan(
-    nodes: Sequence[Node], placement: Placement, required: Iterable[PlacedVar], names: Names, choice: int
-) -> Plan:
+def _plan(nodes: Sequence[Node], placement: Placement, required: Iterable[PlacedVar], names: Names) -> Plan:
     """The fragments and loops of nodes, as they are."""
     results = list(dict.fromkeys(required))
 
     def plan_loop(loop: Loop | While, needs: Needs) -> LoopPlan | WhilePlan:
         if isinstance(loop, While):
-            return _plan_while(loop, placement.bodies[loop], needs, names, choice)
-        return _plan_loop(loop, placement.bodies[loop], needs, names, choice)
+            return _plan_while(loop, placement.bodies[loop], needs, names)
+        return _plan_loop(loop, placement.bodies[loop], needs, names)
 
     grouping = Grouping(nodes, placement, results, plan_loop)
     steps = _steps(grouping, results, names)
@@ -63,10 +60,10 @@ def _plan(
     return Plan(steps, homes, tuple(outside))
 
 
-def _plan_loop(loop: Loop, placement: Placement, needs: Needs, names: Names, choice: int) -> LoopPlan:
+def _plan_loop(loop: Loop, placement: Placement, needs: Needs, names: Names) -> LoopPlan:
     """The plan of a loop whose body is placed so, and whose results are needed on these meshes."""
     placement = set_joins_apart(loop, placement)
-    times = timetable(loop, placement, choice)
+    times = timetable(loop, placement)
     nodes, placement = rematerialise(loop.body, placement, times.remat)
     placement = split_backward(nodes, placement, times.split)
     carried = _carried(loop, placement, needs)
@@ -75,7 +72,7 @@ def _plan_loop(loop: Loop, placement: Placement, needs: Needs, names: Names, cho
         home = placement.where[y].home
         kept.append(dict.fromkeys([home] if home is not None else (m for v in row for m in needs.get(v, ()))))
     results = [(v, m) for v, meshes in zip(loop.ys, kept) for m in meshes]
-    plan = _plan_body(loop, nodes, placement, carried, results, names, choice)
+    plan = _plan_body(loop, nodes, placement, carried, results, names)
     slices = dict(zip(loop.slice_vars, loop.slices))
     reads = _reads(loop, plan, placement, slices)
     fragments = tuple(step for step in plan.steps if isinstance(step, Fragment))  # which are all
@@ -83,12 +80,12 @@ def _plan_loop(loop: Loop, placement: Placement, needs: Needs, names: Names, cho
     return LoopPlan(loop, body, tuple(map(tuple, carried)), tuple(map(tuple, kept)), tuple(reads), times)
 
 
-def _plan_while(loop: While, placement: Placement, needs: Needs, names: Names, choice: int) -> WhilePlan:
+def _plan_while(loop: While, placement: Placement, needs: Needs, names: Names) -> WhilePlan:
     """The plan of a while whose body is placed so, and whose results are needed on these meshes."""
     nodes, placement = _as_tasks_say(loop.body, placement)
     carried = _carried(loop, placement, needs)
     while True:
-        plan = _plan_body(loop, nodes, placement, carried, [], names, choice)
+        plan = _plan_body(loop, nodes, placement, carried, [], names)
         # Every process that has a part in the loop reads whether it goes on, on one mesh.
         taking_part = [f.mesh for f in _fragments(plan)] + [m for meshes in carried[1:] for m in meshes]
         informed = frozenset().union(*map(holders, carried[0]))
@@ -127,7 +124,6 @@ def _plan_body(
     carried: list[dict[Mesh, None]],
     results: Sequence[PlacedVar],
     names: Names,
-    choice: int,
 ) -> Plan:
     """The plan of the body of a loop.
 
@@ -137,7 +133,7 @@ def _plan_body(
     """
     while True:
         required = [(v, m) for v, meshes in zip(loop.carry_out, carried) for m in meshes]
-        plan = _plan(nodes, placement, [*required, *results], names, choice)
+        plan = _plan(nodes, placement, [*required, *results], names)
         grown = False
         for v, meshes in zip(loop.carry_in, carried):
             missing = [m for w, m in plan.needs if w is v and m not in meshes]

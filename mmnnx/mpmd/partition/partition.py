@@ -7,7 +7,6 @@ where its loops ask for no schedule, once for each schedule that would do, that 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 
 from jax.sharding import Mesh, NamedSharding
@@ -23,6 +22,7 @@ from mmnnx.mpmd.partition.change_mesh import change_mesh
 from mmnnx.mpmd.partition.fixed_shardings import fixed_shardings
 from mmnnx.mpmd.partition.fragments import plan_fragments
 from mmnnx.mpmd.partition.results import held_results
+from mmnnx.mpmd.partition.unroll import unroll, ways_of_loops
 from mmnnx.mpmd.place.logical_shard_maps import over_mesh
 
 
@@ -61,13 +61,12 @@ def partitions(function: Function, placed: Placed) -> Iterator[Partition]:
         for v, why in loop.not_hoisted.items()
         if v in placement.follows
     }
-    choices = 1
-    for choice in itertools.count():
-        if choice == choices:
-            return
-        plan = plan_fragments(placed, required, names, choice)
-        choices = max([1, *(step.timetable.candidates for step in plan.loops)])
-        fixed = fixed_shardings(function, flat, plan, placement, results)
+    found = ways_of_loops(placed.nodes, placement)
+    for n in range(max([1, *map(len, found.values())])):
+        chosen = {loop: ways[min(n, len(ways) - 1)] for loop, ways in found.items()}
+        unrolled = unroll(placed, chosen)
+        plan = plan_fragments(unrolled, required, names)
+        fixed = fixed_shardings(function, flat, plan, unrolled.placement, results)
         yield Partition(flat, plan, results, fixed, reasons)
 
 

@@ -2,30 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
 
 from mmnnx.mpmd.ir.equations import Loop
 from mmnnx.mpmd.ir.loop_spec import LoopSpec
 from mmnnx.mpmd.ir.placement import Placement
-from mmnnx.mpmd.ir.timetable import PARTS, Remat, Timetable
+from mmnnx.mpmd.ir.timetable import PARTS, Remat, Stages, Timetable
+from mmnnx.mpmd.partition.durations import estimate_durations
+from mmnnx.mpmd.partition.joins import set_joins_apart
 from mmnnx.mpmd.partition.split_backward import split_backward
 from mmnnx.mpmd.partition.stages import find_stages
-from mmnnx.mpmd.schedule.choose import candidates, make_table
+from mmnnx.mpmd.schedule.choose import Way, make_table, ways
 
 
-def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:
-    """Finds the stages of a loop and what its schedule asks of them.
+def ways_to_run(loop: Loop, placement: Placement) -> list[Way]:
+    """The ways in which a loop may run: the one that it asks for, or all that would do, the fastest first.
 
     Args:
       loop: the loop.
       placement: of its body.
-      choice: where no schedule was asked for, which of those that would do: 0 has the lowest step latency.
-        Where there are fewer, the last.
+
+    Raises:
+      ValueError: as `timetable`; if several microbatches are to run in one call, and each must be by itself.
+    """
+    *_, found = _stages_and_ways(loop, set_joins_apart(loop, placement))
+    return found
+
+
+def timetable(loop: Loop, placement: Placement) -> Timetable:
+    """Finds the stages of a loop and what its schedule, or else the fastest, asks of them.
+
+    Args:
+      loop: the loop.
+      placement: of its body.
 
     Raises:
       ValueError: if the loop has another number of stages than was asked for, or its schedule (where none was
         asked for: every schedule) is not for such stages or so few microbatches.
     """
+    spec = loop.spec
+    positions, stages, backward, (way, *_) = _stages_and_ways(loop, placement)
+    table = make_table(way.schedule, spec, stages, backward)
+    parts = {a.stage for row in table for a in row if a.phase in PARTS}
+    split = {positions[s] for s in parts}
+    if any(name.endswith((" backward-input", " backward-weight")) for name in spec.named):
+        split.update(positions)
+    return Timetable(
+        way.schedule,
+        stages,
+        positions,
+        table,
+        split_positions(placement) | split,
+        _remat(spec, positions, placement),
+    )
+
+
+def _stages_and_ways(
+    loop: Loop, placement: Placement
+) -> tuple[tuple[int, ...], Stages, Mapping[int, Collection[str]], list[Way]]:
+    """The positions of the stages, the stages, the parts that the backward of each has, and the ways in which
+    they may run."""
     spec = loop.spec
     positions, stages = find_stages(loop, placement)
     if spec.num_stages not in (None, stages.num_stages):
@@ -37,22 +75,22 @@ def timetable(loop: Loop, placement: Placement, choice: int = 0) -> Timetable:
     halved = split_backward(loop.body, placement, positions)
     there = {(halved.locations[node].position, phase) for node, phase in halved.phases.items()}
     backward = {n: {part for part in PARTS if (p, part) in there} for n, p in enumerate(positions)}
-    names = candidates(spec, stages, backward)
-    name = names[min(choice, len(names) - 1)]
-    table = make_table(name, spec, stages, backward)
-    parts = {a.stage for row in table for a in row if a.phase in PARTS}
-    split = {positions[s] for s in parts}
-    if any(name.endswith((" backward-input", " backward-weight")) for name in spec.named):
-        split.update(positions)
-    return Timetable(
-        name,
-        stages,
-        positions,
-        table,
-        split_positions(placement) | split,
-        _remat(spec, positions, placement),
-        len(names),
-    )
+    if (why := _one_by_one(stages, placement)) is not None:
+        if (spec.per_call or 1) > 1:
+            raise ValueError(f"microbatch: per_call={spec.per_call}, but {why}: leave per_call out")
+        spec = dataclasses.replace(spec, per_call=1)
+    durations = functools.partial(estimate_durations, loop, placement)
+    return positions, stages, backward, ways(spec, stages, backward, durations)
+
+
+def _one_by_one(stages: Stages, placement: Placement) -> str | None:
+    """Why microbatches cannot share a call, if they cannot."""
+    moving = [t for p in placement.positions if (t := p.task) and t.loop_dependent_mesh_slice is not None]
+    if moving:
+        return f"each microbatch has a mesh of its own in {moving[0]}"
+    if stages.carried:
+        return "a stage waits for state that another one leaves after the microbatch before"
+    return None
 
 
 def fits(loop: Loop, placement: Placement) -> bool:

@@ -106,6 +106,13 @@ def embedded_program(over, stages=4, rows=12, schedule="1f1b", home=0, **options
         return mm.jit(lambda model, batch: loop(model, batch)).program(model, models.tokens(rows=rows))
 
 
+def test_each_microbatch_by_itself():
+    """They have meshes of their own, and cannot share a call."""
+    assert embedded_program("stage", schedule=None).loops[0].per_call == 1
+    with pytest.raises(ValueError, match="per_call=2, but each microbatch has a mesh of its own in task 'embed'"):
+        embedded_program("stage", per_call=2)
+
+
 def where(program: mm.Program, phase: str) -> list[int]:
     """For each microbatch, the device that runs that phase of the embedding."""
     calls = [c for c in program.calls if c.name == f"embed {phase}"]

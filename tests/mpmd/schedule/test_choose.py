@@ -1,6 +1,7 @@
-"""The schedule of a loop that names none, where there is little to choose from."""
+"""What a loop leaves open: its schedule, and how many microbatches go into a call."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -8,10 +9,13 @@ from flax import nnx
 import mmnnx as mm
 from mmnnx.mpmd.ir.loop_spec import LoopSpec
 from mmnnx.mpmd.ir.timetable import Stages
-from mmnnx.mpmd.schedule.choose import candidates
+from mmnnx.mpmd.schedule import get_schedule, schedule_names
+from mmnnx.mpmd.schedule.choose import Durations, Way, ways
+from mmnnx.mpmd.schedule.table import simulate
 from tests.mpmd.parity import born, pipeline, place
 
 BOTH = {"backward-input", "backward-weight"}
+ON_DEVICES, ON_THE_HOST = Durations(unit=1.0, dispatch=0.0), Durations(unit=1e-3, dispatch=1.0)
 
 
 class Two(nnx.Module):
@@ -30,11 +34,70 @@ mesh, tasks = pipeline(2)
 placement = place(tasks, ["first"], ["second"])
 
 
+def found(meshes, length, durations=ON_DEVICES, backward=BOTH, **spec):
+    parts = dict.fromkeys(range(len(meshes)), backward)
+    return ways(LoopSpec(length=length, **spec), Stages.chain(meshes), parts, lambda: durations)
+
+
 def test_one_for_forwards_alone_and_one_that_is_named():
-    chain = Stages.chain((0, 1))
-    assert candidates(LoopSpec(length=4), chain, {0: set(), 1: set()}) == ["gpipe"]
-    assert candidates(LoopSpec("zbv", length=4), chain, {0: BOTH, 1: BOTH}) == ["zbv"]
-    assert len(candidates(LoopSpec(length=4), chain, {0: BOTH, 1: BOTH})) > 3
+    assert found((0, 1), 4, backward=set(), per_call=1) == [Way("gpipe", 1)]
+    assert found((0, 1), 4, schedule="zbv", per_call=1) == [Way("zbv", 1)]
+    assert len(found((0, 1), 4, per_call=1)) > 3
+
+
+@pytest.mark.parametrize(
+    "meshes, length",
+    [((0, 1, 2, 3), 8), ((0, 1, 2, 3), 2), ((0, 1, 0, 1), 4), ((0, 1), 1), ((0, 0, 1, 2, 3), 8)],
+)
+def test_the_shortest_in_simulation(meshes, length):
+    """Of tables that are equally short, the one that holds fewest residuals. The host takes no time here: one
+    microbatch to a call."""
+    stages, cost = Stages.chain(meshes), {}
+    for name in schedule_names():
+        try:
+            timeline = simulate(get_schedule(name).table(stages, length), stages)
+        except ValueError:
+            continue
+        cost[name] = (round(timeline.makespan, 6), max(timeline.in_flight().values()))
+    chosen = found(meshes, length)[0]
+    assert cost[chosen.schedule] == min(cost.values()), cost
+    assert chosen.per_call == 1
+
+
+def test_the_fewest_calls_where_the_host_is_waited_for():
+    """Backwards in two parts are more calls."""
+    assert found((0, 1, 2, 3), 512, ON_THE_HOST)[0] == Way("1f1b", 4)
+    assert found((0, 1, 2, 3), 6, ON_THE_HOST)[0] == Way("1f1b", 3)
+    assert found((0, 1, 2, 3), 5, ON_THE_HOST)[0] == Way("1f1b", 1)
+    assert found((0, 1, 2, 3), 8, ON_THE_HOST, set())[0] == Way("gpipe", 4)
+
+
+def test_between_the_two():
+    """The longer the work, the fewer microbatches to a call: each stage waits for a whole call."""
+    units = 0.1, 1.0, 3.0, 30.0
+    counts = [found((0, 1, 2, 3), 16, Durations(u, 1.0), schedule="1f1b")[0].per_call for u in units]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == 4 and counts[-1] == 1 and len({*counts}) > 2
+
+
+@pytest.mark.parametrize("rows, expected", [(1, 4), (1_000_000, 1)])
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe", "per_call": "auto"}])
+def test_small_work_goes_together(rows, expected, options):
+    """It is told by shapes alone."""
+    grad = nnx.value_and_grad(lambda m, x: (m(x) ** 2).mean())
+    x = jax.ShapeDtypeStruct((8, rows, 8), jnp.float32)
+    with mesh:
+        step = mm.jit(lambda model, x: mm.microbatch(grad, 0, 1, 1, **options)(model, x))
+        (loop,) = step.program(born(make, placement), x).loops
+    assert (loop.per_call, loop.length) == (expected, 8 // expected)
+
+
+def test_a_schedule_that_is_named_has_one_microbatch_to_a_call():
+    grad = nnx.value_and_grad(lambda m, x: (m(x) ** 2).mean())
+    with mesh:
+        step = mm.jit(lambda model, x: mm.microbatch(grad, 0, 1, 1, schedule="1f1b")(model, x))
+        (loop,) = step.program(born(make, placement), np.ones((8, 8), np.float32)).loops
+    assert (loop.per_call, loop.length) == (1, 8)
 
 
 def test_a_limit_that_a_loop_without_backward_cannot_keep():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -32,7 +32,12 @@ def count_flops(jaxpr: Any) -> Flops:
       >>> count_flops(jax.make_jaxpr(jnp.dot)(jnp.ones((8, 4)), jnp.ones((4, 2))))
       Counter({'float32': 128})
     """
-    return _sum(jaxpr, _flops)
+    return flops_of(_equations(jaxpr))
+
+
+def flops_of(eqns: Iterable[Any]) -> Flops:
+    """`count_flops` of some equations of a jaxpr."""
+    return _sum(eqns, _flops)
 
 
 def count_moved(jaxpr: Any) -> float:
@@ -42,26 +47,32 @@ def count_moved(jaxpr: Any) -> float:
       >>> count_moved(jax.make_jaxpr(jnp.dot)(jnp.ones((8, 4)), jnp.ones((4, 2))))
       224
     """
-    return sum(_sum(jaxpr, _moved).values())
+    return sum(_sum(_equations(jaxpr), _moved).values())
 
 
-def _sum(jaxpr: Any, of_product: Callable[[Any], Flops]) -> Flops:
+def _equations(jaxpr: Any) -> list[Any]:
+    return getattr(jaxpr, "jaxpr", jaxpr).eqns
+
+
+def _sum(eqns: Iterable[Any], of_product: Callable[[Any], Flops]) -> Flops:
     """The sum over all matrix products and convolutions."""
     total: Flops = Counter()
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for eqn in eqns:
         name = eqn.primitive.name
         costed = name == "pallas_call" and eqn.params["cost_estimate"] is not None
         if costed or name in ("dot_general", "conv_general_dilated"):
             total += of_product(eqn)
         elif name == "cond":
-            branches: list[Flops] = [_sum(branch, of_product) for branch in eqn.params["branches"]]
+            branches: list[Flops] = [
+                _sum(_equations(branch), of_product) for branch in eqn.params["branches"]
+            ]
             total += max((sum(b.values()), n, b) for n, b in enumerate(branches))[2]
         else:
             times = eqn.params["length"] if name == "scan" else 1
             if name == "shard_map":  # its body is what one device does
                 times = eqn.params["mesh"].size
             for inner in _bodies(eqn):
-                total += Counter({key: times * n for key, n in _sum(inner, of_product).items()})
+                total += Counter({key: times * n for key, n in _sum(_equations(inner), of_product).items()})
     return total
 
 
@@ -75,7 +86,7 @@ def largest_results(jaxpr: Any, count: int = 8) -> list[tuple[int, str]]:
     found: dict[tuple[int, str], None] = {}
 
     def visit(jaxpr: Any) -> None:
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        for eqn in _equations(jaxpr):
             inner = _bodies(eqn)
             for one in inner:
                 visit(one)

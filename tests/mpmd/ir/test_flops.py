@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mmnnx.modules.grouped_matmul import grouped_matmul
-from mmnnx.plan.flops import count_flops
+from mmnnx.mpmd.ir.flops import count_flops
 
 A, B = jnp.ones((8, 4)), jnp.ones((4, 2))
 ONE = 2 * 8 * 4 * 2
