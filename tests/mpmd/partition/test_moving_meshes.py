@@ -109,7 +109,7 @@ def embedded_program(over, stages=4, rows=12, schedule="1f1b", home=0, **options
 def test_each_microbatch_by_itself():
     """They have meshes of their own, and cannot share a call."""
     assert embedded_program("stage", schedule=None).loops[0].per_call == 1
-    with pytest.raises(ValueError, match="per_call=2, but each microbatch has a mesh of its own in task 'embed'"):
+    with pytest.raises(ValueError, match="per_call=2, but each microbatch has a mesh of its own"):
         embedded_program("stage", per_call=2)
 
 
