@@ -17,11 +17,11 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import Atom, Equation, Var, is_var
+from mmnnx.mpmd.ir.equations import Var, is_var
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.ir.program import Program
-from mmnnx.mpmd.ir.rewrite import trace_equations
+from mmnnx.mpmd.ir.rewrite import name_results, trace_equations
 from mmnnx.mpmd.ir.scans import split_operands
 
 
@@ -145,22 +145,4 @@ def _with_sums(eqn: Any, sums: Sequence[_Sum]) -> list[Any]:
     kept = [v for k, v in enumerate(eqn.outvars[carries:]) if k not in within]
     results = [*(s.after for s in sums), *eqn.outvars[:carries], *kept]
     made, atoms = trace_equations(flat, *(s.before for s in sums), *eqn.invars, scope="")
-    return _named(made, atoms, results)
-
-
-def _named(made: Sequence[Equation], atoms: Sequence[Atom], results: Sequence[Var]) -> list[Any]:
-    """Equations whose results get other names; what JAX hands through, or returns twice, is copied."""
-    fresh = {v for e in made for v in e.eqn.outvars}
-    names: dict[Var, Var] = {}
-    copied = []
-    for atom, result in zip(atoms, results):
-        if is_var(atom) and atom in fresh and atom not in names:
-            names[atom] = result
-        else:
-            copied.append((atom, result))
-    eqns = [e.eqn.replace(outvars=[names.get(v, v) for v in e.eqn.outvars]) for e in made]
-    for atom, result in copied:
-        source = names.get(atom, atom) if is_var(atom) else atom
-        ((copy,), _) = trace_equations(jnp.copy, source, scope="")
-        eqns.append(copy.eqn.replace(outvars=[result]))
-    return eqns
+    return [e.eqn for e in name_results(made, atoms, results)]

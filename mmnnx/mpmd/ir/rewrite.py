@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var, with_bodies
@@ -21,6 +23,35 @@ def trace_equations(fun: Callable, *atoms: Atom, scope: str) -> tuple[list[Equat
     for eqn in eqns:
         flat += _inline_eqn(eqn, env, scope)
     return flat, [read(env, v) for v in outvars]
+
+
+def name_results(
+    equations: Sequence[Equation], atoms: Sequence[Atom], results: Sequence[Var]
+) -> list[Equation]:
+    """Equations that were traced, with other variables for what they return.
+
+    What JAX hands through, or returns twice, is copied.
+
+    Args:
+      equations, atoms: what `trace_equations` returned.
+      results: for each of the atoms, the variable that it shall be.
+    """
+    fresh = {v for e in equations for v in e.outvars}
+    names: dict[Var, Var] = {}
+    copied = []
+    for atom, result in zip(atoms, results):
+        if is_var(atom) and atom in fresh and atom not in names:
+            names[atom] = result
+        else:
+            copied.append((atom, result))
+    named = [
+        dataclasses.replace(e, eqn=e.eqn.replace(outvars=[names.get(v, v) for v in e.outvars]))
+        for e in equations
+    ]
+    for atom, result in copied:
+        (copy,), _ = trace_equations(jnp.copy, read(names, atom), scope="")
+        named.append(dataclasses.replace(copy, eqn=copy.eqn.replace(outvars=[result])))
+    return named
 
 
 def _inline_eqn(eqn: Any, env: dict[Var, Atom], scope: str) -> list[Equation]:

@@ -20,6 +20,7 @@ from mmnnx.mpmd.partition.grouping import Group, Grouping, Needs
 from mmnnx.mpmd.partition.joins import set_joins_apart
 from mmnnx.mpmd.partition.rematerialise import rematerialise
 from mmnnx.mpmd.partition.split_backward import split_backward
+from mmnnx.mpmd.partition.split_scans import split_scans
 from mmnnx.mpmd.partition.timetable import split_positions, task_remat, timetable
 
 Names = dict[Mesh, str]
@@ -40,6 +41,7 @@ def plan_fragments(placed: Placed, required: Iterable[PlacedVar], names: Names) 
 def _as_tasks_say(nodes: Sequence[Node], placement: Placement) -> tuple[list[Node], Placement]:
     """Nodes that are in no microbatch loop, with backwards as the options of their tasks ask for them."""
     nodes, placement = rematerialise(nodes, placement, task_remat(placement))
+    nodes, placement = split_scans(nodes, placement, split_positions(placement))
     return nodes, split_backward(nodes, placement, split_positions(placement))
 
 
@@ -65,6 +67,7 @@ def _plan_loop(loop: Loop, placement: Placement, needs: Needs, names: Names) -> 
     placement = set_joins_apart(loop, placement)
     times = timetable(loop, placement)
     nodes, placement = rematerialise(loop.body, placement, times.remat)
+    nodes, placement = split_scans(nodes, placement, times.split)
     placement = split_backward(nodes, placement, times.split)
     carried = _carried(loop, placement, needs)
     kept: list[dict[Mesh, None]] = []

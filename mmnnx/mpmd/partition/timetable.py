@@ -13,6 +13,7 @@ from mmnnx.mpmd.ir.timetable import PARTS, Remat, Stages, Timetable
 from mmnnx.mpmd.partition.durations import estimate_durations
 from mmnnx.mpmd.partition.joins import set_joins_apart
 from mmnnx.mpmd.partition.split_backward import split_backward
+from mmnnx.mpmd.partition.split_scans import can_be_split
 from mmnnx.mpmd.partition.stages import find_stages
 from mmnnx.mpmd.schedule.choose import Way, make_table, ways
 
@@ -74,6 +75,8 @@ def _stages_and_ways(
         )
     halved = split_backward(loop.body, placement, positions)
     there = {(halved.locations[node].position, phase) for node, phase in halved.phases.items()}
+    scans = [node for node in loop.body if can_be_split(node, placement)]
+    there.update((placement.locations[node].position, "backward-weight") for node in scans)
     backward = {n: {part for part in PARTS if (p, part) in there} for n, p in enumerate(positions)}
     if (why := _one_by_one(stages, placement)) is not None:
         if (spec.per_call or 1) > 1:

@@ -52,7 +52,8 @@ def ways(
         return [Way("custom")]
     if spec.schedule is not None and spec.per_call is not None:
         return [Way(spec.schedule, spec.per_call)]
-    names, phases = [name for name in schedule_names() if get_schedule(name).is_builtin], PHASES
+    builtin = [name for name in schedule_names() if get_schedule(name).is_builtin]
+    names, phases = sorted(builtin, key="sequential".__eq__), PHASES  # which is last among equals
     if not any(parts.values()):
         names, phases = ["sequential" if stages.carried else "gpipe"], PHASES[:1]  # forwards alone, in order
     schedules = tuple(map(get_schedule, [spec.schedule] if spec.schedule is not None else names))

@@ -167,7 +167,8 @@ def test_a_loop_makes_its_own():
     with mesh:
         placement = mm.TaskSharding({mm.path(n): (task, P()) for n, task in enumerate(tasks)})
         placed = mm.jit(lambda: nnx.clone(model), out_shardings=placement)()
-        step = mm.jit(mm.microbatch(nnx.value_and_grad(loss), dim=0, size=2, argnum=1, reduce="mean"))
+        grad = nnx.value_and_grad(loss)
+        step = mm.jit(mm.microbatch(grad, dim=0, size=2, argnum=1, reduce="mean", per_call=1))
         x = jnp.ones((8, WIDTH))
         got = step(placed, x)
         assert not rewrite(step.program(placed, x)).keys

@@ -119,7 +119,8 @@ def test_no_rows():
     assert after is before
 
 
-def test_a_stage_holds_the_gradient_of_one_layer_beside_its_sums():
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1"])
+def test_a_stage_holds_the_gradient_of_one_layer_beside_its_sums(schedule):
     """Compiled for TPUs: without this a second stack of gradients, as large as the first."""
     mesh = mm.MultiMesh(axis_sizes=(4, 2), axis_names=("stage", "data"), devices=mm.target("v5e:2x4"))
     stages = [mm.Task(f"stage{i}", mesh_slice={"stage": i}) for i in range(4)]
@@ -133,12 +134,14 @@ def test_a_stage_holds_the_gradient_of_one_layer_beside_its_sums():
 
         @mm.jit(in_shardings=(placed, None), out_shardings=placed, donate_argnums=0)
         def step(weights, batch):
-            grad_fn = mm.microbatch(jax.grad(loss_fn), dim=0, size=4, argnum=1, reduce="mean")
+            loop = dict(dim=0, size=4, argnum=1, reduce="mean", schedule=schedule)
+            grad_fn = mm.microbatch(jax.grad(loss_fn), **loop)
             return weights - 0.1 * grad_fn(weights, batch)
 
         weights = jax.ShapeDtypeStruct((16, 4096, 4096), jnp.float32)
         plan = mm.plan(step, weights, jax.ShapeDtypeStruct((32, 4096), jnp.float32))
-    backwards = [f for f in plan.fragments if "backward" in f.name]
+    makes_gradients = "backward" if schedule == "1f1b" else "backward-weight"
+    backwards = [f for f in plan.fragments if f.name.endswith(makes_gradients)]
     assert len(backwards) == 4
     for f in backwards:
         assert f.temporary_bytes < 0.6 * f.output_bytes, f.name

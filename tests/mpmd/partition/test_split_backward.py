@@ -169,10 +169,14 @@ def makers(program: mm.Program) -> dict[int, Call | Transfer]:
 
 @pytest.mark.parametrize("name", all_but(CASES.keys() - {"transformer"}, CASES))
 def test_nothing_is_computed_twice(name):
-    """On every mesh the parts hold as many products, convolutions, loops and draws as the whole backward."""
+    """On every mesh the parts hold as many products, convolutions and draws as the whole backward, and loops
+    too, but for those over layers: each gradient of these has its own."""
     split = program(name, "zero-bubble-h1")
     assert {c.phase for c in split.calls if c.microbatch is not None} >= {"forward", INPUT, WEIGHT}
-    assert dear(split) == dear(program(name, "1f1b"))
+    parts, whole = dear(split), dear(program(name, "1f1b"))
+    if name == "stacks of layers under scan":
+        parts, whole = ({k: n for k, n in found.items() if k[1] != "scan"} for found in (parts, whole))
+    assert parts == whole
 
 
 @pytest.mark.parametrize("name", CASES)
