@@ -7,6 +7,7 @@ values from outside of the loop. `_BodyValues` knows where each is.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,10 @@ def emit_loop(plan: LoopPlan, outer: OuterValues, writer: Writer) -> None:
     values = _BodyValues(plan, outer, writer)
     readers = _body_readers(plan)
     stages: dict[int | None, int] = {p: n for n, p in enumerate(plan.timetable.positions)}
+    reads = [[values.finder(v, f.mesh) for v in f.invars] for f in plan.body.fragments]
     for index, m in order_loop(plan, writer.meshes.moves):
         f = plan.body.fragments[index]
-        mesh, inputs = writer.meshes.at(f.mesh, m), [values.buffer(v, f.mesh, m) for v in f.invars]
+        mesh, inputs = writer.meshes.at(f.mesh, m), [find(m) for find in reads[index]]
         writer.call(f, mesh, m, inputs, readers, stages.get(f.position))
         values.note_sums(f, m)
     _name_results(plan, values, outer, writer)
@@ -67,19 +69,26 @@ class _BodyValues:
         self.held_on = dict(zip(loop.carry_in, plan.carried))
         self.slices = dict(zip(loop.slice_vars, loop.slices))
         self.sums = sums(plan)
+        self._made = {v for f in plan.body.fragments for v in f.outvars}
         self._sums_out = {self.carry_out[v] for v in self.sums}
         self.latest: dict[PlacedVar, int] = {}
 
-    def buffer(self, var: Var, mesh: Mesh, m: int) -> int:
-        """The buffer of what microbatch m reads as `var` on `mesh`."""
-        here = self.meshes.at(mesh, m)
+    def finder(self, var: Var, mesh: Mesh) -> Callable[[int], int]:
+        """From a microbatch to the buffer of what it reads as `var` on `mesh`."""
+        at, buffers, outer = self.meshes.at, self.writer.buffers, self.outer
         if var in self.init:
-            return self._carry(var, mesh, m) if mesh in self.held_on[var] else self._sent_carry(var, here, m)
+            if mesh in self.held_on[var]:
+                return lambda m: self._carry(var, mesh, m)
+            return lambda m: self._sent_carry(var, at(mesh, m), m)
         if var in self.slices:
-            return self.outer.buffer(self.slices[var][m], here)
-        if (var, here, m) in self.writer.buffers:
-            return self.writer.buffers[var, here, m]
-        return self.outer.buffer(var, here)
+            row = self.slices[var]
+            return lambda m: outer.buffer(row[m], at(mesh, m))
+        if var in self._made:
+            return lambda m: buffers[var, at(mesh, m), m]
+        if mesh in self.meshes.moves:
+            return lambda m: outer.buffer(var, at(mesh, m))
+        whole = outer.buffer(var, mesh)
+        return lambda m: whole
 
     def _carry(self, var: Var, mesh: Mesh, m: int) -> int:
         """A carry on a mesh that holds it: as the microbatch before left it, or as it entered the loop."""

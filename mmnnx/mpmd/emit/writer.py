@@ -73,10 +73,13 @@ class Writer:
         stage: int | None = None,
     ) -> None:
         """Calls a fragment on a mesh, and right after it sends what it made to its readers, mesh by mesh."""
-        inputs = tuple(inputs)
-        outputs = tuple(self.new_buffer(v, mesh, microbatch) for v in f.outvars)
+        first = len(self.values)
+        outputs = tuple(range(first, first + len(f.outvars)))
+        for v, buffer in zip(f.outvars, outputs):
+            self.values.append((v, mesh))
+            self.buffers[v, mesh, microbatch] = buffer
         fragment = self.meshes.fragment_on(f, mesh)
-        self.instructions.append(Call(fragment, microbatch, inputs, outputs, (), stage))
+        self.instructions.append(Call(fragment, microbatch, tuple(inputs), outputs, (), stage))
         sends: dict[Mesh, dict[Var, int]] = {}
         for v, source in zip(f.outvars, outputs):
             for reader in readers.get(v, ()):

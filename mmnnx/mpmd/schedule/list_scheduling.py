@@ -62,7 +62,8 @@ def play(jobs: Jobs) -> list[tuple[float, int]]:
     idle = [0.0] * len(number)  # when each mesh is done with what it has begun
     early: list[list[tuple[float, int]]] = [[] for _ in number]  # (ready, job), as heaps
     late: list[list[tuple[float, int]]] = [[] for _ in number]
-    offers: list[tuple[float, int, int]] = []  # (start, mesh, version): what each mesh would run next
+    # What each mesh would run next: (start, mesh, version, rank, job). The last two are those of `choose`.
+    offers: list[tuple[float, int, int, int, int]] = []
     version = [0] * len(number)
 
     def choose(mesh: int) -> tuple[float, int, int] | None:
@@ -80,7 +81,8 @@ def play(jobs: Jobs) -> list[tuple[float, int]]:
         version[mesh] += 1
         choice = choose(mesh)
         if choice is not None:
-            heapq.heappush(offers, (choice[0], mesh, version[mesh]))
+            start, rank, job = choice
+            heapq.heappush(offers, (start, mesh, version[mesh], rank, job))
 
     def release(job: int) -> None:
         if not in_row[job]:
@@ -94,11 +96,9 @@ def play(jobs: Jobs) -> list[tuple[float, int]]:
         offer(mesh)
     order: list[tuple[float, int]] = []
     while offers:
-        start, mesh, made = heapq.heappop(offers)
-        choice = choose(mesh) if made == version[mesh] else None
-        if choice is None:
-            continue
-        _, rank, job = choice
+        start, mesh, made, rank, job = heapq.heappop(offers)
+        if made != version[mesh]:
+            continue  # it has made another offer since
         if rank == 1:
             next(row for row in rows[mesh] if row and row[0] == job).popleft()
         else:
