@@ -36,7 +36,7 @@ def split_scans(
     Returns:
       The nodes with the new scans in their place, and where these are.
     """
-    found = [n for n in nodes if can_be_split(n, placement) and placement.locations[n].position in positions]
+    found = {n for n in nodes if can_be_split(n, placement) and placement.locations[n].position in positions}
     if not found:
         return list(nodes), placement
     placed = placement.copy()
@@ -89,25 +89,24 @@ class _Body:
         inputs = split_operands(invars, num_consts, num_carry)
         carried, ys = outvars[:num_carry], outvars[num_carry:]
         chain = _needed(eqns, carried)
-        gradients = {}
-        for n, y in enumerate(ys):
-            own = [e for e in _needed(eqns, [y]) if e not in chain]
-            if num_carry and ys.count(y) == 1 and any(map(_has_product, own)):
-                gradients[n] = own
-        if any(e.effects for e in eqns):
-            gradients = {}
+        divisible = num_carry and not any(e.effects for e in eqns)
+        alone = [n for n, y in enumerate(ys) if divisible and ys.count(y) == 1]
+        apart = {n for n in alone if any(map(_has_product, _needed(eqns, [ys[n]], but=chain)))}
+        chain = _needed(eqns, [*carried, *(y for n, y in enumerate(ys) if n not in apart)])
+        made = {n: _needed(eqns, [ys[n]], but=chain) for n in sorted(apart)}
+        gradients = {n: own for n, own in made.items() if own}
         others = [y for n, y in enumerate(ys) if n not in gradients]
-        chain = _needed(eqns, [*carried, *others])
-        left = {n: [e for e in made if e not in chain] for n, made in gradients.items()}
-        return cls(*inputs, dict(held), chain, [*carried, *others], {n: es for n, es in left.items() if es})
+        return cls(*inputs, dict(held), chain, [*carried, *others], gradients)
 
 
-def _needed(eqns: Sequence[Any], wanted: Iterable[Atom]) -> list[Any]:
-    live, needed = {a for a in wanted if is_var(a)}, []
+def _needed(eqns: Sequence[Any], wanted: Iterable[Atom], but: Sequence[Any] = ()) -> list[Any]:
+    """The equations that make these, but for some of them and what is needed for those alone."""
+    there = {v for e in but for v in e.outvars}
+    live, needed = {a for a in wanted if is_var(a)} - there, []
     for e in reversed(eqns):
         if not live.isdisjoint(e.outvars):
             needed.append(e)
-            live.update(filter(is_var, e.invars))
+            live.update(a for a in e.invars if is_var(a) and a not in there)
     return needed[::-1]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx import _compat
@@ -57,6 +58,24 @@ def test_stacks_of_two_layers(schedule):
     )
     for counts in products(program).values():
         assert counts[INPUT, True] and counts[WEIGHT, True]
+
+
+def test_over_a_data_axis():
+    """Its gradients are still reduced once a step."""
+    mesh, tasks = pipeline(2, 2)
+    program = assert_parity(
+        make(models.ScanNet),
+        models.squared_error,
+        models.vectors(rows=16),
+        place(tasks, ["first", ("stacks", 0)], [("stacks", 1), "last"]),
+        mesh=mesh,
+        microbatch=4,
+        schedule="zero-bubble-h1",
+        arg_shardings=P(mesh.axis_names[-1]),
+        steps=2,
+    )
+    assert not program.notes
+    assert all(counts[WEIGHT, True] for counts in products(program).values())
 
 
 def language_model() -> LM:
@@ -115,6 +134,13 @@ def twice(w, carry, row):
     return carry, (a, a, b)
 
 
+def part_of_another(w, carry, row):
+    """What one is made of is made for another anyway, which is there twice."""
+    carry, (a, *_) = step(w, carry, row)
+    made = a + 1
+    return carry, (made, made, a)
+
+
 def read_on(w, carry, row):
     """The gradient is what the next iteration begins with."""
     carry = carry @ w + row
@@ -145,6 +171,7 @@ def nested(w, carry, row):
         (scan(reverse=True), 2),
         (scan(unroll=2), 2),
         (scan(twice), 1),
+        (scan(part_of_another), 0),
         (scan(read_on), 0),
         (scan(shared), 2),
         (scan(printing), 0),
