@@ -25,6 +25,7 @@ PLAIN = Case(
     homes=(0, 1),
     styles=("replicated", "columns"),
     microbatches=2,
+    schedule="1f1b",
     optimizer="momentum",
 )
 BUSY = Case(
