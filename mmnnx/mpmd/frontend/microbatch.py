@@ -51,7 +51,7 @@ def microbatch(
       argnum: which positional argument to slice, a pytree of arrays. The others are constant over the loop.
       schedule: the name of a schedule ("gpipe", "1f1b", "zero-bubble-h1", ...; `mmnnx schedule` lists them),
         or "custom". Default: of those of mmnnx that can be used here (and fit `memory_limit`), the one with
-        the lowest step latency in simulation with unit costs.
+        the lowest step latency in simulation, of times that are estimated from shapes.
       num_stages: number of pipeline stages expected; checked against what is found.
       interleave: number of stages on each TaskMesh expected, for schedules that interleave them.
       unrolling: for "interleaved-1f1b" and "interleaved-zero-bubble", how many microbatches a mesh runs of

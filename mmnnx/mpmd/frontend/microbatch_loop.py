@@ -48,7 +48,10 @@ def run_loop(
     except ValueError as error:
         raise ValueError(f"{error} (argument {argnum} is sliced: argnum={argnum})") from None
     if count % (spec.per_call or 1):
-        raise ValueError(f"microbatch: per_call={spec.per_call} does not divide {count} microbatches")
+        fitting = [n for n in range(1, count + 1) if count % n == 0]
+        raise ValueError(
+            f"microbatch: per_call={spec.per_call} does not divide {count} microbatches: {fitting} do"
+        )
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = tuple(leaf for leaf in leaves if is_node(leaf))
     graphdef, nnx_state = nnx.split(nodes, graph=True)

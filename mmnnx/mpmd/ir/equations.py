@@ -164,6 +164,9 @@ class Flat:
 # Equations that compute a jaxpr as it stands.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"}
 
+# Equations that multiply matrices, in which nearly all floating-point operations are.
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
 # Equations that only lay out bytes anew. Done ahead of the loop they would cost memory and save nothing.
 LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev", "copy"}
 

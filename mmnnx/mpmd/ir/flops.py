@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from mmnnx.mpmd.ir.equations import nbytes
+from mmnnx.mpmd.ir.equations import PRODUCTS, nbytes
 
 Flops = Counter[str]  # by the dtype of the operands
 
@@ -60,7 +60,7 @@ def _sum(eqns: Iterable[Any], of_product: Callable[[Any], Flops]) -> Flops:
     for eqn in eqns:
         name = eqn.primitive.name
         costed = name == "pallas_call" and eqn.params["cost_estimate"] is not None
-        if costed or name in ("dot_general", "conv_general_dilated"):
+        if costed or name in PRODUCTS:
             total += of_product(eqn)
         elif name == "cond":
             branches: list[Flops] = [

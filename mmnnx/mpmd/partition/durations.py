@@ -35,10 +35,14 @@ def estimate_durations(loop: Loop, placement: Placement) -> Durations:
         if location is None:
             continue
         platform = location.mesh.devices.flat[0].platform
-        speed, bandwidth, _ = _CPU if platform == "cpu" else _ACCELERATOR
+        speed, bandwidth, _ = _rates(platform)
         work = sum(flops_of([e.eqn]).values()) / speed + sum(map(nbytes, e.outvars)) / bandwidth
         seconds[location.mesh] += work / location.mesh.size
         if placement.phases[e] == "backward":
             units = UNIT_COSTS["forward"] + UNIT_COSTS["backward"]
-    *_, dispatch = _CPU if platform == "cpu" else _ACCELERATOR
+    *_, dispatch = _rates(platform)
     return Durations(max(seconds.values(), default=0.0) / units, dispatch)
+
+
+def _rates(platform: str) -> tuple[float, float, float]:
+    return _CPU if platform == "cpu" else _ACCELERATOR

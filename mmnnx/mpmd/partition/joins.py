@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
-from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var
+from mmnnx.mpmd.ir.equations import PRODUCTS, Equation, Loop, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement
-
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def set_joins_apart(loop: Loop, placement: Placement) -> Placement:
@@ -50,6 +48,6 @@ def set_joins_apart(loop: Loop, placement: Placement) -> Placement:
 
 
 def _is_work(node: Node, placement: Placement) -> bool:
-    if not isinstance(node, Equation) or node.name in _PRODUCTS:
+    if not isinstance(node, Equation) or node.name in PRODUCTS:
         return True
     return any(placement.where[a].kind is Kind.STATE for a in node.invars if is_var(a))

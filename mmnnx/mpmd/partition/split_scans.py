@@ -15,12 +15,10 @@ import jax
 import jax.extend.core as jex
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var
+from mmnnx.mpmd.ir.equations import PRODUCTS, Atom, Equation, Node, Var, is_var
 from mmnnx.mpmd.ir.placement import Placement
 from mmnnx.mpmd.ir.rewrite import name_results, trace_equations
 from mmnnx.mpmd.ir.scans import split_operands
-
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def split_scans(
@@ -112,7 +110,7 @@ def _needed(eqns: Sequence[Any], wanted: Iterable[Atom], but: Sequence[Any] = ()
 
 def _has_product(eqn: Any) -> bool:
     inside = (e for jaxpr in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(jaxpr)[2])
-    return eqn.primitive.name in _PRODUCTS or any(map(_has_product, inside))
+    return eqn.primitive.name in PRODUCTS or any(map(_has_product, inside))
 
 
 def _parts(node: Equation) -> list[Equation]:

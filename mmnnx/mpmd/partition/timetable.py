@@ -15,7 +15,7 @@ from mmnnx.mpmd.partition.joins import set_joins_apart
 from mmnnx.mpmd.partition.split_backward import split_backward
 from mmnnx.mpmd.partition.split_scans import can_be_split
 from mmnnx.mpmd.partition.stages import find_stages
-from mmnnx.mpmd.schedule.choose import Way, make_table, ways
+from mmnnx.mpmd.schedule.choose import Way, asked, make_table, ways
 
 
 def ways_to_run(loop: Loop, placement: Placement) -> list[Way]:
@@ -26,8 +26,10 @@ def ways_to_run(loop: Loop, placement: Placement) -> list[Way]:
       placement: of its body.
 
     Raises:
-      ValueError: as `timetable`; if several microbatches are to run in one call, and each must be by itself.
+      ValueError: if nothing would do.
     """
+    if (way := asked(loop.spec)) is not None:
+        return [way]
     *_, found = _stages_and_ways(loop, set_joins_apart(loop, placement))
     return found
 
@@ -41,7 +43,8 @@ def timetable(loop: Loop, placement: Placement) -> Timetable:
 
     Raises:
       ValueError: if the loop has another number of stages than was asked for, or its schedule (where none was
-        asked for: every schedule) is not for such stages or so few microbatches.
+        asked for: every schedule) is not for such stages or so few microbatches; if several are to share a
+        call that wait for one another.
     """
     spec = loop.spec
     positions, stages, backward, (way, *_) = _stages_and_ways(loop, placement)

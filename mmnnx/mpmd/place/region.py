@@ -11,7 +11,7 @@ from typing import Literal
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.ir.dataflow import follow_back
-from mmnnx.mpmd.ir.equations import Atom, Equation, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.equations import PRODUCTS, Atom, Equation, Loop, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import CONST, FREE, Kind, Origin, combine
 from mmnnx.mpmd.ir.placement import Location, Placement, Position, Reason
 from mmnnx.mpmd.place.classify import Role, classify
@@ -20,8 +20,6 @@ from mmnnx.sharding.task import Task
 
 TaskOf = Callable[[str], "tuple[Task, Mesh] | None"]
 Fits = Callable[[Loop, Placement], bool]
-
-_CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +224,7 @@ class Region:
 
     def note_renewed(self, e: Equation) -> None:
         """State and what is combined with it entry by entry are its next value, or on the way there."""
-        if len(e.outvars) != 1 or e.name in _CONTRACTIONS:
+        if len(e.outvars) != 1 or e.name in PRODUCTS:
             return
         out, arrays = e.outvars[0], [a for a in e.invars if a.aval.shape]
         weights = [a for a in arrays if a in self.renewed or self.origin_of(a).kind is Kind.STATE]

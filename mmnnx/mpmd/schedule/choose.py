@@ -34,6 +34,15 @@ class Durations(NamedTuple):
     dispatch: float
 
 
+def asked(spec: LoopSpec) -> Way | None:
+    """The way that a loop asks for; None if it leaves something open."""
+    if spec.rows:
+        return Way("custom")
+    if spec.schedule is not None and spec.per_call is not None:
+        return Way(spec.schedule, spec.per_call)
+    return None
+
+
 def ways(
     spec: LoopSpec, stages: Stages, parts: Mapping[int, Collection[str]], durations: Callable[[], Durations]
 ) -> list[Way]:
@@ -48,10 +57,8 @@ def ways(
     Raises:
       ValueError: if no schedule is for such stages, with the options that are given.
     """
-    if spec.rows:
-        return [Way("custom")]
-    if spec.schedule is not None and spec.per_call is not None:
-        return [Way(spec.schedule, spec.per_call)]
+    if (way := asked(spec)) is not None:
+        return [way]
     builtin = [name for name in schedule_names() if get_schedule(name).is_builtin]
     names, phases = sorted(builtin, key="sequential".__eq__), PHASES  # which is last among equals
     if not any(parts.values()):
