@@ -38,7 +38,7 @@ def emit_loop(plan: LoopPlan, outer: OuterValues, writer: Writer) -> None:
 
 def _bring_outer_values(plan: LoopPlan, outer: OuterValues, meshes: MovingMeshes) -> None:
     """Has what the loop reads from outside where it reads it, before it begins."""
-    sliced = {v: (m,) for row in plan.loop.slices for m, v in enumerate(row)}
+    sliced = {v: (m,) for row in plan.slices.values() for m, v in enumerate(row)}
     for v, mesh in plan.reads:
         for m in sliced.get(v, range(plan.loop.spec.length)) if mesh in meshes.moves else (0,):
             outer.buffer(v, meshes.at(mesh, m))
@@ -67,7 +67,7 @@ class _BodyValues:
         self.init = dict(zip(loop.carry_in, loop.init))
         self.carry_out = dict(zip(loop.carry_in, loop.carry_out))
         self.held_on = dict(zip(loop.carry_in, plan.carried))
-        self.slices = dict(zip(loop.slice_vars, loop.slices))
+        self.slices = plan.slices
         self.sums = sums(plan)
         self._made = {v for f in plan.body.fragments for v in f.outvars}
         self._sums_out = {self.carry_out[v] for v in self.sums}
@@ -136,7 +136,7 @@ def _name_results(plan: LoopPlan, values: _BodyValues, outer: OuterValues, write
                 _add_up(out, result, parts, outer, writer)
             else:
                 name(out, values.latest.get((out, mesh), last), result, mesh)
-    for y, row, held_on in zip(loop.ys, loop.stacks, plan.kept):
+    for y, row, held_on in plan.kept:
         for m, v in enumerate(row):
             for mesh in held_on:
                 name(y, m, v, mesh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -43,23 +43,33 @@ class Fragment:
         return f"Fragment({self.name!r}, {dict(self.mesh.shape)})"
 
 
+class Kept(NamedTuple):
+    """A result of fragments that is kept after a loop: of each call, as one of some outer variables."""
+
+    result: Var
+    calls: tuple[Var, ...]
+    meshes: tuple[Mesh, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoopPlan:
     """A microbatch loop whose body is partitioned into fragments.
 
     Attributes:
       loop: what it was made of.
-      body: the fragments of one microbatch.
-      carried: for each carry, the meshes that hold it between microbatches.
-      kept: for each result that is kept per microbatch, the meshes that hold it.
+      body: the fragments of one call: of one microbatch, or of several that share a call.
+      slices: for variables of the body that stand for slices, the outer variable of each call.
+      carried: for each carry, the meshes that hold it between calls.
+      kept: the results that are kept.
       reads: the outer values that the loop reads.
       timetable: its stages, and what its schedule asks of them.
     """
 
     loop: Loop
     body: Body
+    slices: dict[Var, tuple[Var, ...]]
     carried: tuple[tuple[Mesh, ...], ...]
-    kept: tuple[tuple[Mesh, ...], ...]
+    kept: tuple[Kept, ...]
     reads: tuple[PlacedVar, ...]
     timetable: Timetable
 
@@ -83,10 +93,10 @@ class WhilePlan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
-    """The plan of one microbatch: of fragments alone, for inside a Loop there is no other.
+    """The plan of one call: of fragments alone, for inside a Loop there is no other.
 
     Attributes:
-      fragments: each after those it needs in the same microbatch.
+      fragments: each after those it needs in the same call.
       homes, needs: as in Plan.
     """
 

@@ -82,7 +82,7 @@ def plan_text(plan: Plan, mesh_names: Mapping[Mesh, str], names: Names) -> str:
             continue
         lines += [
             f"  keeps {names.typed(y)} of each microbatch on {_meshes(meshes, mesh_names)}"
-            for y, meshes in zip(step.loop.ys, step.kept)
+            for y, _, meshes in step.kept
         ]
         for f in step.body.fragments:
             lines += [f"  {line}" for line in _fragment(f, mesh_names, names)]

@@ -45,7 +45,12 @@ def name_results(
         else:
             copied.append((atom, result))
     named = [
-        dataclasses.replace(e, eqn=e.eqn.replace(outvars=[names.get(v, v) for v in e.outvars]))
+        dataclasses.replace(
+            e,
+            eqn=e.eqn.replace(
+                invars=[read(names, a) for a in e.invars], outvars=[names.get(v, v) for v in e.outvars]
+            ),
+        )
         for e in equations
     ]
     for atom, result in copied:

@@ -12,13 +12,14 @@ from jax.sharding import Mesh
 from mmnnx import _compat
 from mmnnx.mpmd.distributed.processes import holders
 from mmnnx.mpmd.ir.equations import Loop, Node, Var, While, is_var
-from mmnnx.mpmd.ir.fragments import Body, Fragment, LoopPlan, PlacedVar, Plan, Step, WhilePlan
+from mmnnx.mpmd.ir.fragments import Body, Fragment, Kept, LoopPlan, PlacedVar, Plan, Step, WhilePlan
 from mmnnx.mpmd.ir.placement import Placed, Placement
 from mmnnx.mpmd.ir.timetable import PARTS
 from mmnnx.mpmd.partition.change_mesh import change_mesh
 from mmnnx.mpmd.partition.grouping import Group, Grouping, Needs
 from mmnnx.mpmd.partition.joins import set_joins_apart
 from mmnnx.mpmd.partition.rematerialise import rematerialise
+from mmnnx.mpmd.partition.scan_microbatches import scan_microbatches
 from mmnnx.mpmd.partition.split_backward import split_backward
 from mmnnx.mpmd.partition.split_scans import split_scans
 from mmnnx.mpmd.partition.timetable import split_positions, task_remat, timetable
@@ -70,17 +71,19 @@ def _plan_loop(loop: Loop, placement: Placement, needs: Needs, names: Names) -> 
     nodes, placement = split_scans(nodes, placement, times.split)
     placement = split_backward(nodes, placement, times.split)
     carried = _carried(loop, placement, needs)
-    kept: list[dict[Mesh, None]] = []
+    kept = []
     for y, row in zip(loop.ys, loop.stacks):
         home = placement.where[y].home
-        kept.append(dict.fromkeys([home] if home is not None else (m for v in row for m in needs.get(v, ()))))
-    results = [(v, m) for v, meshes in zip(loop.ys, kept) for m in meshes]
+        held_on = dict.fromkeys([home] if home is not None else (m for v in row for m in needs.get(v, ())))
+        kept.append(Kept(y, row, tuple(held_on)))
+    results = [(y, m) for y, _, meshes in kept for m in meshes]
     plan = _plan_body(loop, nodes, placement, carried, results, names)
     slices = dict(zip(loop.slice_vars, loop.slices))
     reads = _reads(loop, plan, placement, slices)
     fragments = tuple(step for step in plan.steps if isinstance(step, Fragment))  # which are all
     body = Body(fragments, plan.homes, plan.needs)
-    return LoopPlan(loop, body, tuple(map(tuple, carried)), tuple(map(tuple, kept)), tuple(reads), times)
+    made = LoopPlan(loop, body, slices, tuple(map(tuple, carried)), tuple(kept), tuple(reads), times)
+    return scan_microbatches(made)
 
 
 def _plan_while(loop: While, placement: Placement, needs: Needs, names: Names) -> WhilePlan:

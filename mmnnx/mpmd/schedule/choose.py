@@ -5,6 +5,7 @@ What a loop leaves open is chosen by simulation, so that a step takes the least 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +25,13 @@ class Way(NamedTuple):
 
     schedule: str
     per_call: int = 1
+
+    def asked_of(self, spec: LoopSpec) -> LoopSpec:
+        """What a loop asks for that is to run so, of calls in the place of microbatches."""
+        schedule = None if spec.rows else self.schedule
+        return dataclasses.replace(
+            spec, schedule=schedule, length=spec.length // self.per_call, per_call=self.per_call
+        )
 
 
 class Durations(NamedTuple):

@@ -119,8 +119,8 @@ def test_no_rows():
     assert after is before
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1"])
-def test_a_stage_holds_the_gradient_of_one_layer_beside_its_sums(schedule):
+@pytest.mark.parametrize("schedule, per_call", [("1f1b", 1), ("zero-bubble-h1", 1), ("1f1b", 2)])
+def test_a_stage_holds_the_gradient_of_one_layer_beside_its_sums(schedule, per_call):
     """Compiled for TPUs: without this a second stack of gradients, as large as the first."""
     mesh = mm.MultiMesh(axis_sizes=(4, 2), axis_names=("stage", "data"), devices=mm.target("v5e:2x4"))
     stages = [mm.Task(f"stage{i}", mesh_slice={"stage": i}) for i in range(4)]
@@ -134,7 +134,7 @@ def test_a_stage_holds_the_gradient_of_one_layer_beside_its_sums(schedule):
 
         @mm.jit(in_shardings=(placed, None), out_shardings=placed, donate_argnums=0)
         def step(weights, batch):
-            loop = dict(dim=0, size=4, argnum=1, reduce="mean", schedule=schedule)
+            loop = dict(dim=0, size=4, argnum=1, reduce="mean", schedule=schedule, per_call=per_call)
             grad_fn = mm.microbatch(jax.grad(loss_fn), **loop)
             return weights - 0.1 * grad_fn(weights, batch)
 
