@@ -33,12 +33,12 @@ def extract_constant_keys(program: Program) -> tuple[Program, list[Any]]:
       The program with the keys as inputs, after those that it has; and their values.
     """
     times = Counter(c.fragment for c in program.calls)
+    once = {f for f, n in times.items() if n == 1 and f.one is None} - program.repeated
     made: dict[Any, list[Any]] = {}
     inputs, values, keys = dict(program.inputs), list(program.values), []
     instructions: list[Instruction] = []
     for i in program.instructions:
-        once = isinstance(i, Call) and times[i.fragment] == 1 and i.fragment not in program.repeated
-        if isinstance(i, Call) and once and (wanted := _constant_keys(i.fragment)):
+        if isinstance(i, Call) and i.fragment in once and (wanted := _constant_keys(i.fragment)):
             keys += _evaluate(i.fragment.jaxpr.eqns, wanted, made)
             f = _with_inputs(i.fragment, wanted)
             buffers = tuple(range(len(values), len(values) + len(wanted)))

@@ -21,9 +21,10 @@ from mmnnx.mpmd.compile.equality import equation_key
 from mmnnx.mpmd.compile.lower import loads_on_other_meshes
 from mmnnx.mpmd.compile.outline_match import align, match_core
 from mmnnx.mpmd.compile.outline_split import split_around
-from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
+from mmnnx.mpmd.ir.fragments import Fragment, Microbatches, PlacedVar
 from mmnnx.mpmd.ir.instructions import Call, Instruction
 from mmnnx.mpmd.ir.program import Program
+from mmnnx.mpmd.ir.scan_fragment import scan_fragment
 from mmnnx.mpmd.ir.shardings import same_shape
 
 # Kinds of operations that need not be compiled again, for a call more in each microbatch: in a transformer, a
@@ -68,15 +69,20 @@ def _find_splits(program: Program) -> dict[Fragment, list[Fragment]]:
     looped = {c.fragment for c in program.calls if c.microbatch is not None}
     for f in dict.fromkeys(c.fragment for c in program.calls if looped or _initialises(c)):
         if not f.jaxpr.effects and not _calls_host(f.jaxpr):
+            eqns = (f.one or f).jaxpr.eqns
             try:
-                operations[f] = [kinds.setdefault(equation_key(e), len(kinds)) for e in f.jaxpr.eqns]
+                operations[f] = [kinds.setdefault(equation_key(e), len(kinds)) for e in eqns]
             except TypeError:  # it holds what cannot be hashed
                 continue
-            weights.update(zip(operations[f], map(_weight, f.jaxpr.eqns)))
+            weights.update(zip(operations[f], map(_weight, eqns)))
     found: dict[Fragment, list[Fragment]] = {}
     whole: dict[tuple[int, ...], Fragment] = {}  # those that stay whole, one of each kind, by size
     for f in sorted(operations, key=lambda f: len(operations[f])):
-        like = [g for g in whole.values() if f.phase == g.phase and same_shape(f.mesh, g.mesh)]
+        like = [
+            g
+            for g in whole.values()
+            if f.phase == g.phase and same_shape(f.mesh, g.mesh) and _count(f) == _count(g)
+        ]
         worth = _WORTH if f in looped else _WORTH_ONCE
         smaller = (g for g in reversed(like) if len(operations[g]) < len(operations[f]))
         splits = (_split(f, g, operations[f], operations[g], weights, worth) for g in smaller)
@@ -85,6 +91,11 @@ def _find_splits(program: Program) -> dict[Fragment, list[Fragment]]:
         else:
             whole.setdefault(tuple(operations[f]), f)
     return found
+
+
+def _count(f: Fragment) -> int:
+    """How many microbatches run in a call."""
+    return f.microbatches.count if f.microbatches is not None else 1
 
 
 def _weight(eqn: Any) -> int:
@@ -120,12 +131,22 @@ def _split(
         return None
     if sum(n * count[kind] for kind, n in other.items()) > _MOST_PAIRS:
         return None
+    one, core = f.one or f, core.one or core
     for step in (1, -1, 0):  # 0: by what they read alone, as the LM's last optimizer needs
-        match = match_core(f, core, mine, its, align(mine, its, step) if step else {})
-        parts = None if match is None else split_around(f, core, match)
+        match = match_core(one, core, mine, its, align(mine, its, step) if step else {})
+        parts = None if match is None else split_around(one, core, match)
         if parts is not None:
-            return parts
+            return parts if f.microbatches is None else _scans(parts, f.microbatches)
     return None
+
+
+def _scans(parts: Sequence[Fragment], microbatches: Microbatches) -> list[Fragment] | None:
+    """The parts of a microbatch, each for all that share a call; None if carries go from part to part."""
+    for part in parts:
+        enter, leave = {*part.invars}, {*part.outvars}
+        if any((v in enter) != (after in leave) or after in enter for v, after in microbatches.leaves.items()):
+            return None
+    return [scan_fragment(part, microbatches) for part in parts]
 
 
 def _calls_of_parts(call: Call, parts: Sequence[Fragment], values: list[PlacedVar]) -> list[Call]:

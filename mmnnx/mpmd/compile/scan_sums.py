@@ -22,6 +22,7 @@ from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.rewrite import name_results, trace_equations
+from mmnnx.mpmd.ir.scan_fragment import scan_fragment
 from mmnnx.mpmd.ir.scans import split_operands
 
 
@@ -78,44 +79,27 @@ def add_inside_scans(program: Program) -> Program:
 
 def rewrite_fragment(f: Fragment) -> Fragment:
     """The fragment with what its scans stack for a sum added inside them; itself if there is no such sum."""
-    jaxpr = _rewrite(f.jaxpr, f.invars)
-    return f if jaxpr is f.jaxpr else dataclasses.replace(f, jaxpr=jaxpr)
-
-
-def _rewrite(jaxpr: Any, inputs: Sequence[Var]) -> Any:
-    """A jaxpr with its scans rewritten, and those inside them, as where microbatches share a call.
-
-    Args:
-      inputs: those of its inputs that may be sums.
-    """
-    _, outvars, eqns, _ = _compat.open_jaxpr(jaxpr)
-    found = _find_sums(inputs, outvars, eqns)
+    if f.one is not None and f.microbatches is not None:
+        one = rewrite_fragment(f.one)
+        return f if one is f.one else scan_fragment(one, f.microbatches)
+    eqns = list(f.jaxpr.eqns)
+    found = _find_sums(f, eqns)
+    if not found:
+        return f
     gone = {v for sums in found.values() for s in sums for v in (*s.stack.made, s.after)}
-    numbers = iter(range(len(eqns)))
-
-    def written(eqn: Any) -> Any:
-        n = next(numbers)
+    written: list[Any] = []
+    for n, e in enumerate(eqns):
         if n in found:
-            return _with_sums(eqn, found[n])
-        return _rewrite_body(eqn) if gone.isdisjoint(eqn.outvars) else []
-
-    return _compat.map_equations(jaxpr, written)
-
-
-def _rewrite_body(eqn: Any) -> Any:
-    """An equation; if it is a scan, with its body rewritten. Its carries may be sums."""
-    if eqn.primitive.name != "scan":
-        return eqn
-    body, counts = eqn.params["jaxpr"], _compat.scan_counts(eqn.params)
-    _, carries, _ = split_operands(_compat.open_jaxpr(body)[0], *counts)
-    rewritten = _rewrite(body, carries)
-    return eqn if rewritten is body else eqn.replace(params={**eqn.params, "jaxpr": rewritten})
+            written += _with_sums(e, found[n])
+        elif gone.isdisjoint(e.outvars):
+            written.append(e)
+    return dataclasses.replace(f, jaxpr=_compat.close_jaxpr(f.invars, f.outvars, written))
 
 
-def _find_sums(inputs: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Any]) -> dict[int, list[_Sum]]:
+def _find_sums(f: Fragment, eqns: Sequence[Any]) -> dict[int, list[_Sum]]:
     """The sums that can be inside, by the number of their scan: nothing else reads the stack or the input."""
     uses = Counter(a for e in eqns for a in e.invars if is_var(a))
-    uses.update(a for a in outvars if is_var(a))
+    uses.update(f.outvars)
     stacks: dict[Var, _Stack] = {}
     found: dict[int, list[_Sum]] = {}
     for n, e in enumerate(eqns):
@@ -132,7 +116,7 @@ def _find_sums(inputs: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Any
             stacks[e.outvars[0]] = held[0].transposed(e.params["permutation"], e.outvars[0])
         elif name in ("add", "add_any") and len(once) == 2 and len(held) == 1:
             before = next(a for a in once if a not in stacks)
-            if before in inputs:
+            if before in f.invars:
                 found.setdefault(held[0].scan, []).append(_Sum(held[0], before, e.outvars[0]))
     return found
 

@@ -18,6 +18,7 @@ from mmnnx.mpmd.ir.equations import Var
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.instructions import Call, Control, Instruction, Transfer
 from mmnnx.mpmd.ir.program import Program
+from mmnnx.mpmd.ir.scan_fragment import scan_fragment
 
 
 def merge(program: Program) -> tuple[Program, list[int]]:
@@ -130,8 +131,20 @@ def _merged_calls(instructions: Sequence[Instruction], pairs: Sequence[tuple[int
 
 
 def _merged_fragment(first: Call, second: Call, inner: set[Var]) -> Fragment:
-    """Two fragments as one. Work that is copied into both is done once."""
+    """Two fragments as one, without these results of the first."""
     f, g = first.fragment, second.fragment
+    together = f.microbatches
+    if f.one is None or g.one is None or together is None or together is not g.microbatches:
+        return _one_after_the_other(f, g, inner)
+    # Scans of the same microbatches become one scan, and what is inside is not stacked.
+    within = {v for v, stack in together.stacks.items() if stack in inner}
+    one = _one_after_the_other(f.one, g.one, within - {*together.leaves.values()})
+    shown = dataclasses.replace(together, read=together.read - within, passed=together.passed - within)
+    return scan_fragment(one, shown)
+
+
+def _one_after_the_other(f: Fragment, g: Fragment, inner: set[Var]) -> Fragment:
+    """Two fragments as one, without these results of the first. Work that is copied into both is done once."""
     known = {*f.invars, *(v for e in f.jaxpr.eqns for v in e.outvars)}
     more = [e for e in g.jaxpr.eqns if not (e.outvars and known.issuperset(e.outvars))]
     invars = (*f.invars, *(v for v in g.invars if v not in known))
@@ -142,4 +155,6 @@ def _merged_fragment(first: Call, second: Call, inner: set[Var]) -> Fragment:
         jaxpr=_compat.close_jaxpr(invars, outvars, [*f.jaxpr.eqns, *more]),
         invars=invars,
         outvars=outvars,
+        one=None,
+        microbatches=None,
     )

@@ -28,6 +28,8 @@ class Fragment:
       position: its place in the flow of activations, None outside the flow.
       jaxpr: what it computes.
       invars, outvars: the variables that it reads and makes, all on `mesh`.
+      one, microbatches: if it is a scan over several microbatches: the fragment of one, and what stands for
+        its variables (`scan_fragment`).
     """
 
     name: str
@@ -38,9 +40,37 @@ class Fragment:
     jaxpr: Any
     invars: tuple[Var, ...]
     outvars: tuple[Var, ...]
+    one: Fragment | None = None
+    microbatches: Microbatches | None = None
 
     def __repr__(self) -> str:
         return f"Fragment({self.name!r}, {dict(self.mesh.shape)})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Microbatches:
+    """Which variables stand for those of one microbatch where several share a call. Carries stand for themselves.
+
+    Attributes:
+      count: how many share a call.
+      leaves: for each carry as it enters, as it leaves.
+      slices, kept: for a slice, or a result that is kept, one variable for each microbatch.
+      read: what fragments read of others.
+      passed: the carries that a fragment reads and does not update.
+      stacks: for what fragments hand on, one variable for all microbatches; it grows as fragments are made.
+    """
+
+    count: int
+    leaves: dict[Var, Var]
+    slices: dict[Var, tuple[Var, ...]]
+    kept: dict[Var, tuple[Var, ...]]
+    read: frozenset[Var]
+    passed: frozenset[Var]
+    stacks: dict[Var, Var] = dataclasses.field(default_factory=dict)
+
+    def updated(self, one: Fragment) -> list[Var]:
+        """The carries that a fragment of one microbatch reads and updates."""
+        return [v for v, leaves in self.leaves.items() if v in one.invars and leaves in one.outvars]
 
 
 class Kept(NamedTuple):
