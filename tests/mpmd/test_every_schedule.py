@@ -207,9 +207,8 @@ def products_of_a_microbatch(case: Case) -> int:
 
 def count_products(jaxpr: Any) -> int:
     """How many matrix products and convolutions a jaxpr computes; scans repeat theirs."""
-    inner = sum(
-        e.params.get("length", 1) * count_products(sub) for e in jaxpr.eqns for sub in jaxprs_in_params(e.params)
-    )
+    times = lambda e: e.params.get("length", 1)
+    inner = sum(times(e) * count_products(sub) for e in jaxpr.eqns for sub in jaxprs_in_params(e.params))
     return inner + sum(e.primitive.name in ("dot_general", "conv_general_dilated") for e in jaxpr.eqns)
 
 

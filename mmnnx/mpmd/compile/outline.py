@@ -143,9 +143,10 @@ def _split(
 def _scans(parts: Sequence[Fragment], microbatches: Microbatches) -> list[Fragment] | None:
     """The parts of a microbatch, each for all that share a call; None if carries go from part to part."""
     for part in parts:
-        enter, leave = {*part.invars}, {*part.outvars}
-        if any((v in enter) != (after in leave) or after in enter for v, after in microbatches.leaves.items()):
-            return None
+        takes, makes = {*part.invars}, {*part.outvars}
+        for enters, leaves in microbatches.leaves.items():
+            if leaves in takes or (enters in takes) != (leaves in makes):
+                return None
     return [scan_fragment(part, microbatches) for part in parts]
 
 

@@ -144,7 +144,8 @@ def _merged_fragment(first: Call, second: Call, inner: set[Var]) -> Fragment:
 
 
 def _one_after_the_other(f: Fragment, g: Fragment, inner: set[Var]) -> Fragment:
-    """Two fragments as one, without these results of the first. Work that is copied into both is done once."""
+    """One after the other as one fragment, without these results of the first. What is copied into both is
+    computed once."""
     known = {*f.invars, *(v for e in f.jaxpr.eqns for v in e.outvars)}
     more = [e for e in g.jaxpr.eqns if not (e.outvars and known.issuperset(e.outvars))]
     invars = (*f.invars, *(v for v in g.invars if v not in known))

@@ -57,10 +57,10 @@ def microbatch(
       unrolling: for "interleaved-1f1b" and "interleaved-zero-bubble", how many microbatches a mesh runs of
         one of its stages before it turns to its next. Default: the number of meshes.
       per_call: how many microbatches a stage runs in one call, one after the other, as if they were one: the
-        host starts fewer calls and transfers, but a stage waits for that many, saves the activations of that
-        many more, and is compiled for that many. It must divide their number. "auto" is what takes the least
-        time in simulation, by what shapes tell of the work: above 1 only where it is the host that stages
-        wait for. Default: "auto" where no schedule is named, else 1.
+        host starts fewer calls and transfers, but a stage waits for that many, and saves the activations of
+        that many more. It must divide their number. "auto" is what takes the least time in simulation, by
+        what shapes tell of the work: above 1 only where it is the host that stages wait for. Default: "auto"
+        where no schedule is named, else 1.
       arg_shardings: PartitionSpec, or a prefix tree of them, for each slice of the argument.
       custom_schedule: the order of work itself, in rows, each of them on one TaskMesh: of task names (the
         k-th time a name appears is microbatch k), of (microbatch, task name) pairs, or of `mm.Action`. A task

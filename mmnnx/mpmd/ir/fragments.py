@@ -49,7 +49,7 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Microbatches:
-    """Which variables stand for those of one microbatch where several share a call. Carries stand for themselves.
+    """What stands for the variables of one microbatch where several share a call; carries, for themselves.
 
     Attributes:
       count: how many share a call.

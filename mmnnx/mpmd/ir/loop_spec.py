@@ -19,8 +19,8 @@ class LoopSpec:
       rows: a custom schedule: rows, each of one mesh, of Actions or of (microbatch, name of a task).
       num_stages, remat, memory_limit: as given.
       length: number of microbatches, filled in when traced.
-      per_call: how many microbatches share a call; None where that is still to be chosen. Once the loop is
-        unrolled by it, `length` is the number of calls of a stage's forward, and not of microbatches.
+      per_call: how many microbatches share a call; None where that is still to be chosen. Once it is,
+        `length` is the number of calls of a stage's forward, and not of microbatches.
     """
 
     schedule: str | None = None

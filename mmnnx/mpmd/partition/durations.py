@@ -15,7 +15,7 @@ from mmnnx.mpmd.schedule.choose import Durations
 # (operations a second, bytes a second, seconds of the host to start a call and a transfer). A virtual CPU
 # device shares its cores with the host: as measured with benchmarks/side_by_side.py on two cores. Others are
 # taken to be as fast as a TPU v5e is at half of its speed.
-_CPU = 2e10, 2e10, 130e-6
+_CPU = 2e10, 2e10, 260e-6
 _ACCELERATOR = 1e14, 4e11, 2 * DISPATCH
 
 

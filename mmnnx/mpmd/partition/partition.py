@@ -22,8 +22,8 @@ from mmnnx.mpmd.partition.change_mesh import change_mesh
 from mmnnx.mpmd.partition.fixed_shardings import fixed_shardings
 from mmnnx.mpmd.partition.fragments import plan_fragments
 from mmnnx.mpmd.partition.results import held_results
-from mmnnx.mpmd.partition.ways import decide, ways_of_loops
 from mmnnx.mpmd.partition.scan_microbatches import CannotShareCalls
+from mmnnx.mpmd.partition.ways import decide, ways_of_loops
 from mmnnx.mpmd.place.logical_shard_maps import over_mesh
 
 
@@ -63,8 +63,7 @@ def partitions(function: Function, placed: Placed) -> Iterator[Partition]:
         if v in placement.follows
     }
     found = ways_of_loops(placed.nodes, placement)
-    refused: CannotShareCalls | None = None
-    fit = 0
+    refused, made = None, 0
     for n in range(max([1, *map(len, found.values())])):
         chosen = {loop: ways[min(n, len(ways) - 1)] for loop, ways in found.items()}
         decided = decide(placed, chosen)
@@ -73,10 +72,10 @@ def partitions(function: Function, placed: Placed) -> Iterator[Partition]:
         except CannotShareCalls as error:
             refused = error
             continue
+        made += 1
         fixed = fixed_shardings(function, flat, plan, decided.placement, results)
-        fit += 1
         yield Partition(flat, plan, results, fixed, reasons)
-    if refused is not None and not fit:
+    if refused is not None and not made:
         raise refused
 
 

@@ -17,7 +17,7 @@ from mmnnx.mpmd.ir.timetable import PHASES, Action, Stages
 from mmnnx.mpmd.schedule.base import Schedule, get_schedule, schedule_names
 from mmnnx.mpmd.schedule.table import check_table, simulate
 
-MOST_PER_CALL = 4  # XLA compiles each microbatch of a call
+MOST_PER_CALL = 8  # of an eighth of the calls little is left to save
 
 
 class Way(NamedTuple):
@@ -72,7 +72,8 @@ def ways(
     if not any(parts.values()):
         names, phases = ["sequential" if stages.carried else "gpipe"], PHASES[:1]  # forwards alone, in order
     schedules = tuple(map(get_schedule, [spec.schedule] if spec.schedule is not None else names))
-    divisors = tuple(k for k in range(1, MOST_PER_CALL + 1) if spec.length % k == 0)
+    most = min(MOST_PER_CALL, spec.length // 2)  # in one call for all of them no stages would overlap
+    divisors = tuple(k for k in range(1, most + 1) if spec.length % k == 0) or (1,)
     counts = divisors if spec.per_call is None else (spec.per_call,)
     ranked = _ranked(schedules, stages, spec.length, spec.options, counts, phases, durations())
     if spec.schedule is not None and not ranked:

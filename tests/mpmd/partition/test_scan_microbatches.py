@@ -142,6 +142,61 @@ def test_state_that_goes_back_to_an_earlier_stage(per_call):
         assert_same(step(model, x), run(make_remembers(), x))
 
 
+@pytest.mark.parametrize("per_call", ["auto", 2])
+def test_fragments_that_wait_for_one_another(per_call, monkeypatch):
+    """Whatever the look at the stages missed: it is refused by name, or another way is taken."""
+    monkeypatch.setattr("mmnnx.mpmd.partition.timetable._one_by_one", lambda *_: None)
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    run = mm.microbatch(lambda m, x: m(x), 0, 2, 1, reduce="concat", per_call=per_call)
+    with mesh:
+        model = born(make_remembers, place(tasks, ["first", "seen"], ["second"]))
+        step = mm.jit(lambda model, x: run(model, x))
+        if per_call == 2:
+            with pytest.raises(ValueError, match="but 'stage. forward' and 'stage. forward' wait for"):
+                step.program(model, x)
+            return
+        assert step.program(model, x).loops[0].per_call == 1
+        assert_same(step(model, x), run(make_remembers(), x))
+
+
+class Drops(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + self.dropout(jnp.tanh(layer(x)))
+        return x[:, :4]
+
+
+@pytest.mark.parametrize("remat", [None, True])
+def test_a_counter_that_the_backward_reads(remat):
+    """A mask is drawn again in the backward, with the counter as it was for that microbatch."""
+    found = assert_parity(
+        make(Drops),
+        models.squared_error,
+        models.vectors(rows=16),
+        two_layers_each(tasks),
+        mesh=mesh,
+        microbatch=4,
+        per_call=2,
+        remat=remat,
+        schedule="1f1b",
+        steps=2,
+        whole_batch=False,
+    )
+    assert found.loops[0].per_call == 2
+
+
+def test_the_last_stage_keeps_nothing():
+    """Its forward and backward are one scan: what goes from one to the other is of one microbatch."""
+    p = rewrite(program(4)).program
+    (both,) = {c.fragment for c in p.calls if c.fragment.name == "stage1 forward and stage1 backward"}
+    scans = [e for e in both.jaxpr.eqns if e.primitive.name == "scan"]
+    assert len(scans) == 1 and both.microbatches.count == 4
+
+
 CUSTOM = {"schedule": "custom", "custom_schedule": [["stage0"]]}
 
 
