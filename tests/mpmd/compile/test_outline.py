@@ -55,6 +55,7 @@ def trained(
     schedule: str = "gpipe",
     meshes: tuple[int, ...] = (0, 1, 2, 3),
     per_stage: tuple[int, ...] = (),
+    per_call: int = 1,
 ) -> mm.Program:
     """The program of a train step of a Transformer of so many blocks in each stage, which is right as it
     runs. Stage n is on mesh n, or as `meshes` say.
@@ -68,6 +69,7 @@ def trained(
         mesh=mesh,
         microbatch=2,
         schedule=schedule,
+        per_call=per_call,
         steps=2,
     )
 
@@ -92,16 +94,19 @@ ONCE = ["stage0", "stage0", "stage3", "stage3"]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ends"),
+    ("schedule", "per_call", "ends"),
     [
         pytest.param(
-            *("gpipe", ["stage0 backward", "stage0 forward", "stage3 backward", "stage3 forward"]),
+            *("gpipe", 1, ["stage0 backward", "stage0 forward", "stage3 backward", "stage3 forward"]),
             marks=pytest.mark.slow,
         ),
         # The last stage's forward and backward are one program, but for what the other backwards do.
-        ("1f1b", ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
+        ("1f1b", 1, ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
+        # What several microbatches share is divided as it is for one.
+        ("1f1b", 2, ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
         (
             "zero-bubble-h1",
+            1,
             [
                 "stage0 backward-input and stage0 backward-weight",
                 "stage0 forward",
@@ -111,9 +116,9 @@ ONCE = ["stage0", "stage0", "stage3", "stage3"]
         ),
     ],
 )
-def test_the_ends_are_divided(schedule, ends):
+def test_the_ends_are_divided(schedule, per_call, ends):
     """They do what the stages between them do and something besides, and compute what one device does."""
-    divided = parts(trained((1, 1, 1, 1), schedule))
+    divided = parts(trained((1, 1, 1, 1), schedule, per_call=per_call))
     assert sorted(f.name for f in divided) == sorted(ONCE + ends)
     assert all(len(fragments) == 2 for fragments in divided.values())
 
