@@ -68,6 +68,7 @@ class Case:
       dtype: one of DTYPES; "bfloat16" has weights of float32.
       microbatches: how many, 0 for no loop.
       schedule: its name, None for the fastest, or a number for a random table.
+      per_call: how many microbatches share a call.
       reduce: how the results of microbatches are reduced.
       data: whether the rows of a microbatch are sharded.
       optimizer: one of OPTIMIZERS.
@@ -86,6 +87,7 @@ class Case:
     dtype: str = "float32"
     microbatches: int = 0
     schedule: str | int | None = None
+    per_call: int = 1
     reduce: str = "mean"
     data: bool = False
     optimizer: str = "sgd"
@@ -179,10 +181,13 @@ def meshes(draw, count: int):
     return tuple(dict.fromkeys(found))
 
 
-def training(draw, layers: int, microbatches: int) -> dict[str, Any]:
+def training(draw, layers: int, microbatches: int, schedule: str | int | None) -> dict[str, Any]:
     """What does not depend on where the model is cut."""
     one = lambda options: draw(st.sampled_from(list(options)))
+    shared = [1] if isinstance(schedule, int) else [k for k in range(1, 5) if k == 1 or microbatches % k == 0]
     return dict(
+        schedule=schedule,
+        per_call=one(shared) if microbatches else 1,
         styles=tuple(one([*STYLES, LOGICAL]) for _ in range(layers)),
         dtype=one(DTYPES),
         microbatches=microbatches,
@@ -205,6 +210,7 @@ def scattered(draw):
     if draw(st.booleans()):
         scopes = tuple(draw(st.lists(st.none() | task, min_size=len(nodes), max_size=len(nodes))))
     microbatches = draw(st.sampled_from([0, 2, 3, 4]))
+    schedule = draw(st.sampled_from([None, *ANYWHERE])) if microbatches else None
     return Case(
         nodes,
         layers,
@@ -212,8 +218,7 @@ def scattered(draw):
         tuple(tasks),
         tuple(draw(st.lists(task, min_size=len(layers), max_size=len(layers)))),
         scopes,
-        schedule=draw(st.sampled_from([None, *ANYWHERE])) if microbatches else None,
-        **training(draw, len(layers), microbatches),
+        **training(draw, len(layers), microbatches, schedule),
     )
 
 
@@ -252,8 +257,7 @@ def chains(draw):
         tuple(tasks),
         tuple(homes),
         tuple(scopes),
-        schedule=schedule,
-        **training(draw, len(layers), microbatches),
+        **training(draw, len(layers), microbatches, schedule),
     )
 
 
@@ -265,7 +269,7 @@ def cases() -> st.SearchStrategy[Case]:
 def loop_options(case: Case) -> dict[str, Any]:
     """The keywords of `mm.microbatch` that say in which order it runs."""
     if not isinstance(case.schedule, int):
-        return {"schedule": case.schedule}
+        return {"schedule": case.schedule, "per_call": case.per_call}
     rng = random.Random(case.schedule)
     number = {mesh: n for n, mesh in enumerate(dict.fromkeys(case.tasks))}
     stages = Stages.chain([number[mesh] for mesh in case.tasks])

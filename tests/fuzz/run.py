@@ -15,14 +15,14 @@ from tests.fuzz.case import Case, cases
 from tests.fuzz.compare import Steps
 from tests.fuzz.smaller import smallest
 
-REFUSED = re.compile(r"schedule '[\w-]+' (is for|needs)")
+REFUSED = re.compile(r"schedule '[\w-]+' (is for|needs)|per_call=\d, but")
 SHRUNK = 3  # of a kind of mistake are made small
 PATIENCE = 300  # seconds for each
 EVERY = 25  # examples, after which what was compiled is forgotten
 
 
 class Refused(Exception):
-    """The schedule of a case is not for its stages."""
+    """The schedule of a case is not for its stages, or its microbatches have to run one by one."""
 
 
 def mistakes(case: Case) -> list[str]:

@@ -12,7 +12,8 @@ from tests.fuzz.graph import OPERATIONS, Node, inputs, layers_of
 PLAIN = {
     field.name: field.default
     for field in dataclasses.fields(Case)
-    if field.name in ("scopes", "data", "donate", "route", "optimizer", "reduce", "dtype", "schedule")
+    if field.name
+    in ("scopes", "data", "donate", "route", "optimizer", "reduce", "dtype", "schedule", "per_call")
 }
 
 
@@ -34,7 +35,7 @@ def smallest(case: Case, is_wrong: Callable[[Case], bool], tries: int = 100) -> 
 def smaller(case: Case) -> Iterator[Case]:
     """Cases with one thing less, those first that leave out most."""
     if case.microbatches:
-        yield dataclasses.replace(case, microbatches=0, schedule=None, reduce="mean", data=False)
+        yield dataclasses.replace(case, microbatches=0, schedule=None, per_call=1, reduce="mean", data=False)
     for n in reversed(range(len(case.nodes))):
         if len(case.nodes) > 1:
             yield without_node(case, n)
@@ -42,7 +43,7 @@ def smaller(case: Case) -> Iterator[Case]:
         if getattr(case, name) != plain:
             yield dataclasses.replace(case, **{name: plain})
     if case.microbatches > 2:
-        yield dataclasses.replace(case, microbatches=2)
+        yield dataclasses.replace(case, microbatches=2, per_call=min(case.per_call, 2))
     for name in ("scopes", "styles"):
         values, plain = getattr(case, name), None if name == "scopes" else "replicated"
         for n, value in enumerate(values):
