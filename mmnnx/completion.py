@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import operator
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -52,11 +54,16 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     if len(options) != 1 or options[0] not in SHELLS:
         print_error(f"completion is for one of {', '.join(SHELLS)}: mmnnx completion bash")
         return 2
+    script, status = io.StringIO(), 0
     try:
-        tyro.cli(_commands(), args=["--tyro-print-completion", options[0]], prog="mmnnx")
+        with contextlib.redirect_stdout(script):
+            tyro.cli(_commands(), args=["--tyro-print-completion", options[0]], prog="mmnnx")
     except SystemExit as done:
-        return int(done.code or 0)
-    return 0
+        status = int(done.code or 0)
+    # What tyro writes would offer the second line of a help text as if it were an option.
+    for line in script.getvalue().splitlines():
+        print(line.replace("\\n", " ") if line.startswith("COMPLETION_SPEC = ") else line)
+    return status
 
 
 def _commands() -> Any:

@@ -139,13 +139,18 @@ def test_completion(capsys):
             COMP_WORDS=("$@"); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=()
             _tyro_mmnnx; echo "${COMPREPLY[@]}"
         }
-        next mmnnx s; next mmnnx train --st; next mmnnx train --precision b; next mmnnx launch --slurm --gpus
+        next mmnnx s; next mmnnx train --st; next mmnnx train --sch; next mmnnx train --precision b
+        next mmnnx launch --slurm --gpus
     """
     script = capsys.readouterr().out + asked
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["schedule", "--steps --stages", "bfloat16", "--gpus-per-node"], (
-        done.stderr
-    )
+    assert done.stdout.splitlines() == [
+        "schedule",
+        "--steps --stages",
+        "--schedule",
+        "bfloat16",
+        "--gpus-per-node",
+    ], done.stderr
     assert main(["completion", "fish"]) == 2
     assert "one of bash, zsh, tcsh" in capsys.readouterr().err
 

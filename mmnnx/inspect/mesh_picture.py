@@ -10,7 +10,7 @@ import jax
 
 from mmnnx.inspect.figure_style import TEXT, WIDTH, settle_ticks, styled
 from mmnnx.inspect.phase_styles import text_colour
-from mmnnx.sharding.mesh import MultiMesh
+from mmnnx.sharding.mesh import MultiMesh, idle_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,9 +75,10 @@ def draw_mesh(mesh: MultiMesh, *, dark: bool = False) -> Figure:
 
 
 def title_of(mesh: MultiMesh) -> str:
-    """The number of its devices, and its axes: "8 devices: stage=4, model=2"."""
+    """The number of its devices, its axes, and what is idle: "4 cpu devices: stage=4; idle: devices 4-7"."""
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    return f"{mesh.size} {mesh.devices.flat[0].platform} device{'s' * (mesh.size > 1)}: {axes}"
+    idle = f"; {idle_text(mesh.idle)}" if mesh.idle else ""
+    return f"{mesh.size} {mesh.devices.flat[0].platform} device{'s' * (mesh.size > 1)}: {axes}{idle}"
 
 
 def tasks_of_devices(mesh: MultiMesh) -> Mapping[jax.Device, str]:

@@ -133,14 +133,14 @@ def _merged_calls(instructions: Sequence[Instruction], pairs: Sequence[tuple[int
 def _merged_fragment(first: Call, second: Call, inner: set[Var]) -> Fragment:
     """Two fragments as one, without these results of the first."""
     f, g = first.fragment, second.fragment
-    together = f.microbatches
-    if f.one is None or g.one is None or together is None or together is not g.microbatches:
+    of_f, of_g = f.microbatches, g.microbatches
+    if f.one is None or g.one is None or of_f is None or of_g is None or of_f.stacks is not of_g.stacks:
         return _one_after_the_other(f, g, inner)
     # Scans of the same microbatches become one scan, and what is inside is not stacked.
-    within = {v for v, stack in together.stacks.items() if stack in inner}
-    one = _one_after_the_other(f.one, g.one, within - {*together.leaves.values()})
-    shown = dataclasses.replace(together, read=together.read - within, passed=together.passed - within)
-    return scan_fragment(one, shown)
+    within = {v for v, stack in of_f.stacks.items() if stack in inner}
+    one = _one_after_the_other(f.one, g.one, within - {*of_f.leaves.values()})
+    read, passed = (of_f.read & of_g.read) - within, (of_f.passed & of_g.passed) - within
+    return scan_fragment(one, dataclasses.replace(of_f, read=read, passed=passed))
 
 
 def _one_after_the_other(f: Fragment, g: Fragment, inner: set[Var]) -> Fragment:

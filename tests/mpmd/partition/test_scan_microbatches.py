@@ -189,12 +189,20 @@ def test_a_counter_that_the_backward_reads(remat):
     assert found.loops[0].per_call == 2
 
 
-def test_the_last_stage_keeps_nothing():
-    """Its forward and backward are one scan: what goes from one to the other is of one microbatch."""
-    p = rewrite(program(4)).program
-    (both,) = {c.fragment for c in p.calls if c.fragment.name == "stage1 forward and stage1 backward"}
-    scans = [e for e in both.jaxpr.eqns if e.primitive.name == "scan"]
-    assert len(scans) == 1 and both.microbatches.count == 4
+@pytest.mark.parametrize(
+    "schedule, name",
+    [
+        ("1f1b", "stage1 forward and stage1 backward"),
+        ("zero-bubble-h1", "stage1 forward and stage1 backward-input"),
+        ("zero-bubble-h1", "stage0 backward-input and stage0 backward-weight"),
+    ],
+)
+def test_calls_that_follow_each_other_are_one_scan(schedule, name):
+    """What goes from one to the other is of one microbatch: nothing of it is stacked."""
+    p = rewrite(program(4, schedule)).program
+    (whole,) = {c.fragment for c in p.calls if c.fragment.name == name}
+    assert len([e for e in whole.jaxpr.eqns if e.primitive.name == "scan"]) == 1
+    assert whole.microbatches.count == 4
 
 
 CUSTOM = {"schedule": "custom", "custom_schedule": [["stage0"]]}
