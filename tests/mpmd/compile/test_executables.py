@@ -50,7 +50,8 @@ def train_step(microbatches):
             return jnp.mean(model(x) ** 2)
 
         size = len(x) // microbatches
-        loss, grads = mm.microbatch(nnx.value_and_grad(loss_fn), dim=0, size=size, argnum=1)(model, x)
+        grad_fn = nnx.value_and_grad(loss_fn)
+        loss, grads = mm.microbatch(grad_fn, dim=0, size=size, argnum=1, per_call=1)(model, x)
         optimizer.update(model, grads)
         return loss
 
