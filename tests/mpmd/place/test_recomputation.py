@@ -139,7 +139,7 @@ def test_models_train_as_whole_where_it_is_switched_off(name):
 def test_switched_off_forwards_alone_send_too():
     mesh, model = placed()
     predict = lambda model, x: model(x)
-    loop = mm.microbatch(predict, 0, 2, argnum=1, reduce="concat")
+    loop = mm.microbatch(predict, 0, 2, argnum=1, reduce="concat", per_call=1)
     step = mm.jit(lambda model, x: loop(model, x))
     counts, results = [], []
     with mesh:

@@ -61,7 +61,8 @@ def programs(first, second, step):
 def loop(loss_fn, schedule):
     def step(d, g, xz):
         grad_fn = nnx.value_and_grad(loss_fn)
-        loss, grads = mm.microbatch(grad_fn, 0, 4, argnum=2, reduce="mean", schedule=schedule)(d, g, xz)
+        options = dict(argnum=2, reduce="mean", schedule=schedule, per_call=1)
+        loss, grads = mm.microbatch(grad_fn, 0, 4, **options)(d, g, xz)
         descend(d, grads)
         return loss
 
