@@ -127,32 +127,25 @@ def make_remembers():
 
 
 @pytest.mark.parametrize("per_call", [None, "auto", 2])
-def test_state_that_goes_back_to_an_earlier_stage(per_call):
+@pytest.mark.parametrize(
+    "is_seen, why",
+    [
+        (True, "per_call=2, but a stage waits for state that another one"),
+        # Whatever the look at the stages should miss, the fragments tell.
+        (False, "per_call=2, but 'stage. forward' and 'stage. forward' wait for one another"),
+    ],
+)
+def test_state_that_goes_back_to_an_earlier_stage(is_seen, why, per_call, monkeypatch):
     """A microbatch waits for the one before it to end: none shares a call."""
+    if not is_seen:
+        monkeypatch.setattr("mmnnx.mpmd.partition.timetable._one_by_one", lambda *_: None)
     x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     run = mm.microbatch(lambda m, x: m(x), 0, 2, 1, reduce="concat", per_call=per_call)
     with mesh:
         model = born(make_remembers, place(tasks, ["first", "seen"], ["second"]))
         step = mm.jit(lambda model, x: run(model, x))
         if per_call == 2:
-            with pytest.raises(ValueError, match="per_call=2, but a stage waits for state that another one"):
-                step.program(model, x)
-            return
-        assert step.program(model, x).loops[0].per_call == 1
-        assert_same(step(model, x), run(make_remembers(), x))
-
-
-@pytest.mark.parametrize("per_call", ["auto", 2])
-def test_fragments_that_wait_for_one_another(per_call, monkeypatch):
-    """Whatever the look at the stages missed: it is refused by name, or another way is taken."""
-    monkeypatch.setattr("mmnnx.mpmd.partition.timetable._one_by_one", lambda *_: None)
-    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    run = mm.microbatch(lambda m, x: m(x), 0, 2, 1, reduce="concat", per_call=per_call)
-    with mesh:
-        model = born(make_remembers, place(tasks, ["first", "seen"], ["second"]))
-        step = mm.jit(lambda model, x: run(model, x))
-        if per_call == 2:
-            with pytest.raises(ValueError, match="but 'stage. forward' and 'stage. forward' wait for"):
+            with pytest.raises(ValueError, match=why):
                 step.program(model, x)
             return
         assert step.program(model, x).loops[0].per_call == 1
