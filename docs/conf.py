@@ -13,6 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from docutils.nodes import Element
 from flax import nnx
 from sphinx.addnodes import pending_xref
@@ -114,7 +115,19 @@ def folders_are_text(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^\]]*)\]\(([^)#:]+)\)", link, source[0])
 
 
+def on_both_papers(app: Sphinx, document: nodes.document) -> None:
+    """A picture that has one for dark paper beside it is shown with it, each on its own paper."""
+    for light in list(document.findall(nodes.image)):
+        file = Path(light["uri"])
+        dark = file.with_stem(f"{file.stem}-dark")
+        if (Path(document["source"]).parent / dark).is_file():
+            light["classes"].append("only-light")
+            other = nodes.image(**{**light.attributes, "uri": str(dark), "classes": ["only-dark"]})
+            light.parent.insert(light.parent.index(light) + 1, other)
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("doctree-read", on_both_papers, priority=100)  # before the files of pictures are collected
     app.connect("source-read", folders_are_text)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before that of napoleon
     app.connect("autodoc-process-signature", of_init)

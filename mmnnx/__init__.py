@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the same names as in _HOMES below
     from mmnnx import sharding as sharding
     from mmnnx.inspect.describe import Description, describe
     from mmnnx.inspect.model_table import ModelTable
+    from mmnnx.inspect.notebook import load_ipython_extension
     from mmnnx.inspect.placement import PlacementView, show_placement
     from mmnnx.inspect.tabulate import tabulate
     from mmnnx.inspect.timeline import TimelineView, timeline
@@ -82,6 +83,7 @@ __all__ = [
     "initialize",
     "jit",
     "load_executables",
+    "load_ipython_extension",
     "logical_rules",
     "microbatch",
     "path",
@@ -103,6 +105,7 @@ __all__ = [
 _HOMES = {  # where each name is defined
     "mmnnx.inspect.describe": ("Description", "describe"),
     "mmnnx.inspect.model_table": ("ModelTable",),
+    "mmnnx.inspect.notebook": ("load_ipython_extension",),
     "mmnnx.inspect.placement": ("PlacementView", "show_placement"),
     "mmnnx.inspect.tabulate": ("tabulate",),
     "mmnnx.inspect.timeline": ("TimelineView", "timeline"),

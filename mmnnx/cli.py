@@ -13,6 +13,7 @@ from rich.console import Console
 import mmnnx
 from mmnnx.output import saying, take_options
 from mmnnx.printable import printable
+from mmnnx.sharding.rules import did_you_mean
 
 LINES = "\n\t"
 
@@ -55,7 +56,8 @@ Options of all commands:
   --log-level LEVEL  print messages of mmnnx from this level on: debug, info, warning, error
 
 Exit status: 0 done; 1 a process of several failed, or a plan does not fit; 2 a mistake in the arguments, or
-in a file that they name; 3 training diverged; 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
+in a file that they name; 3 training diverged; 130 stopped by Ctrl-C; 141 nobody
+reads the output any more; 143 stopped by SIGTERM.
 
 `mmnnx COMMAND --help` lists the options of a command. NO_COLOR=1 in the environment turns colours off."""
 
@@ -104,6 +106,8 @@ def _run(args: list[str]) -> int:
         print(f"mmnnx {mmnnx.__version__}")
         return 0
     if command:
-        print_error(f"there is no command {command!r}")
+        near = did_you_mean(command, COMMANDS)
+        print_error(f"there is no command {command!r}{near}: `mmnnx --help` lists them")
+        return 2
     print(USAGE, file=sys.stderr)
     return 2

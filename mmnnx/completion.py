@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
 import operator
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import subcommand
@@ -22,7 +23,16 @@ from mmnnx.train.export_cli import ExportConfig
 from mmnnx.train.generate_cli import GenerateConfig
 
 SHELLS = ("bash", "zsh", "tcsh")
-CONFIGS = {
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionConfig:
+    """Print a script that completes commands and options in a shell."""
+
+    shell: tyro.conf.Positional[Literal["bash", "zsh", "tcsh"]]
+
+
+CONFIGS: dict[str, type[Any]] = {
     "train": TrainConfig,
     "export": ExportConfig,
     "eval": EvalConfig,
@@ -30,6 +40,7 @@ CONFIGS = {
     "inspect": InspectConfig,
     "schedule": ScheduleConfig,
     "plan": PlanConfig,
+    "completion": CompletionConfig,
 }
 
 USAGE = """usage: mmnnx completion bash|zsh|tcsh
@@ -69,7 +80,14 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 def _commands() -> Any:
     """All commands as one type, as tyro takes subcommands."""
     ways = functools.reduce(
-        operator.or_, (Annotated[way, subcommand(option)] for option, way in WAYS.items())
+        operator.or_, (Annotated[_with_output(way), subcommand(option)] for option, way in WAYS.items())
     )
-    found = [Annotated[config, subcommand(name)] for name, config in CONFIGS.items()]
+    found = [Annotated[_with_output(config), subcommand(name)] for name, config in CONFIGS.items()]
     return functools.reduce(operator.or_, [*found, Annotated[ways, subcommand("launch")]])
+
+
+def _with_output(config: type[Any]) -> Any:
+    """The options of a command, and those of all commands."""
+    level = Literal["debug", "info", "warning", "error"]
+    added = [("quiet", bool, False), ("log_level", level, "warning")]
+    return dataclasses.make_dataclass(config.__name__, added, bases=(config,), frozen=True, kw_only=True)

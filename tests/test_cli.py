@@ -64,7 +64,9 @@ def test_usage(capsys):
     assert "usage: mmnnx" in capsys.readouterr().err
     assert main(["fly"]) == 2
     out, errors = capsys.readouterr()
-    assert errors.startswith("mmnnx: there is no command 'fly'\nusage: mmnnx train") and not out
+    assert errors == "mmnnx: there is no command 'fly': `mmnnx --help` lists them\n" and not out
+    assert main(["trian"]) == 2
+    assert "'trian' (did you mean 'train'?)" in capsys.readouterr().err
 
 
 def test_version(capsys):
@@ -140,7 +142,8 @@ def test_completion(capsys):
             _tyro_mmnnx; echo "${COMPREPLY[@]}"
         }
         next mmnnx s; next mmnnx train --st; next mmnnx train --sch; next mmnnx train --precision b
-        next mmnnx launch --slurm --gpus
+        next mmnnx launch --slurm --gpus; next mmnnx comp; next mmnnx eval --q
+        next mmnnx launch --hosts --log-level e
     """
     script = capsys.readouterr().out + asked
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
@@ -150,6 +153,9 @@ def test_completion(capsys):
         "--schedule",
         "bfloat16",
         "--gpus-per-node",
+        "completion",
+        "--quiet",
+        "error",
     ], done.stderr
     assert main(["completion", "fish"]) == 2
     assert "one of bash, zsh, tcsh" in capsys.readouterr().err

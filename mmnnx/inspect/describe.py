@@ -100,4 +100,6 @@ def describe(x: Any, *, sharding: TaskSharding | None = None) -> Description:
                 for a, placed in zip(arrays, found)
             )
         )
+    if not nnx.graph.is_graph_node(x):
+        raise TypeError(f"an NNX object, a Variable or an array is needed, not {x!r}")
     return Description(list_state(x, homes).pieces)

@@ -1,4 +1,4 @@
-"""What a notebook shows of a Program, a MultiMesh and a TaskSharding: see `mmnnx._shown`."""
+"""What a notebook shows of a Program, a MultiMesh and a TaskSharding: see `mmnnx._shown`; and of a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import html as text_to_html
 from collections import Counter
 from typing import Any
 
+from flax import nnx
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +17,7 @@ from mmnnx.inspect.cells import cell
 from mmnnx.inspect.figure_bytes import picture_bundle, picture_bytes
 from mmnnx.inspect.locations import spec_text
 from mmnnx.inspect.mesh_picture import draw_mesh, tasks_of_devices, title_of
+from mmnnx.inspect.placement import show_placement
 from mmnnx.inspect.rich_output import html, plain, table_bundle
 from mmnnx.inspect.timeline_picture import draw_timeline
 from mmnnx.inspect.units import bytes_text, ranges_text
@@ -105,3 +107,24 @@ def sharding_table(sharding: TaskSharding) -> Table:
             cell("its logical axes" if spec is None else spec_text(spec)),
         )
     return table
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """Has a notebook show a model that lives on devices by its placement, as `mm.show_placement` draws it.
+
+    `%load_ext mmnnx` calls it. Without it a Module is shown as Flax shows it.
+
+    Args:
+      ipython: the IPython shell.
+
+    Example:
+      In a notebook: `%load_ext mmnnx`, and then `model` as the last line of a cell.
+    """
+    ipython.display_formatter.mimebundle_formatter.for_type(nnx.Module, _model_bundle)
+
+
+def _model_bundle(model: nnx.Module, include: Any = None, exclude: Any = None) -> Any:
+    try:
+        return show_placement(model)._repr_mimebundle_(include, exclude)
+    except (ValueError, TypeError):  # it lives nowhere: it is shown as without us
+        return None

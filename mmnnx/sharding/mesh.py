@@ -64,8 +64,8 @@ class MultiMesh(Shown):
     has the attributes of its `jax.sharding.Mesh` (`shape`, `size`, `devices`, ...), and two are equal when
     their meshes are.
 
-    Devices that JAX has and the axes do not need are idle. The `repr` names them, and so do `mm.tabulate` and
-    `mm.show_placement`, and a message of the logger "mmnnx" at level INFO.
+    Devices that JAX has and the axes do not need are idle. A warning of the logger "mmnnx" names them, and so
+    do the `repr`, `mm.tabulate` and `mm.show_placement`. Where it is meant, `devices=` says so.
 
     Args:
       axis_sizes: size of each axis. Default: the shape of `devices`.
@@ -105,7 +105,7 @@ class MultiMesh(Shown):
         self.idle = tuple(range(self.mesh.size, len(jax.devices()))) if chosen else ()
         """Numbers of the devices that it leaves idle, as `TaskMesh` counts them on."""
         if self.idle:
-            _log.info("%r", self)
+            _log.warning("%r: give devices= if they are meant to be idle", self)
         self.registry = Registry()
 
     def slice(self, **indices: int) -> Mesh:

@@ -22,11 +22,14 @@ from mmnnx.sharding.rules import LogicalRules, did_you_mean
 from mmnnx.sharding.stacked import even_stages, stacked_length
 from mmnnx.sharding.task import AxisRules, Task
 
+LAYERS = "blocks"
+"""What the models of `mmnnx.modules` call their list of layers."""
+
 
 def pipeline_sharding(
     model: Any,
     stages: int | Sequence[Task],
-    layers: str | tuple[str | int, ...] | list[str | tuple[str | int, ...]] = "blocks",
+    layers: str | tuple[str | int, ...] | list[str | tuple[str | int, ...]] = LAYERS,
     *,
     first: str | Sequence[str] | None = None,
     last: str | Sequence[str] | None = None,
@@ -334,8 +337,9 @@ def _find(model: Any, what: str, place: str | tuple[str | int, ...]) -> tuple[Pa
         if str(wanted) not in children:
             kinds = nnx.Pytree | nnx.Variable | list | tuple | dict
             names = [name for name, (_, child) in children.items() if isinstance(child, kinds)]
+            default = " by default" if (what, place) == ("layers=", LAYERS) else ""
             raise PlacementError(
-                f"{what} has {place!r}, and {path_text(found) or type(model).__name__} has no "
+                f"{what} has {place!r}{default}, and {path_text(found) or type(model).__name__} has no "
                 f"{wanted!r}{did_you_mean(str(wanted), names)}: it has {', '.join(names) or 'nothing'}"
             )
         key, node = children[str(wanted)]

@@ -126,7 +126,8 @@ def read_run(place: str | Path) -> tuple[epath.Path, TrainConfig]:
     try:
         config = TrainConfig.from_json(file.read_text())
     except FileNotFoundError:
-        raise UserError(f"{place} is no run to resume: it has no config.json; check its name") from None
+        lacks = "it has no config.json" if folder.exists() else "there is no such folder"
+        raise UserError(f"{place} is no run to resume: {lacks}; check its name") from None
     except Exception as error:  # gcsfs has many types
         raise UserError(f"{file} is not the config of a run that can be resumed ({error})") from error
     if in_bucket(folder):

@@ -38,5 +38,5 @@ def test_what_nobody_placed():
     text = str(mm.describe(jnp.ones((2, 3))))
     assert "float32[2,3]" in text and "nobody placed it" in text
     assert "not placed" in str(mm.describe(nnx.eval_shape(Model)))
-    with pytest.raises(TypeError, match="an NNX object is needed"):
+    with pytest.raises(TypeError, match="an NNX object, a Variable or an array is needed, not"):
         mm.describe("model")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from IPython.core.formatters import DisplayFormatter
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
@@ -43,6 +45,7 @@ def shown():
         program = step.program(model, jnp.ones((4, 8)))
         plan = mm.plan(step, model, jnp.ones((4, 8)))
     return {
+        "model": model,
         "mesh": mesh,
         "task": tasks[0],
         "sharding": sharding,
@@ -104,12 +107,24 @@ def test_a_mesh_draws_its_devices_with_their_tasks(shown):
     assert "<b>one</b>" not in bundle["image/svg+xml"]
 
 
+def test_a_model_shows_its_placement_where_the_extension_is_loaded(shown):
+    ipython = SimpleNamespace(display_formatter=DisplayFormatter())
+    placed, abstract = shown["model"], nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+    before, _ = ipython.display_formatter.format(placed)
+    mm.load_ipython_extension(ipython)
+    with shown["mesh"]:
+        bundle, _ = ipython.display_formatter.format(placed)
+    assert all(name in bundle["text/plain"] for name in NAMES) and "image/svg+xml" in bundle
+    assert "image/svg+xml" not in before and "<b>one</b>" not in bundle["image/svg+xml"]
+    assert ipython.display_formatter.format(abstract)[0].keys() == before.keys()  # it lives nowhere
+
+
 def test_a_terminal_shows_a_line(shown):
     stages = [mm.Task(f"stage{n}", mesh_slice={"stage": n}) for n in range(64)]
     simulated = by_name("interleaved-1f1b", 16, 64, 2, UNIT_COSTS)
     program = shown["program"]
     objects = [
-        *shown.values(),
+        *(x for x in shown.values() if not isinstance(x, nnx.Module)),
         shown["lowered"].compile(),
         simulated,
         simulated.stages,

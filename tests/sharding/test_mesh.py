@@ -118,11 +118,13 @@ class TestMultiMesh:
 
     def test_names_the_devices_that_it_leaves_idle(self, caplog):
         """Unless it was told which devices to take."""
-        with caplog.at_level("INFO", logger="mmnnx"):
-            assert repr(make(axis_sizes=(3, 2))) == "MultiMesh(stage=3, model=2; idle: devices 6-7)"
-            assert repr(make(axis_sizes=(7, 1))) == "MultiMesh(stage=7, model=1; idle: device 7)"
-            assert make().idle == make(devices=jax.devices()[:4], axis_sizes=(2, 2)).idle == ()
-        assert caplog.messages == [repr(make(axis_sizes=sizes)) for sizes in ((3, 2), (7, 1))]
+        assert repr(make(axis_sizes=(3, 2))) == "MultiMesh(stage=3, model=2; idle: devices 6-7)"
+        assert repr(make(axis_sizes=(7, 1))) == "MultiMesh(stage=7, model=1; idle: device 7)"
+        assert make().idle == make(devices=jax.devices()[:4], axis_sizes=(2, 2)).idle == ()
+        assert [(r.levelname, r.message.partition("; ")[2]) for r in caplog.records] == [
+            ("WARNING", "idle: devices 6-7): give devices= if they are meant to be idle"),
+            ("WARNING", "idle: device 7): give devices= if they are meant to be idle"),
+        ]
 
 
 class TestCurrentMesh:

@@ -9,7 +9,6 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("checker", ["pyright", pytest.param("mypy", marks=pytest.mark.slow)])
 def test_type_checkers(checker):
     calls = "tests/typing/calls.py"

@@ -42,6 +42,8 @@ def read_config(folder: str | Path, **changes: Any) -> LMConfig:
     """
     file = Path(folder) / CONFIG
     if not file.is_file():
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
         raise FileNotFoundError(f"there is no {CONFIG} in {folder}: it is no folder of a published model")
     found = _Json(json.loads(file.read_text()), file)
     kind = found.need("model_type")

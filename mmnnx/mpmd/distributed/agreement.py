@@ -15,6 +15,9 @@ from mmnnx.mpmd.distributed.processes import holders
 
 _programs = itertools.count(1)
 
+EXCERPT = 80
+"""Characters of a line that an error shows, half of them before the first that differs."""
+
 
 def check_same_program(describe: Callable[[], str], name: str) -> int:
     """Checks that all processes have built the same program; returns the number by which they know it.
@@ -47,17 +50,28 @@ def check_same_program(describe: Callable[[], str], name: str) -> int:
 
 def _difference(text: str, other_text: str, other: int) -> str:
     """The first line that differs, as an error says it: in one line, which all of the processes print."""
-    first, second = text.splitlines(), other_text.splitlines()
-    common = min(len(first), len(second))
-    at = next((n for n in range(common) if first[n] != second[n]), common)
-    line, other_line = (
-        f"{lines[at].strip()!r}" if at < len(lines) else "missing" for lines in (first, second)
-    )
+    differing = _differing(text.splitlines(), other_text.splitlines())
+    # The first line of a program counts what is in it: if others differ, they say more.
+    at, lines = next((found for found in differing if found[0]), differing[0])
+    place = _differing(*(line or "" for line in lines))[0][0]
+    line, other_line = ("missing" if line is None else repr(_excerpt(line, place)) for line in lines)
     return (
         f"processes 0 and {other} have built different programs: line {at + 1} is {line} in process 0, and "
         f"{other_line} in process {other}. Every process must run the same script with the same "
         "configuration and shapes"
     )
+
+
+def _differing(some: Sequence[str], other: Sequence[str]) -> list[tuple[int, tuple[str | None, str | None]]]:
+    """The numbers of the items that differ, and both; None where there are no more."""
+    pairs = enumerate(itertools.zip_longest(some, other))
+    return [(n, pair) for n, pair in pairs if pair[0] != pair[1]]
+
+
+def _excerpt(line: str, at: int) -> str:
+    """What is around a place in a line: a line of a program may be longer than a screen."""
+    start, end = max(0, at - EXCERPT // 2), at + EXCERPT // 2
+    return f"{'...' * (start > 0)}{line[start:end]}{'...' * (end < len(line))}"
 
 
 def put_result_specs(program: int, fragment: int, mesh: Mesh, specs: Sequence[PartitionSpec]) -> None:
