@@ -302,7 +302,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="sums-in-scans-of-microbatches",
         file="mmnnx/mpmd/compile/scan_sums.py",
-        old="return f if one is f.one else scan_fragment(one, f.microbatches)",
+        old="return f if one is f.scan.one else scan_fragment(one, f.scan.microbatches)",
         new="return f",
         what=("Where microbatches share a call, a stage keeps a second stack of its layers' gradients."),
         tests=("tests/mpmd/compile/test_scan_sums.py",),

@@ -33,7 +33,7 @@ def extract_constant_keys(program: Program) -> tuple[Program, list[Any]]:
       The program with the keys as inputs, after those that it has; and their values.
     """
     times = Counter(c.fragment for c in program.calls)
-    once = {f for f, n in times.items() if n == 1 and f.one is None} - program.repeated
+    once = {f for f, n in times.items() if n == 1 and f.scan is None} - program.repeated
     made: dict[Any, list[Any]] = {}
     inputs, values, keys = dict(program.inputs), list(program.values), []
     instructions: list[Instruction] = []

@@ -69,14 +69,14 @@ def _find_splits(program: Program) -> dict[Fragment, list[Fragment]]:
     looped = {c.fragment for c in program.calls if c.microbatch is not None}
     for f in dict.fromkeys(c.fragment for c in program.calls if looped or _initialises(c)):
         if not f.jaxpr.effects and not _calls_host(f.jaxpr):
-            eqns = (f.one or f).jaxpr.eqns
+            eqns = f.one.jaxpr.eqns
             try:
                 operations[f] = [kinds.setdefault(equation_key(e), len(kinds)) for e in eqns]
             except TypeError:  # it holds what cannot be hashed
                 continue
             weights.update(zip(operations[f], map(_weight, eqns)))
     found: dict[Fragment, list[Fragment]] = {}
-    whole: dict[tuple[int, ...], Fragment] = {}  # those that stay whole, one of each kind, by size
+    whole: dict[Any, Fragment] = {}  # those that stay whole, one of each kind, by size
     for f in sorted(operations, key=lambda f: len(operations[f])):
         like = [
             g
@@ -89,13 +89,13 @@ def _find_splits(program: Program) -> dict[Fragment, list[Fragment]]:
         if (parts := next(filter(None, splits), None)) is not None:
             found[f] = parts
         else:
-            whole.setdefault(tuple(operations[f]), f)
+            whole.setdefault((_count(f), *operations[f]), f)
     return found
 
 
 def _count(f: Fragment) -> int:
     """How many microbatches run in a call."""
-    return f.microbatches.count if f.microbatches is not None else 1
+    return 1 if f.scan is None else f.scan.microbatches.count
 
 
 def _weight(eqn: Any) -> int:
@@ -131,12 +131,12 @@ def _split(
         return None
     if sum(n * count[kind] for kind, n in other.items()) > _MOST_PAIRS:
         return None
-    one, core = f.one or f, core.one or core
+    one, core = f.one, core.one
     for step in (1, -1, 0):  # 0: by what they read alone, as the LM's last optimizer needs
         match = match_core(one, core, mine, its, align(mine, its, step) if step else {})
         parts = None if match is None else split_around(one, core, match)
         if parts is not None:
-            return parts if f.microbatches is None else _scans(parts, f.microbatches)
+            return parts if f.scan is None else _scans(parts, f.scan.microbatches)
     return None
 
 

@@ -79,9 +79,9 @@ def add_inside_scans(program: Program) -> Program:
 
 def rewrite_fragment(f: Fragment) -> Fragment:
     """The fragment with what its scans stack for a sum added inside them; itself if there is no such sum."""
-    if f.one is not None and f.microbatches is not None:
-        one = rewrite_fragment(f.one)
-        return f if one is f.one else scan_fragment(one, f.microbatches)
+    if f.scan is not None:
+        one = rewrite_fragment(f.scan.one)
+        return f if one is f.scan.one else scan_fragment(one, f.scan.microbatches)
     eqns = list(f.jaxpr.eqns)
     found = _find_sums(f, eqns)
     if not found:

@@ -133,9 +133,9 @@ def _merged_calls(instructions: Sequence[Instruction], pairs: Sequence[tuple[int
 def _merged_fragment(first: Call, second: Call, inner: set[Var]) -> Fragment:
     """Two fragments as one, without these results of the first."""
     f, g = first.fragment, second.fragment
-    of_f, of_g = f.microbatches, g.microbatches
-    if f.one is None or g.one is None or of_f is None or of_g is None or of_f.stacks is not of_g.stacks:
+    if f.scan is None or g.scan is None or f.scan.microbatches.stacks is not g.scan.microbatches.stacks:
         return _one_after_the_other(f, g, inner)
+    of_f, of_g = f.scan.microbatches, g.scan.microbatches
     # Scans of the same microbatches become one scan, and what is inside is not stacked.
     within = {v for v, stack in of_f.stacks.items() if stack in inner}
     one = _one_after_the_other(f.one, g.one, within - {*of_f.leaves.values()})
@@ -156,6 +156,5 @@ def _one_after_the_other(f: Fragment, g: Fragment, inner: set[Var]) -> Fragment:
         jaxpr=_compat.close_jaxpr(invars, outvars, [*f.jaxpr.eqns, *more]),
         invars=invars,
         outvars=outvars,
-        one=None,
-        microbatches=None,
+        scan=None,
     )

@@ -28,8 +28,7 @@ class Fragment:
       position: its place in the flow of activations, None outside the flow.
       jaxpr: what it computes.
       invars, outvars: the variables that it reads and makes, all on `mesh`.
-      one, microbatches: if it is a scan over several microbatches: the fragment of one, and what stands for
-        its variables (`scan_fragment`).
+      scan: what it scans over the microbatches of a call (`scan_fragment`); None if a call is of one.
     """
 
     name: str
@@ -40,11 +39,22 @@ class Fragment:
     jaxpr: Any
     invars: tuple[Var, ...]
     outvars: tuple[Var, ...]
-    one: Fragment | None = None
-    microbatches: Microbatches | None = None
+    scan: Scan | None = None
+
+    @property
+    def one(self) -> Fragment:
+        """The fragment of one microbatch: itself, unless it is a scan."""
+        return self if self.scan is None else self.scan.one
 
     def __repr__(self) -> str:
         return f"Fragment({self.name!r}, {dict(self.mesh.shape)})"
+
+
+class Scan(NamedTuple):
+    """What a fragment scans over microbatches: the fragment of one, and what stands for its variables."""
+
+    one: Fragment
+    microbatches: Microbatches
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

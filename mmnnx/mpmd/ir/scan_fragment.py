@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Var
-from mmnnx.mpmd.ir.fragments import Fragment, Microbatches
+from mmnnx.mpmd.ir.fragments import Fragment, Microbatches, Scan
 from mmnnx.mpmd.ir.rewrite import name_results, trace_equations
 
 
@@ -61,6 +61,5 @@ def scan_fragment(one: Fragment, microbatches: Microbatches) -> Fragment:
     of_stacks = [stacks[v] for v in (*handed_on, *entering)]
     outvars = (*updates, *set_anew, *of_stacks, *(new for v in kept for new in kept_as[v]))
     jaxpr = _compat.close_jaxpr(invars, outvars, [e.eqn for e in name_results(made, atoms, outvars)])
-    return dataclasses.replace(
-        one, jaxpr=jaxpr, invars=invars, outvars=outvars, one=one, microbatches=microbatches
-    )
+    scan = Scan(one, microbatches)
+    return dataclasses.replace(one, jaxpr=jaxpr, invars=invars, outvars=outvars, scan=scan)

@@ -195,7 +195,7 @@ def test_calls_that_follow_each_other_are_one_scan(schedule, name):
     p = rewrite(program(4, schedule)).program
     (whole,) = {c.fragment for c in p.calls if c.fragment.name == name}
     assert len([e for e in whole.jaxpr.eqns if e.primitive.name == "scan"]) == 1
-    assert whole.microbatches.count == 4
+    assert whole.scan.microbatches.count == 4
 
 
 CUSTOM = {"schedule": "custom", "custom_schedule": [["stage0"]]}
