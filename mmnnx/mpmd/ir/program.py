@@ -44,12 +44,16 @@ class Program(Shown, ProgramData):
     def table(self) -> list[list[Action]]:
         """What each mesh runs of the stages of the microbatch loop, in order: one row for each mesh.
 
-        It can be written as CSV (`mm.write_schedule`), and given to `mm.microbatch` as `custom_schedule`.
+        It can be written as CSV (`mm.write_schedule`), and given to `mm.microbatch` as `custom_schedule`. A
+        call of several microbatches is an action for each of them.
         """
+        in_a_call = {f: loop.per_call for loop in self.loops for alike in loop.fragments for f in alike}
         rows: dict[Mesh, dict[Action, None]] = {}
         for c in self.calls:
             if c.stage is not None and c.microbatch is not None and c.phase != "none":
-                rows.setdefault(c.mesh, {})[Action(c.stage, cast(Phase, c.phase), c.microbatch)] = None
+                row, count = rows.setdefault(c.mesh, {}), in_a_call.get(c.fragment, 1)
+                microbatches = range(count * c.microbatch, count * (c.microbatch + 1))
+                row.update({Action(c.stage, cast(Phase, c.phase), m): None for m in microbatches})
         return [list(row) for row in rows.values()]
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:

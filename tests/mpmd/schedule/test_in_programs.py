@@ -344,6 +344,16 @@ def test_custom_rows_from_a_file_that_a_program_wrote(tmp_path, name):
     assert again.table() == program.table()
 
 
+def test_the_rows_of_a_program_whose_microbatches_share_calls():
+    """They name each microbatch, and run again one to a call."""
+    table = trained(schedule="1f1b", per_call=2).table()
+    groups = get_schedule("1f1b").table(Stages.chain(range(3)), 2)
+    assert table == [
+        [Action(a.stage, a.phase, 2 * a.microbatch + n) for a in row for n in (0, 1)] for row in groups
+    ]
+    assert trained(schedule="custom", custom_schedule=table).table() == table
+
+
 def test_what_custom_rows_of_names_leave_out_follows_by_dependency():
     """Only the first stage is told what to do."""
     table = trained(custom_schedule=NAMES[:1]).table()
