@@ -56,8 +56,8 @@ Options of all commands:
   --log-level LEVEL  print messages of mmnnx from this level on: debug, info, warning, error
 
 Exit status: 0 done; 1 a process of several failed, or a plan does not fit; 2 a mistake in the arguments, or
-in a file that they name; 3 training diverged; 130 stopped by Ctrl-C; 141 nobody
-reads the output any more; 143 stopped by SIGTERM.
+in a file that they name; 3 training diverged; 130 stopped by Ctrl-C; 141 nobody reads the output any more;
+143 stopped by SIGTERM.
 
 `mmnnx COMMAND --help` lists the options of a command. NO_COLOR=1 in the environment turns colours off."""
 
