@@ -118,7 +118,9 @@ def load_ipython_extension(ipython: Any) -> None:
       ipython: the IPython shell.
 
     Example:
-      In a notebook: `%load_ext mmnnx`, and then `model` as the last line of a cell.
+      >>> from IPython import get_ipython
+      >>> if get_ipython() is not None:
+      ...     mm.load_ipython_extension(get_ipython())
     """
     ipython.display_formatter.mimebundle_formatter.for_type(nnx.Module, _model_bundle)
 
