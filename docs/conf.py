@@ -115,8 +115,8 @@ def folders_are_text(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^\]]*)\]\(([^)#:]+)\)", link, source[0])
 
 
-def on_both_papers(app: Sphinx, document: nodes.document) -> None:
-    """A picture that has one for dark paper beside it is shown with it, each on its own paper."""
+def dark_pictures(app: Sphinx, document: nodes.document) -> None:
+    """A reader of the dark theme sees x-dark.png where a page shows x.png, if there is one."""
     for light in list(document.findall(nodes.image)):
         file = Path(light["uri"])
         dark = file.with_stem(f"{file.stem}-dark")
@@ -127,7 +127,7 @@ def on_both_papers(app: Sphinx, document: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("doctree-read", on_both_papers, priority=100)  # before the files of pictures are collected
+    app.connect("doctree-read", dark_pictures, priority=100)  # before the files of pictures are collected
     app.connect("source-read", folders_are_text)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before that of napoleon
     app.connect("autodoc-process-signature", of_init)

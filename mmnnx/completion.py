@@ -8,13 +8,14 @@ import functools
 import io
 import operator
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 from tyro.conf import subcommand
 
 from mmnnx.inspect.schedule_cli import ScheduleConfig
 from mmnnx.launch.cli import WAYS
+from mmnnx.output import Level
 from mmnnx.plan.cli import PlanConfig
 from mmnnx.train.checkpoint.inspect_cli import InspectConfig
 from mmnnx.train.config import TrainConfig
@@ -22,14 +23,15 @@ from mmnnx.train.eval_cli import EvalConfig
 from mmnnx.train.export_cli import ExportConfig
 from mmnnx.train.generate_cli import GenerateConfig
 
-SHELLS = ("bash", "zsh", "tcsh")
+Shell = Literal["bash", "zsh", "tcsh"]
+SHELLS = get_args(Shell)
 
 
 @dataclasses.dataclass(frozen=True)
 class CompletionConfig:
     """Print a script that completes commands and options in a shell."""
 
-    shell: tyro.conf.Positional[Literal["bash", "zsh", "tcsh"]]
+    shell: tyro.conf.Positional[Shell]
 
 
 CONFIGS: dict[str, type[Any]] = {
@@ -87,7 +89,6 @@ def _commands() -> Any:
 
 
 def _with_output(config: type[Any]) -> Any:
-    """The options of a command, and those of all commands."""
-    level = Literal["debug", "info", "warning", "error"]
-    added = [("quiet", bool, False), ("log_level", level, "warning")]
+    """The options of a command, with those that all commands have (`mmnnx.output`)."""
+    added = [("quiet", bool, False), ("log_level", Level, "warning")]
     return dataclasses.make_dataclass(config.__name__, added, bases=(config,), frozen=True, kw_only=True)

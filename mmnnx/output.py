@@ -7,10 +7,12 @@ import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from mmnnx.printable import printable
 
-LEVELS = ("debug", "info", "warning", "error")
+Level = Literal["debug", "info", "warning", "error"]
+LEVELS = get_args(Level)
 
 
 @dataclass(frozen=True)

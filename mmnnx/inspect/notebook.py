@@ -110,9 +110,10 @@ def sharding_table(sharding: TaskSharding) -> Table:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Has a notebook show a model that lives on devices by its placement, as `mm.show_placement` draws it.
+    """Makes a notebook show each placed model as the picture that `mm.show_placement` draws.
 
-    `%load_ext mmnnx` calls it. Without it a Module is shown as Flax shows it.
+    `%load_ext mmnnx` calls it. A Module whose arrays are on no device is shown as Flax shows it, as all are
+    without the extension.
 
     Args:
       ipython: the IPython shell.
@@ -128,5 +129,5 @@ def load_ipython_extension(ipython: Any) -> None:
 def _model_bundle(model: nnx.Module, include: Any = None, exclude: Any = None) -> Any:
     try:
         return show_placement(model)._repr_mimebundle_(include, exclude)
-    except (ValueError, TypeError):  # it lives nowhere: it is shown as without us
+    except ValueError:  # it lives nowhere: it is shown as without us
         return None

@@ -64,8 +64,8 @@ class MultiMesh(Shown):
     has the attributes of its `jax.sharding.Mesh` (`shape`, `size`, `devices`, ...), and two are equal when
     their meshes are.
 
-    Devices that JAX has and the axes do not need are idle. A warning of the logger "mmnnx" names them, and so
-    do the `repr`, `mm.tabulate` and `mm.show_placement`. Where it is meant, `devices=` says so.
+    Devices that JAX has and the axes do not need are idle. The logger "mmnnx" warns of them, and the `repr`,
+    `mm.tabulate` and `mm.show_placement` list them. With `devices=` there is no warning: the choice is yours.
 
     Args:
       axis_sizes: size of each axis. Default: the shape of `devices`.

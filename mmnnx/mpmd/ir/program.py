@@ -45,7 +45,7 @@ class Program(Shown, ProgramData):
         """What each mesh runs of the stages of the microbatch loop, in order: one row for each mesh.
 
         It can be written as CSV (`mm.write_schedule`), and given to `mm.microbatch` as `custom_schedule`. A
-        call of several microbatches is an action for each of them.
+        call of several microbatches is listed as one action for each microbatch.
         """
         in_a_call = {f: loop.per_call for loop in self.loops for alike in loop.fragments for f in alike}
         rows: dict[Mesh, dict[Action, None]] = {}
