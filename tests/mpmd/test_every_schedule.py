@@ -147,7 +147,7 @@ def check(
         **options,
     )
     table = get_schedule(name).table(Stages.chain(meshes), num_microbatches // per_call, **options)
-    assert_followed(program, table, case.lacks)
+    assert_followed(program, table, case.lacks, per_call)
     once = sum(count_products(c.fragment.jaxpr.jaxpr) for c in program.calls)
     assert once == num_microbatches * products_of_a_microbatch(case)
 
@@ -175,11 +175,15 @@ def placed(case: Case, tasks: Sequence[mm.Task], per_stage: Sequence[int] = ()) 
 
 
 def assert_followed(
-    program: mm.Program, table: Sequence[Sequence[Action]], lacks: Set[tuple[int, str]]
+    program: mm.Program, table: Sequence[Sequence[Action]], lacks: Set[tuple[int, str]], per_call: int = 1
 ) -> None:
-    """Every row is run in its order. Where a stage's backwards are cut, whole ones are two parts."""
+    """Every row is run in its order. Where a stage's backwards are cut, whole ones are two parts.
+
+    A call is of so many microbatches, and the table counts calls.
+    """
     cut = {a.stage for row in table for a in row if a.phase == "backward-weight"}
-    asked = [[part for a in row for part in (halves(a) if a.stage in cut else [a])] for row in table]
+    calls = [[part for a in row for part in (halves(a) if a.stage in cut else [a])] for row in table]
+    asked = [[a for call in row for a in microbatches_of(call, per_call)] for row in calls]
     ran = program.table()
     there = {a for row in ran for a in row}
     missing = {(a.stage, a.phase) for row in asked for a in row if a not in there}
@@ -189,6 +193,11 @@ def assert_followed(
         wanted = [a for a in row if a in there]
         (found,) = [mine for actions in ran if (mine := [a for a in actions if a in wanted])]
         assert found == wanted
+
+
+def microbatches_of(call: Action, per_call: int) -> list[Action]:
+    first = per_call * call.microbatch
+    return [call._replace(microbatch=m) for m in range(first, first + per_call)]
 
 
 def halves(action: Action) -> list[Action]:
