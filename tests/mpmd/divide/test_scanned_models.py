@@ -115,8 +115,9 @@ _FITS = {
 @given(data=st.data())
 def test_random_models(data):
     sizes, meshes, schedule = data.draw(layouts(), label="layout")
-    # A bias in front of BatchNorm has a gradient of nothing but rounding; many layers of attention diverge.
-    kind = st.sampled_from([kind for kind in KINDS if kind not in ("batch norm", "attention")])
+    # A bias in front of BatchNorm has a gradient of nothing but rounding. Many layers of attention diverge, and
+    # 32 of "stack" make 1e-2 of the last bit of a weight, on one device too.
+    kind = st.sampled_from([kind for kind in KINDS if kind not in ("batch norm", "attention", "stack")])
     most = 1 if schedule in VEES else 2  # two stacks would turn back twice
     kinds = tuple(data.draw(st.lists(kind, min_size=1, max_size=most), label="kinds"))
     has_kernels = {"tanh", "where", "cond", "dropout"}.intersection(kinds)
