@@ -1,6 +1,6 @@
 # Everything runs inside .venv, which is made on first use and brought up to date when pyproject.toml changes.
 #   make train ARGS="--steps 200 --stages 2"      make test ARGS="tests/mpmd -k dropout"
-#   make test-all runs what is slow as well, and five times as many of the random examples that are
+#   make test-all runs what is slow as well, and ten times as many of the random examples that are
 #   make test-cuda compiles for GPUs, which need not be here, in a .venv-cuda with their compiler (3 GB)
 #   make test-hf compares published models with transformers, in a .venv-hf with it and torch
 #   make fuzz N=1000 SEED=7 compares random train steps under mm.jit with nnx.jit

@@ -41,6 +41,17 @@ executables._in_use = {}
 MAPS = Path("/proc/self/maps")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", help="K/N: of the tests that are selected, those numbered K, K + N, K + 2 N ...")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if part := config.getoption("part"):
+        first, step = map(int, part.split("/"))
+        items[:] = items[first::step]
+
+
 def pytest_collection_finish():
     """What is imported by now stays, and need not be searched."""
     gc.freeze()

@@ -16,24 +16,24 @@ def all_but(kept: Container[Any], cases: Iterable[Any]) -> list[Any]:
     return [case if case in kept else _slow(case if isinstance(case, tuple) else (case,)) for case in cases]
 
 
-def grid(*axes: Sequence[Any]) -> list[Any]:
+def grid(*axes: Sequence[Any], step: int = 1) -> list[Any]:
     """Every combination of the axes' values.
 
     `make test` runs as many as the longest axis has values, and each value is in one of them; the others are
-    slow.
+    slow. With a `step` it runs one in so many of them.
 
     Example:
       >>> @pytest.mark.parametrize("schedule, donated", grid(["gpipe", "1f1b"], [False, True]))
     """
-    kept = {tuple(n % len(axis) for axis in axes) for n in range(max(map(len, axes)))}
+    kept = {tuple(n % len(axis) for axis in axes) for n in range(0, max(map(len, axes)), step)}
     numbered = (zip(*combination) for combination in itertools.product(*map(enumerate, axes)))
     return [values if numbers in kept else _slow(values) for numbers, values in map(tuple, numbered)]
 
 
 def examples(count: int) -> settings:
-    """Has hypothesis try so many examples in `make test-all`, and in `make test` a fifth of them."""
+    """Has hypothesis try so many examples in `make test-all`, and in `make test` a tenth of them."""
     everything = settings.get_current_profile_name() == "all"
-    return settings(max_examples=count if everything else math.ceil(count / 5))
+    return settings(max_examples=count if everything else math.ceil(count / 10))
 
 
 def _slow(values: tuple[Any, ...]) -> Any:

@@ -92,6 +92,7 @@ def test_each_how_to_is_run_and_is_short():
     assert all(len(text.splitlines()) < 90 for text in pages.values())
 
 
+@pytest.mark.slow
 def test_the_program_about_schedules(tmp_path):
     """Zero-bubble h1 on 4 stages and 8 microbatches: (P - 1) / (3 M + P - 1) is 3 / 27."""
     printed = run_document("docs/schedules.md", tmp_path)

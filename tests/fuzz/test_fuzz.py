@@ -100,6 +100,7 @@ def test_what_is_rounding_of_bfloat16():
     assert text == "a: 0.05 from the truth, allowed 0.0356; nnx.jit is 0.01"
 
 
+@pytest.mark.slow
 def test_a_schedule_that_turns_the_order_of_a_sum_is_refused():
     """Two stages of one mesh add to one gradient; "wavefront" runs the backwards last first."""
     case = Case(

@@ -196,6 +196,7 @@ def test_epsilon_of_the_norms():
     assert jnp.abs(build(qk_norm=True)(x) - build(qk_norm=True, norm_epsilon=1.0)(x)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_bfloat16():
     options = dict(causal=True, rotary_base=1e4, qk_norm=True, kernel_init=nnx.initializers.lecun_normal())
     wide, narrow = (build(16, 4, 2, dtype=dtype, **options) for dtype in (None, jnp.bfloat16))
@@ -303,6 +304,7 @@ def test_tokens_can_be_taken_back():
     close(y, attention(x)[:, 3:])
 
 
+@pytest.mark.slow
 def test_positions_and_masks_with_a_cache():
     attention, x = style("llama")[0], sample(2, 6, 16)
     positions = jnp.array([[0, 1, 2, 0, 1, 2], [3, 4, 9, 10, 11, 12]])
@@ -552,6 +554,7 @@ def results_of(jaxpr):
             yield from results_of(inner)
 
 
+@pytest.mark.slow
 def test_chunks_with_a_cache_and_for_one_token():
     whole, chunked = build(causal=True, rotary_base=100.0), build(causal=True, rotary_base=100.0, chunks=2)
     x = sample(2, 7, 16)
@@ -561,6 +564,7 @@ def test_chunks_with_a_cache_and_for_one_token():
         close(z, y)
 
 
+@pytest.mark.slow
 def test_gradients_of_keys_are_summed_over_chunks_in_float32():
     """In bfloat16 64 chunks would lose most of what comes to a key; so little is lost as at once."""
     query, key, value = (sample(1, 64, 2, 8, seed=n) for n in range(3))

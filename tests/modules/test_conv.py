@@ -109,6 +109,7 @@ def test_types_initialisers_and_names_are_those_given():
     assert lookup(("bias",), block.norm.bias).sharding.spec == P("model")
 
 
+@pytest.mark.slow
 def test_features_over_a_mesh_axis_are_the_same():
     task = mm.Task("conv", logical_axes={"conv_out": "model"}, mesh=jax.make_mesh((4,), ("model",)))
     make = lambda: shaken(ResidualBlock(4, FEATURES, 2, rngs=nnx.Rngs(0)))

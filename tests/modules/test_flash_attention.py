@@ -98,6 +98,7 @@ def test_a_mask_and_a_cache_go_without_it(implementation):
     np.testing.assert_allclose(y, z, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_in_a_pipeline_heads_are_divided():
     """The losses and gradients of packed documents, and what a device computes with."""
 

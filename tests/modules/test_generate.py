@@ -118,7 +118,11 @@ def test_padding_is_not_read():
     ("options", "how"),
     [
         pytest.param({}, {}, marks=pytest.mark.slow),
-        (dict(scan=4), dict(lengths=(2, 6, 3), temperature=1.5, top_k=20, top_p=0.95, key=3)),
+        pytest.param(
+            dict(scan=4),
+            dict(lengths=(2, 6, 3), temperature=1.5, top_k=20, top_p=0.95, key=3),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(dict(tied=True), dict(lengths=(2, 6, 3)), marks=pytest.mark.slow),
     ],
 )
@@ -168,6 +172,7 @@ def test_caches_stay_on_their_stages_and_tokens_alone_go_round(scan):
     assert sent == [*onwards, ("stage3", "stage0", (3, 1))]
 
 
+@pytest.mark.slow
 def test_compiled_once_for_a_shape_also_over_calls():
     mesh, model = placed(stages=2, layers=2, cls=Counted)
     Counted.traces.clear()

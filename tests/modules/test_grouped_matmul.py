@@ -78,6 +78,7 @@ def test_the_kernels_for_tpus_are_the_loop_too(sizes, spare, width, out):
     assert_close((product[:used], back[:used], outer), (y[:used], dx[:used], dw))
 
 
+@pytest.mark.slow
 def test_on_tpus_the_work_does_not_grow_with_the_groups():
     """By the compiler's own count, with gradients."""
     (device, *_) = mm.target("v5e:2x2")

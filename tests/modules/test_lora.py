@@ -39,6 +39,7 @@ def placed(scan: bool):
     return mm.jit(lambda: make(scan), out_shardings=sharding)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", all_but([True], [False, True]))
 def test_the_same_at_first_and_where_the_layers_live(scan):
     """Also where the kernels are a DividedArray: two layers and three."""

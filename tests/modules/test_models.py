@@ -116,7 +116,9 @@ def test_a_new_models_loss_falls(model):
     "model, stages, options, layers",
     [
         pytest.param(ViT, 2, dict(layers=3), "blocks", marks=pytest.mark.slow),
-        (EncoderDecoder, 3, dict(tied=True), ["encoder.blocks", "decoder.blocks"]),
+        pytest.param(
+            EncoderDecoder, 3, dict(tied=True), ["encoder.blocks", "decoder.blocks"], marks=pytest.mark.slow
+        ),
         (MoELM, 2, dict(scan=2, capacity_factor=1.0), "blocks"),
     ],
 )
@@ -147,6 +149,7 @@ class Joined(TwoTower):
         return mm.task(contrastive_loss, task=self.task)(*self(images, tokens))
 
 
+@pytest.mark.slow
 def test_towers_side_by_side_do_not_wait_for_each_other():
     mesh, (image, text, join) = pipeline(3)
     placement = mm.TaskSharding(
@@ -175,7 +178,7 @@ def test_towers_side_by_side_do_not_wait_for_each_other():
 @pytest.mark.parametrize(
     "model, rules",
     [
-        (MoELM, {"expert": "model", "batch": "data", "heads": "model"}),
+        pytest.param(MoELM, {"expert": "model", "batch": "data", "heads": "model"}, marks=pytest.mark.slow),
         (TwoTower, {"heads": "model", "mlp": "model", "batch": "data", "embed": "data"}),
     ],
 )
@@ -388,6 +391,7 @@ def test_experts_are_those_configured():
     assert (new.blocks[0].mlp.down[...] == 0).all()
 
 
+@pytest.mark.slow
 def test_scanned_blocks_are_the_same_in_one_segment_or_two():
     (tokens,) = batch_of(MoELM)
     one, two = (MoELM(CONFIGS[MoELM](scan=n), rngs=nnx.Rngs(0)) for n in (1, 2))
@@ -397,7 +401,7 @@ def test_scanned_blocks_are_the_same_in_one_segment_or_two():
     np.testing.assert_allclose(run(one, tokens, method="routed")[1].fraction.sum(), 2, rtol=1e-5)
 
 
-@pytest.mark.parametrize("scan", [False, 2])
+@pytest.mark.parametrize("scan", all_but([2], [False, 2]))
 def test_a_cached_decode_is_the_full_forward(scan):
     model, (tokens,) = make(MoELM, scan=scan), batch_of(MoELM)
     cache, parts = model.init_cache(8, 7), []

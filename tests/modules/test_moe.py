@@ -139,6 +139,7 @@ def test_gradients_are_finite_differences(options):
     check_grads(run, (state, x), order=1, modes=["rev"], atol=1e-2, rtol=1e-2, eps=1e-3)
 
 
+@pytest.mark.slow
 def test_the_router_of_a_single_choice_learns():
     grads = nnx.grad(lambda m, x: jnp.sum(m(x)[0] ** 2))(build(top_k=1), inputs())
     assert jnp.abs(grads.router.kernel[...]).max() > 1e-3
@@ -243,6 +244,7 @@ def test_it_is_what_ragged_dot_gives():
     np.testing.assert_allclose(build()(x)[0], build(cls=Ragged)(x), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", all_but([0.75], [None, 0.75]))
 def test_several_at_once_are_each_by_itself(factor):
     """Under `nnx.vmap`, with the gradients."""
@@ -269,6 +271,7 @@ def test_several_at_once_are_each_by_itself(factor):
             ("data", (2,), {"expert": "data", "batch": "data"}),
         ],
         [None, 0.75],
+        step=3,
     ),
 )
 def test_experts_over_a_mesh_axis_are_the_same(over, factor):

@@ -53,6 +53,7 @@ def over(devices, attend):
         [True, False],
         [4, 2, 1],
         [4, 16],
+        step=3,
     ),
 )
 def test_it_gives_values_and_gradients_of_all_scores(options, packed, devices, size, monkeypatch):
@@ -78,6 +79,7 @@ def test_tiles_divide_what_they_are_of():
     assert found == [32, 512, 512, 512, 320, 1021]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", all_but(["microbatches"], ["microbatches", "remat", "scan", "tensor"]))
 def test_in_a_pipeline(layout):
     """Packed documents over 2 stages x 2 devices for a sequence."""

@@ -190,6 +190,7 @@ def test_a_layer_is_traced_once_for_a_segment():
     assert len(traces) <= 4  # a scan may look at its body more than once, but not at every layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [True, jax.checkpoint_policies.dots_saveable])
 def test_a_list_can_be_rematerialised(remat):
     layers = as_list(stack(3))

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from tests.fuzz.case import Case
 from tests.fuzz.compare import Steps, too_far
 
@@ -28,5 +30,6 @@ def test_a_cut_loses_no_bits():
     assert not lost
 
 
+@pytest.mark.slow
 def test_sums_of_partial_sums_are_rounded_once_more_and_no_worse():
     assert not too_far(Steps(dataclasses.replace(CHAIN, meshes=SHARDED)).errors(draws=9))

@@ -27,7 +27,7 @@ JOBS = {
     "fsdp": small(data=2, fsdp=True),
     "gpipe": small(schedule="gpipe"),
 }
-QUICK = ("tensor",)
+QUICK = ("lm",)
 
 
 @pytest.mark.parametrize("name", all_but(QUICK, JOBS))
@@ -65,6 +65,7 @@ def test_what_the_bytes_are():
     assert first["tensor"]["weights"] == pytest.approx(first["lm"]["weights"] / 2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_in_flight_microbatches_are_saved_activations():
     """1F1B keeps as many on a stage as there are stages from it on; GPipe keeps all."""
     one, all_of_them = (plan_here(small(batch=8, schedule=name)) for name in ("1f1b", "gpipe"))
@@ -100,6 +101,7 @@ def test_results_in_place_are_counted_by_the_executables():
     assert dataclasses.asdict(updates[0])["alike"] in {f.name for f in plan.fragments}
 
 
+@pytest.mark.slow
 def test_copies_of_weights_in_another_type_are_weights(monkeypatch):
     """bfloat16 copies for all microbatches are half as large again; gradients stay as large as weights."""
     plain = plan_here(small())

@@ -26,6 +26,7 @@ def on_tpu():
         yield plan_here(small(batch=8))
 
 
+@pytest.mark.slow
 def test_what_it_prints(plan, on_tpu):
     assert str(plan).startswith("train_step on 2 x cpu: no figures of such devices are known")
     assert plan.fits is None and plan.seconds is None

@@ -52,6 +52,7 @@ def test_meshes_that_share_devices(tmp_path):
             np.testing.assert_allclose(values[name], alone[name], rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_whiles(tmp_path):
     """Every process learns whether a loop goes on, if it has a part in it, whoever computes that."""
     for count in (1, 2):

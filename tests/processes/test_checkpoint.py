@@ -25,6 +25,7 @@ def of_one(tmp_path):
     return mesh, nodes
 
 
+@pytest.mark.slow
 def test_one_and_two_processes(tmp_path, of_one):
     """To the last bit, each process reading its own part alone; next losses; orbax's one set of files."""
     one, two = str(tmp_path / "one"), str(tmp_path / "two")

@@ -63,6 +63,7 @@ def test_a_process_that_is_killed_brings_the_others_down(victim, seed):
         assert message.count("mmnnx:") == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_is_missed():
     """After the failure_timeout of 4 s, and no sooner."""
     run = Run(3, "SIGSTOP", 1)
@@ -93,6 +94,7 @@ def test_a_process_that_raises_says_what(victim):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_a_transfer_that_is_cut_names_its_ends():
     """The two processes, the instruction and the array; not those that wait for the result of all."""
     run = Run(3, "cut", 0)
@@ -106,6 +108,7 @@ def test_a_transfer_that_is_cut_names_its_ends():
         )
 
 
+@pytest.mark.slow
 def test_a_process_that_has_another_batch_builds_a_program_alone():
     """As with the last rows of its data: the others run the program that they know, and wait. What is told is
     that, or that it waits for them to build it too, whichever is noticed first."""
@@ -116,6 +119,7 @@ def test_a_process_that_has_another_batch_builds_a_program_alone():
         assert alone in message or "has not sent its 'program 2'" in message
 
 
+@pytest.mark.slow
 def test_a_function_that_one_process_calls_alone_is_not_given_what_the_others_send():
     run = Run(2, "alone", 1)
     for status, message in run.survivors(-1):
@@ -123,7 +127,7 @@ def test_a_function_that_one_process_calls_alone_is_not_given_what_the_others_se
         assert "has not sent an array float32[1000] (instruction 1 of call " in message
 
 
-@pytest.mark.parametrize("how, victim", [("early", 0), ("exit", 1)])
+@pytest.mark.parametrize("how, victim", all_but([("exit", 1)], [("early", 0), ("exit", 1)]))
 def test_a_process_that_ends_before_the_others_is_told_from_one_that_died(how, victim):
     """It has no error to show, and nobody waits for it until the timeout of 60 s."""
     run = Run(2, how, victim)

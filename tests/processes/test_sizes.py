@@ -15,6 +15,7 @@ def one_process(tmp_path_factory):
     return dict(np.load(f"{out}.0.npz"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_meshes_of_different_sizes(count, one_process, tmp_path):
     """A stage of four devices (of two processes of four), one of two, one of one: as in one process."""

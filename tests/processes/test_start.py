@@ -165,6 +165,7 @@ def test_a_coordinator_on_loopback_listens_there_alone():
     assert split_address("[::1]:80") == ("::1", 80)
 
 
+@pytest.mark.slow
 def test_real_processes_without_one_of_them_end_in_time():
     """Each with the message, none by JAX's abort, and none is left."""
     results = finish(start("rendezvous.py", 3, 1, without=[1]), timeout=90)  # what is left then is killed

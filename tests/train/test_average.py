@@ -75,6 +75,7 @@ def test_it_is_that_of_numpy_lives_beside_the_weights_and_costs_a_copy(layout, c
     assert 0 < sum(more.values()) <= copy + counts
 
 
+@pytest.mark.slow
 def test_validations_and_checkpoints_have_the_average_and_training_goes_on_without(
     config, tmp_path, monkeypatch, whole, text, capsys
 ):

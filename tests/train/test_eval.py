@@ -47,6 +47,7 @@ def loss_of(model, documents: list[np.ndarray], length: int) -> float:
     return float(model.loss(rows, weights=weights)) / weights.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "everything, packing",
     all_but([(True, "auto")], [(a, p) for a in (False, True) for p in ("auto", "stream")]),

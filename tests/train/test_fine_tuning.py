@@ -148,6 +148,7 @@ def test_low_rank_additions_are_trained_resumed_and_merged(folder, tmp_path, mon
     assert validations(again.out)[0] == pytest.approx(found[-1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_are_in_nats_and_bits(folder, tmp_path):
     train(config(folder, tmp_path / "run", steps=1, stages=2))
     (first, *_) = (row for row in RunFolder(tmp_path / "run").rows() if "val_loss" in row)
@@ -156,6 +157,7 @@ def test_rows_are_in_nats_and_bits(folder, tmp_path):
     assert "</s>" in (tmp_path / "run/sample.txt").read_text() or (tmp_path / "run/sample.txt").read_text()
 
 
+@pytest.mark.slow
 def test_exports_of_a_step_and_a_type(folder, tmp_path, capsys):
     train(config(folder, tmp_path / "run", steps=2, eval_every=1, stages=2))
     line = ["export", str(tmp_path / "run"), str(tmp_path / "new")]

@@ -39,6 +39,7 @@ def expected(folder, prompt: str, count: int = 8) -> str:
     return tokenizer.decode(made[: made.index(tokenizer.end)] if tokenizer.end in made else made)
 
 
+@pytest.mark.slow
 def test_a_run_and_its_export_write_the_same(folder, capsys):
     text = "the cat" + expected(folder, "the cat")
     assert len(text) > len("the cat")
@@ -48,6 +49,7 @@ def test_a_run_and_its_export_write_the_same(folder, capsys):
     assert written(capsys, str(folder / "run"), *options, "--stages", "2", "--tensor", "2") == text + "\n"
 
 
+@pytest.mark.slow
 def test_several_prompts_side_by_side(folder, capsys):
     prompts = ["the cat", "a dog ran to the"]
     found = written(capsys, str(folder / "new"), "--prompt", *prompts, "--tokens", "8", "--stages", "2")

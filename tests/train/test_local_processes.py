@@ -121,6 +121,7 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path, text, environmen
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_mistake_that_a_process_finds_is_told_once(tmp_path, environment):
     status, out, errors = run(environment, *OPTIONS, "--data", tmp_path / "nowhere", "--processes", "2")
     assert (status, out) == (2, "")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from mmnnx.train import train
@@ -14,6 +15,7 @@ from mmnnx.train.memory import bytes_in_use
 from mmnnx.train.step import create, place
 
 
+@pytest.mark.slow
 def test_where_devices_do_not_count_it_is_what_the_program_needs(config):
     c = config(stages=2, tensor=2, layers=4, steps=4, eval_every=2)
     first, *others = (row for row in train(c).rows() if "val_loss" in row)

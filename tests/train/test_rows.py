@@ -168,6 +168,7 @@ def assert_same(got, expected):
 three = st.lists(st.integers(2, 10), min_size=3, max_size=3).filter(lambda n: sum(n) - 3 <= LENGTH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", all_but(["GPT-2"], CONFIGS))
 @given(lengths=three)
 @examples(20)
@@ -206,6 +207,7 @@ def test_however_a_batch_is_divided_its_loss_is_the_mean_over_its_labels(kind, s
     )
 
 
+@pytest.mark.slow
 def test_losses_of_routers_are_shared_out_by_weight():
     model = build(MoELMConfig(**SIZES, experts=4, load_balancing=1.0))
     tokens = np.arange(2 * 9).reshape(2, 9) % 32

@@ -92,6 +92,7 @@ def test_the_seed_decides_weights_and_order(config, whole):
     assert all(a != b for a, b in zip(other, losses(whole)))
 
 
+@pytest.mark.slow
 def test_tied_shared_heads_in_half_precision_by_gpipe(config):
     folder = train(config(steps=2, tied=True, kv_heads=1, precision="bfloat16", schedule="gpipe"))
     assert losses(folder) == pytest.approx([8 * math.log(2)] * 2, abs=0.3)
@@ -117,6 +118,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", all_but(["fsdp and tensor"], LAYOUTS))
 def test_where_it_runs_does_not_change_the_losses(layout, config, tmp_path):
     sizes = dict(layers=4, steps=3, batch=8, microbatches=4, scan="scanned" in layout)
@@ -124,6 +126,7 @@ def test_where_it_runs_does_not_change_the_losses(layout, config, tmp_path):
     assert losses(train(config(**sizes, **LAYOUTS[layout]))) == pytest.approx(one, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer, scan", all_but([("muon", True)], product(["muon", "lion", "adafactor"], [True, False]))
 )
@@ -171,7 +174,7 @@ def test_microbatches_do_not_change_the_losses(config, whole):
     assert losses(train(config(microbatches=1))) == pytest.approx(losses(whole), abs=1e-4)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", all_but([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(
     number, config, tmp_path, at_step, monkeypatch, whole
 ):
@@ -201,6 +204,7 @@ def test_rows_after_the_checkpoint_are_taken_again(config, at_step, monkeypatch,
     assert losses(resumed) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_before_its_first_checkpoint_starts_again(config, at_step, monkeypatch):
     at_step(2, crash)
     with pytest.raises(RuntimeError):
@@ -209,6 +213,7 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again(config, at_step,
     assert [row["step"] for row in train(config(resume=True, steps=3)).rows()] == [0, 1, 2, 3, 3]
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_with_more_steps_of_the_same_text(config, tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("a pipeline of stages " * 100)

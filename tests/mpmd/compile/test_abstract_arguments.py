@@ -66,6 +66,7 @@ def compiled(tmp_path, monkeypatch):
     return dumped
 
 
+@pytest.mark.slow
 def test_donations(compiled):
     """Abstract arguments stand for the state of a later step, which is where in_shardings say."""
     with MESH:

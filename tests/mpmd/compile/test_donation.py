@@ -62,7 +62,7 @@ def trainer(per_stage, schedule, donate=(0, 1)):
     )
 
 
-@pytest.mark.parametrize("schedule, per_stage", CASES)
+@pytest.mark.parametrize("schedule, per_stage", all_but([("1f1b", (2,))], CASES))
 def test_what_dies_is_overwritten_and_all_is_right(per_stage, schedule):
     """A backward writes the gradient that it sends over a residual, or over the one that it received."""
     mesh, tasks = pipeline(3, *per_stage)
@@ -93,7 +93,7 @@ def test_what_dies_is_overwritten_and_all_is_right(per_stage, schedule):
     assert {name for name, _ in dead & gradients} == expected
 
 
-@pytest.mark.parametrize("schedule, per_stage", all_but([("gpipe", ()), ("zero-bubble-h1", (2,))], CASES))
+@pytest.mark.parametrize("schedule, per_stage", all_but([("gpipe", ())], CASES))
 def test_no_instruction_leaves_more_alive_than_the_program_says(per_stage, schedule, monkeypatch):
     """After each one JAX itself counts the arrays that are alive on each mesh."""
     mesh, model, optimizer, step = trainer(per_stage, schedule)

@@ -82,6 +82,7 @@ def lowerings(kind, length, monkeypatch):
         return len(lowered), len(run.program(*split, tokens).fragments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     ["training steps of microbatches", pytest.param("training steps of sums", marks=pytest.mark.slow)],

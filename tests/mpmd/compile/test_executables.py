@@ -90,7 +90,11 @@ def compiles(monkeypatch, compiled_anew, no_folder):
     return names
 
 
-@pytest.mark.parametrize("per_stage", [(), (2,)], ids=["one device", "two devices"])
+@pytest.mark.parametrize(
+    "per_stage",
+    [(), pytest.param((2,), marks=pytest.mark.slow)],
+    ids=["one device", "two devices"],
+)
 def test_equal_stages_are_compiled_once(compiles, per_stage):
     """Those in the middle of a pipeline have each a program of their own, and all of them one compilation;
     what it computes on each is what one device computes."""
@@ -117,6 +121,7 @@ def test_equal_stages_are_compiled_once(compiles, per_stage):
     assert sum(name.startswith(("stage1", "stage2")) for name in compiles) <= len(middle) / 2
 
 
+@pytest.mark.slow
 def test_no_growth_with_stages_and_microbatches(compiles, monkeypatch):
     counts = []
     for stages, microbatches in ((4, 2), (4, 4), (8, 2)):
@@ -131,6 +136,7 @@ def test_no_growth_with_stages_and_microbatches(compiles, monkeypatch):
     assert counts[0] == counts[1] == counts[2]
 
 
+@pytest.mark.slow
 def test_what_another_program_has_is_not_compiled_again(compiles):
     """A step whose counters come from elsewhere the second time, and the same step once more; as long as a
     program that has it is in use."""
@@ -311,6 +317,7 @@ def start(folder):
     return json.loads(ran.stdout)
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path):
     """All of a pipeline comes out of JAX's persistent compilation cache, and computes the same."""
     first, second = start(tmp_path), start(tmp_path)

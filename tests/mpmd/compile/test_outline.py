@@ -24,6 +24,7 @@ from mmnnx.mpmd.ir.instructions import Call
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, pipeline
+from tests.slow import all_but
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +102,13 @@ ONCE = ["stage0", "stage0", "stage3", "stage3"]
             marks=pytest.mark.slow,
         ),
         # The last stage's forward and backward are one program, but for what the other backwards do.
-        ("1f1b", 1, ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
+        pytest.param(
+            *("1f1b", 1, ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
+            marks=pytest.mark.slow,
+        ),
         # What several microbatches share is divided as it is for one.
         ("1f1b", 2, ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
-        (
+        pytest.param(
             "zero-bubble-h1",
             1,
             [
@@ -113,6 +117,7 @@ ONCE = ["stage0", "stage0", "stage3", "stage3"]
                 "stage3 backward-weight",
                 "stage3 forward and stage3 backward-input",
             ],
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -123,6 +128,7 @@ def test_the_ends_are_divided(schedule, per_call, ends):
     assert all(len(fragments) == 2 for fragments in divided.values())
 
 
+@pytest.mark.slow
 def test_stages_that_go_round_the_meshes():
     """The first of them and the last, each on a mesh with one that is between."""
     program = trained((1, 1, 1, 1), "interleaved-1f1b", (0, 1, 0, 1))
@@ -181,6 +187,7 @@ def test_the_core_is_compiled_with_the_stages_between(codes, per_stage):
         assert len({id(codes[name]) for name in same}) == 1
 
 
+@pytest.mark.slow
 def test_the_optimizers_of_the_ends_are_compiled_with_those_between(codes):
     """What is left of them comes first, so that the core may give up the same buffers everywhere."""
     divided = parts(trained.__wrapped__((1, 1, 1, 1)))
@@ -219,7 +226,7 @@ def test_the_optimizers_of_a_language_model():
         assert len(core.jaxpr.eqns) == len(updates["stage1"].jaxpr.eqns)
 
 
-@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("reads", all_but([False], [True, False]))
 def test_what_calls_the_host_is_left_whole(reads):
     """Such as for a learning rate. It cannot be compiled for another mesh, and is asked for once on each."""
     asked: list[int] = []

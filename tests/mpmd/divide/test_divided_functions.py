@@ -38,6 +38,7 @@ def kernel(model):
 STEP = train_step(mm.jit, models.squared_error, microbatch=2)
 
 
+@pytest.mark.slow
 def test_equal_pieces_are_one_array_of_jax():
     mesh, tasks = pipeline(4)
     with mesh:
@@ -67,6 +68,7 @@ def test_no_piece_is_copied_on_its_way_in_or_out():
         assert pointers(taken["stacks"][0]["linear"]["kernel"][...]) != before
 
 
+@pytest.mark.slow
 def test_a_program_does_not_grow_with_the_number_of_layers():
     programs = []
     for depth in (4, 64):

@@ -43,7 +43,7 @@ def check(kinds, sizes, way="nnx.scan", meshes=None, spec=P(), devices=1, **opti
     )
 
 
-@pytest.mark.parametrize("kind, way", grid(list(KINDS), list(WAYS)))
+@pytest.mark.parametrize("kind, way", grid(list(KINDS), list(WAYS), step=3))
 def test_layers(kind, way):
     """Modules made by nnx.vmap and run by nnx.scan, as in JaxPP's issue 7, and over several stages."""
     check((kind,), (2, 2), way)
@@ -72,7 +72,7 @@ ALL_OPTIMIZERS = OPTIMIZERS | {
 }
 
 
-@pytest.mark.parametrize("optimizer", all_but(("clipped", "every second", "adafactor"), ALL_OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", all_but(("adafactor",), ALL_OPTIMIZERS))
 def test_optimizers(optimizer):
     check(("mlp",), (1, 1), optimizer=ALL_OPTIMIZERS[optimizer])
 
@@ -115,7 +115,7 @@ _FITS = {
 @given(data=st.data())
 def test_random_models(data):
     sizes, meshes, schedule = data.draw(layouts(), label="layout")
-    # A bias in front of BatchNorm has a gradient of nothing but rounding. Many layers of attention diverge, and
+    # A bias in front of BatchNorm has a gradient of nothing but rounding. Many layers of attention diverge;
     # 32 of "stack" make 1e-2 of the last bit of a weight, on one device too.
     kind = st.sampled_from([kind for kind in KINDS if kind not in ("batch norm", "attention", "stack")])
     most = 1 if schedule in VEES else 2  # two stacks would turn back twice

@@ -190,7 +190,7 @@ LOGICAL = {"batch": "data", "heads": "model", "kv_heads": "model", "mlp": "model
     [
         pytest.param({}, True, marks=pytest.mark.slow),
         pytest.param({"scan": 2}, False, marks=pytest.mark.slow),
-        ({"scan": 2, "remat": True}, True),
+        pytest.param({"scan": 2, "remat": True}, True, marks=pytest.mark.slow),
         ({"tied": True}, False),
     ],
     ids=lambda x: ("data", "fsdp")[x] if isinstance(x, bool) else "-".join(x) or "plain",
@@ -408,6 +408,7 @@ def test_integers_are_counted_as_on_one_device(count):
     assert_same((*found, nnx.state(model)), (*nnx.jit(step(None))(whole := Model(), x), nnx.state(whole)))
 
 
+@pytest.mark.slow
 def test_stages_that_are_alike_over_data_and_tensor_axes():
     """Two middle stages are one program; how XLA shards its results JAX does not say in names of axes."""
     mesh, tasks = pipeline(4, 2, 1, axes=("data", "model"))

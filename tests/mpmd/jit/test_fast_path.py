@@ -664,6 +664,7 @@ def test_metadata_that_may_change_in_place_is_looked_at_every_time(mesh, taken):
     assert not taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", [False, True])
 def test_what_jax_has_forgotten_runs_all_the_same(placed):
     """`jax.clear_caches` between two calls, of which the second does not go through `nnx.jit`."""

@@ -10,6 +10,7 @@ import mmnnx as mm
 from mmnnx.modules import LM, EncoderDecoder, EncoderDecoderConfig, LMConfig, ViT, ViTConfig
 from tests.mpmd.modes import Pair
 from tests.mpmd.parity import born, pipeline, place
+from tests.slow import all_but
 
 X = np.ones((2, 4), np.float32)
 
@@ -91,8 +92,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("make, call", MODELS.values(), ids=MODELS)
-def test_models_of_mmnnx(make, call):
+@pytest.mark.parametrize("kind", all_but(["LM"], MODELS))
+def test_models_of_mmnnx(kind):
+    make, call = MODELS[kind]
     mesh, _ = pipeline(2)
     model = nnx.eval_shape(make)
     blocks = ["blocks"] if hasattr(model, "blocks") else ["encoder.blocks", "decoder.blocks"]

@@ -41,6 +41,7 @@ def compiled(caplog) -> Callable[[Callable[[], Any]], list[str]]:
     return run
 
 
+@pytest.mark.slow
 def test_the_main_job_compiles_once(compiled, tmp_path):
     devices = np.array(jax.devices()[: CONFIG.stages * CONFIG.tensor])
     mesh, placement = place(CONFIG, devices)

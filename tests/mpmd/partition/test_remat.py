@@ -119,6 +119,7 @@ def test_it_trains_as_without(remat):
     )
 
 
+@pytest.mark.slow
 def test_a_transformer_trains_as_without():
     """Attention, norms, an embedding; and the backward in two parts at that."""
     mesh, tasks = pipeline(2)

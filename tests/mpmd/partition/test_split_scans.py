@@ -86,6 +86,7 @@ def loss(model: LM, tokens: jax.Array) -> jax.Array:
     return model.loss(tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", all_but(["zero-bubble-h1"], SCHEDULES))
 def test_a_language_model(schedule):
     """Half of the products of the backward are of the weight part: one for each weight."""

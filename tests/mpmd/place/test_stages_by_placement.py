@@ -81,6 +81,7 @@ def test_eight_tasks_on_four_meshes(schedule):
     assert sorted(stages_of(program)) == sorted((n, 7 - n if schedule == "zbv" else n + 4) for n in down)
 
 
+@pytest.mark.slow
 def test_weights_of_the_first_stage_that_the_last_uses_too():
     mesh, tasks = tasks_on(VEE)
     placement = place(tasks, ["embed"], [("blocks", 0)], [("blocks", 1)], ["norm"])

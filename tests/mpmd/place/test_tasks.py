@@ -308,6 +308,7 @@ def test_meshes_of_different_size():
         )
 
 
+@pytest.mark.slow
 def test_meshes_of_different_size_by_jax_meshes():
     """A task's mesh may be a jax.sharding.Mesh; its axes may have names of their own."""
     devices = np.array(jax.devices())
@@ -355,6 +356,7 @@ def tensor_parallel(tasks):
     return mm.TaskSharding(rules)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_stages():
     mesh, tasks = pipeline(2, 2)
     assert_parity(
@@ -388,6 +390,7 @@ def test_data_and_tensor_parallel_stages():
     )
 
 
+@pytest.mark.slow
 def test_a_sharded_batch():
     """A batch that is already spread over the first stage's data axis."""
     mesh, tasks = pipeline(2, 4, axes=("data",))

@@ -76,6 +76,7 @@ def test_it_counts_as_one_call(donate, per_stage):
     assert_same(results[1], results[0])
 
 
+@pytest.mark.slow
 def test_state_that_is_carried_counts_once_too():
     """Statistics of BatchNorm and the random keys of Dropout, which the runs before must not move on."""
     states = []
@@ -99,6 +100,7 @@ def test_a_step_after_it_is_not_measured():
     assert int(optimizer.step[...]) == 1 and float(loss) > 0
 
 
+@pytest.mark.slow
 def test_a_moving_task_is_profiled_on_every_slice():
     mesh, tasks = pipeline(2)
     scoped = in_tasks(make(models.MLP), {("layers", 0): mm.Task("moving", loop_dependent_mesh_slice="stage")})

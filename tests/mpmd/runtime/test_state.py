@@ -31,7 +31,7 @@ from tests.mpmd.parity import (
     rolled,
     train_step,
 )
-from tests.slow import grid
+from tests.slow import all_but, grid
 
 HALVES = ["embed", ("blocks", 0)], [("blocks", 1), "norm", "head"]
 
@@ -127,7 +127,11 @@ def test_state_stays_at_home():
     assert homes(optimizer) == slots
 
 
-@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["kept", "donated"])
+@pytest.mark.parametrize(
+    "donate",
+    [pytest.param((), marks=pytest.mark.slow), (0, 1)],
+    ids=["kept", "donated"],
+)
 def test_steady_memory(donate):
     """Fifty steps leave as many live arrays, and as many bytes, as five."""
     mesh, tasks = pipeline(3)
@@ -423,7 +427,7 @@ class TwoAttentions(nnx.Module):
         return self.second(self.first(x))
 
 
-@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize("returned", all_but([True], [False, True]))
 def test_caches_of_decoding(returned):
     """They depend on nothing, and are born beside the weights of their layer; with each new batch size."""
     mesh, tasks = pipeline(2, 2)

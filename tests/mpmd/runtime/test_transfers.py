@@ -92,7 +92,11 @@ def test_keys_travel_as_well(copies):
 
 @pytest.mark.parametrize(
     "sizes",
-    [((1,), (1,)), ((2,), (4,)), pytest.param(((2,), (2,)), marks=pytest.mark.slow)],
+    [
+        pytest.param(((1,), (1,)), marks=pytest.mark.slow),
+        ((2,), (4,)),
+        pytest.param(((2,), (2,)), marks=pytest.mark.slow),
+    ],
 )
 def test_a_call_returns_before_the_work_is_done(sizes):
     """Nothing in a step waits for a device, also where layouts differ on the two sides."""

@@ -50,6 +50,7 @@ def steps_of(objects):
     return sorted({name.split("/")[1] for name in objects})
 
 
+@pytest.mark.slow
 def test_saves_restores_lists_keeps_the_best(objects):
     url = "gs://bucket/a run, 1 of 50%20"
     with Checkpoints(url, keep=2, best="loss") as checkpoints:

@@ -63,6 +63,7 @@ DAMAGES = {"deleted": Path.unlink, "truncated": truncate, "emptied": empty} | {
 UNREAD = ("_METADATA", "commit_success.txt", "ocdbt.process_0/manifest.ocdbt")
 
 
+@pytest.mark.slow
 def test_every_file_damaged_in_every_way(folder):
     """The state and all that came with it are what was saved, or nothing of it is taken."""
     expected, new = values(build(0)), build(1)
