@@ -42,14 +42,18 @@ MAPS = Path("/proc/self/maps")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--part", help="K/N: of the tests that are selected, those numbered K, K + N, K + 2 N ...")
+    parser.addoption(
+        "--part", help="K/N: of the tests that are selected, those numbered K, K + N, K + 2 N ..."
+    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    if part := config.getoption("part"):
-        first, step = map(int, part.split("/"))
-        items[:] = items[first::step]
+    if config.getoption("part"):
+        first, step = map(int, config.getoption("part").split("/"))
+        part = items[first::step]
+        config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % step != first])
+        items[:] = part
 
 
 def pytest_collection_finish():

@@ -44,7 +44,7 @@ def extract_constant_keys(program: Program) -> tuple[Program, list[Any]]:
             buffers = tuple(range(len(values), len(values) + len(wanted)))
             values += [(v, f.mesh) for v in f.invars[-len(wanted) :]]
             inputs |= {s: values[s] for s in buffers}
-            i = dataclasses.replace(i, fragment=f, inputs=(*i.inputs, *buffers), frees=(*i.frees, *buffers))
+            i = i._replace(fragment=f, inputs=(*i.inputs, *buffers), frees=(*i.frees, *buffers))
         instructions.append(i)
     given = dataclasses.replace(
         program, instructions=tuple(instructions), inputs=inputs, values=tuple(values), loops=()

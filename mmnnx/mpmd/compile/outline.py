@@ -164,5 +164,5 @@ def _calls_of_parts(call: Call, parts: Sequence[Fragment], values: list[PlacedVa
         inputs, outputs = (tuple(buffers[v] for v in held) for held in (p.invars, p.outvars))
         frees = tuple(sorted(dropped & {*inputs, *outputs}))
         dropped.difference_update(frees)
-        calls.append(dataclasses.replace(call, fragment=p, inputs=inputs, outputs=outputs, frees=frees))
+        calls.append(call._replace(fragment=p, inputs=inputs, outputs=outputs, frees=frees))
     return calls[::-1]

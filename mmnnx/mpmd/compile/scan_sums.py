@@ -71,8 +71,7 @@ def add_inside_scans(program: Program) -> Program:
     """A program whose fragments add what scans stack to running sums inside the scans."""
     changed = {f: rewrite_fragment(f) for f in dict.fromkeys(c.fragment for c in program.calls)}
     instructions = tuple(
-        dataclasses.replace(i, fragment=changed[i.fragment]) if isinstance(i, Call) else i
-        for i in program.instructions
+        i._replace(fragment=changed[i.fragment]) if isinstance(i, Call) else i for i in program.instructions
     )
     return dataclasses.replace(program, instructions=instructions)
 

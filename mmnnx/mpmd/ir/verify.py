@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import graphlib
 from collections import Counter
 from collections.abc import Set
@@ -45,51 +44,42 @@ def verify(program: ProgramData) -> None:
     results = {s for buffers in program.outputs for s in buffers}
     entered: list[set[int]] = []  # for each while that is not over, the buffers that were there before it
     for number, i in enumerate(program.instructions):
-        where = _Where(program, number)
         mesh_in, mesh_out = _meshes(i)
         for s in i.inputs:
             if s not in live:
-                raise VerificationError(
-                    f"{where}: reads {value_text(program, s)} before it is made or after it is freed"
-                    + _circle(program)
-                )
+                early = f"reads {value_text(program, s)} before it is made or after it is freed"
+                raise _wrong(program, number, early + _circle(program))
             if mesh_in is not None and live[s][1] != mesh_in:
-                raise VerificationError(
-                    f"{where}: reads {value_text(program, s)}, which is on {mesh_text(program, live[s][1])}, "
-                    f"on {mesh_text(program, mesh_in)}"
+                there, here = mesh_text(program, live[s][1]), mesh_text(program, mesh_in)
+                raise _wrong(
+                    program, number, f"reads {value_text(program, s)}, which is on {there}, on {here}"
                 )
         for s in i.outputs:
             if s in live and not isinstance(i, Control):
-                raise VerificationError(f"{where}: makes {value_text(program, s)} a second time")
+                raise _wrong(program, number, f"makes {value_text(program, s)} a second time")
             if mesh_out is not None and program.values[s][1] != mesh_out:
-                raise VerificationError(
-                    f"{where}: makes {value_text(program, s)} on {mesh_text(program, mesh_out)}"
-                )
+                here = mesh_text(program, mesh_out)
+                raise _wrong(program, number, f"makes {value_text(program, s)} on {here}")
             live[s] = program.values[s]
         for s in i.frees:
             if s in results and not entered:  # a carry is made again
-                raise VerificationError(f"{where}: frees {value_text(program, s)}, which is a result")
+                raise _wrong(program, number, f"frees {value_text(program, s)}, which is a result")
             if mesh_in is not None and program.values[s][1] not in (mesh_in, mesh_out):
-                raise VerificationError(f"{where}: frees {value_text(program, s)}, which is on another mesh")
+                raise _wrong(program, number, f"frees {value_text(program, s)}, which is on another mesh")
             if live.pop(s, None) is None:
-                raise VerificationError(f"{where}: frees {value_text(program, s)}, which is not there")
+                raise _wrong(program, number, f"frees {value_text(program, s)}, which is not there")
         if isinstance(i, Control):
-            _check_control(program, i, where, live.keys(), entered)
+            _check_control(program, i, number, live.keys(), entered)
     for s in results - live.keys():
         raise VerificationError(f"the result {value_text(program, s)} is never made")
     for s in live.keys() - results:
         raise VerificationError(f"{value_text(program, s)} is never freed")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Where:
-    """An instruction as messages name it: put into words only if there is a message."""
-
-    program: ProgramData
-    number: int
-
-    def __str__(self) -> str:
-        return f"instruction {self.number}, {describe(self.program, self.program.instructions[self.number])}"
+def _wrong(program: ProgramData, number: int, what: str) -> VerificationError:
+    """The error of an instruction."""
+    instruction = describe(program, program.instructions[number])
+    return VerificationError(f"instruction {number}, {instruction}: {what}")
 
 
 def _meshes(i: Instruction) -> tuple[Mesh | None, Mesh | None]:
@@ -100,21 +90,19 @@ def _meshes(i: Instruction) -> tuple[Mesh | None, Mesh | None]:
 
 
 def _check_control(
-    program: ProgramData, i: Control, where: _Where, live: Set[int], entered: list[set[int]]
+    program: ProgramData, i: Control, number: int, live: Set[int], entered: list[set[int]]
 ) -> None:
     """Checks that a while has the same buffers before each iteration, and moves none to another mesh."""
     if i.kind == "while":
         entered.append(set(live))
     for s, carry in zip(i.inputs, i.outputs):
         if program.values[s][1] != program.values[carry][1]:
-            raise VerificationError(
-                f"{where}: moves {value_text(program, s)} into {value_text(program, carry)}"
-            )
+            into = value_text(program, carry)
+            raise _wrong(program, number, f"moves {value_text(program, s)} into {into}")
     if i.kind == "repeat" and (changed := live ^ entered[-1]):
         before, after = ("there", "gone") if min(changed) in entered[-1] else ("not there", "there")
-        raise VerificationError(
-            f"{where}: {value_text(program, min(changed))} is {before} before an iteration, {after} after it"
-        )
+        value = value_text(program, min(changed))
+        raise _wrong(program, number, f"{value} is {before} before an iteration, {after} after it")
     if i.kind == "end":
         entered.pop()
 

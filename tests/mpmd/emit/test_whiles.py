@@ -202,7 +202,7 @@ def test_what_another_process_fetches_is_not_overwritten(monkeypatch):
 
 def changed(program, n, **fields):
     own = list(program.instructions)
-    own[n] = dataclasses.replace(own[n], **fields)
+    own[n] = own[n]._replace(**fields)
     return dataclasses.replace(program, instructions=tuple(own))
 
 

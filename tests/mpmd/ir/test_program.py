@@ -303,9 +303,9 @@ def broken_programs(program):
     moved.insert(first_send, moved.pop(reader))
     yield "reads", tuple(moved)
     frees = next(n for n, i in enumerate(instructions) if i.frees and set(i.frees) & set(i.inputs))
-    keeps = dataclasses.replace(instructions[frees], frees=())
+    keeps = instructions[frees]._replace(frees=())
     yield "never freed", (*instructions[:frees], keeps, *instructions[frees + 1 :])
-    twice = dataclasses.replace(instructions[-1], frees=(*instructions[-1].frees, *instructions[frees].frees))
+    twice = instructions[-1]._replace(frees=(*instructions[-1].frees, *instructions[frees].frees))
     yield "free", (*instructions[:-1], twice)
     yield "second time", (*instructions[: frees + 1], *instructions[frees:])
 

@@ -105,7 +105,7 @@ def test_a_double_free(program):
     assert call.frees
     later = number_of(program, "backward", microbatch=2)
     again = program.instructions[later]
-    again = dataclasses.replace(again, frees=(*again.frees, call.frees[0]))
+    again = again._replace(frees=(*again.frees, call.frees[0]))
     refused(
         changed(program, later, again),
         "stage0 backward [microbatch 2] on stage0 (devices [0])",
@@ -118,7 +118,7 @@ def test_freed_before_its_last_use(program):
     n = number_of(program, "forward")
     call = program.instructions[n]
     weights = next(s for s in call.inputs if s not in call.frees)
-    early = dataclasses.replace(call, frees=(*call.frees, weights))
+    early = call._replace(frees=(*call.frees, weights))
     refused(changed(program, n, early), "on stage0 (devices [0])", f"reads %{weights} ", "after it is freed")
 
 
@@ -127,7 +127,7 @@ def test_a_result_that_is_freed(program):
     n = next(n for n, i in enumerate(program.instructions) if result in i.outputs)
     i = program.instructions[n]
     refused(
-        changed(program, n, dataclasses.replace(i, frees=(*i.frees, result))),
+        changed(program, n, i._replace(frees=(*i.frees, result))),
         f"instruction {n}",
         f"(devices {[d.id for d in i.mesh.devices.flat]})",
         f"frees %{result} ",
@@ -141,15 +141,14 @@ def test_a_call_on_the_wrong_mesh(program):
     other = program.instructions[number_of(program, "forward", stage=1)].mesh
     for number, words in ((n, ["is missing"]), (0, ["which is on stage0", "on stage1"])):
         call = program.instructions[number]
-        wrong = dataclasses.replace(call, fragment=dataclasses.replace(call.fragment, mesh=other))
+        wrong = call._replace(fragment=dataclasses.replace(call.fragment, mesh=other))
         refused(changed(program, number, wrong), *words)
 
 
 def test_a_transfer_from_the_wrong_mesh(program):
     n = number_of(program, "forward") + 1
     send = program.instructions[n]
-    back = dataclasses.replace(
-        send,
+    back = send._replace(
         source=send.target,
         target=send.source,
         source_mesh=send.target_mesh,
@@ -161,14 +160,14 @@ def test_a_transfer_from_the_wrong_mesh(program):
 def test_a_transfer_to_the_wrong_mesh(program):
     n = number_of(program, "forward") + 1
     send = program.instructions[n]
-    astray = dataclasses.replace(send, target=send.source, target_mesh=send.source_mesh)
+    astray = send._replace(target=send.source, target_mesh=send.source_mesh)
     refused(changed(program, n, astray), "send", "makes", "on stage0 (devices [0])")
 
 
 def test_made_twice(program):
     n = number_of(program, "forward")
     call = program.instructions[n]
-    unfreed = dataclasses.replace(call, frees=())
+    unfreed = call._replace(frees=())
     refused(
         changed(program, n, unfreed, call),
         "stage0 forward of microbatch 1 on stage0 (devices [0])",
@@ -181,7 +180,7 @@ def test_never_freed(program):
     n = number_of(program, "backward")
     call = program.instructions[n]
     (first, *_) = call.frees
-    kept = dataclasses.replace(call, frees=tuple(s for s in call.frees if s != first))
+    kept = call._replace(frees=tuple(s for s in call.frees if s != first))
     refused(changed(program, n, kept), f"%{first} ", "never freed")
     refused(changed(program, n, kept), "stage0 (devices [0])")
 
@@ -193,8 +192,8 @@ def test_freed_by_another_mesh(program):
     own = next(s for s in call.frees if s in call.inputs)
     later = number_of(program, "backward", microbatch=2)
     instructions = list(program.instructions)
-    instructions[n] = dataclasses.replace(call, frees=tuple(s for s in call.frees if s != own))
-    instructions[later] = dataclasses.replace(instructions[later], frees=(*instructions[later].frees, own))
+    instructions[n] = call._replace(frees=tuple(s for s in call.frees if s != own))
+    instructions[later] = instructions[later]._replace(frees=(*instructions[later].frees, own))
     refused(
         dataclasses.replace(program, instructions=tuple(instructions)),
         "stage0 backward [microbatch 2] on stage0 (devices [0])",
@@ -328,7 +327,7 @@ def test_mutilated_programs_are_refused(data):
     buffers = list(getattr(i, field))
     k = data.draw(st.integers(0, len(buffers) - 1))
     buffers[k] = data.draw(st.integers(0, len(program.values) - 1).filter(lambda s: s not in buffers))
-    broken = changed(program, n, dataclasses.replace(i, **{field: tuple(buffers)}))
+    broken = changed(program, n, i._replace(**{field: tuple(buffers)}))
     if field == "inputs":  # it may read another value that is there; a value without a reader is still freed
         try:
             broken.verify()
