@@ -65,6 +65,11 @@ class Transfer(NamedTuple):
     outputs: tuple[int, ...]
     frees: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        """All but the meshes, which are long and have names."""
+        shown = (f"{name}={x!r}" for name, x in self._asdict().items() if not name.endswith("_mesh"))
+        return f"Transfer({', '.join(shown)})"
+
 
 class Control(NamedTuple):
     """Where a while begins, where its body ends, or where it ends itself.
