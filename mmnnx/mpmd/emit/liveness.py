@@ -13,7 +13,7 @@ def free_after_last_use(instructions: Sequence[Instruction], results: Set[int]) 
     In a while the last use of a carry is that of its value before the iteration. What it reads of outside is
     dropped at its end.
     """
-    freed: list[tuple[int, ...]] = []
+    freeing: list[Instruction] = []
     seen = set(results)
     after: list[set[int]] = []  # for each while, what is needed at its end
     for i in reversed(instructions):
@@ -22,9 +22,9 @@ def free_after_last_use(instructions: Sequence[Instruction], results: Set[int]) 
             seen |= after.pop()
         last = ({*i.inputs} if control == "repeat" else {*i.inputs, *i.outputs}) - seen
         seen |= last
-        freed.append(tuple(sorted(last)))
+        freeing.append(i._make((*i[:-1], tuple(sorted(last)))) if last else i)
         if control == "end":
             after.append(set(seen))
         elif control == "repeat":
             seen -= {*i.outputs}
-    return tuple(i._replace(frees=f) if f else i for i, f in zip(instructions, reversed(freed)))
+    return tuple(reversed(freeing))

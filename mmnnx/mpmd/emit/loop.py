@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from mmnnx.mpmd.emit.moving_meshes import MovingMeshes
 from mmnnx.mpmd.emit.outer_values import OuterValues
-from mmnnx.mpmd.emit.writer import Readers, Writer, remote_readers
+from mmnnx.mpmd.emit.writer import Readers, Writer, remote_readers, sends_of
 from mmnnx.mpmd.ir.equations import Var
 from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, PlacedVar
 from mmnnx.mpmd.schedule.dispatch_order import order_loop, sums
@@ -27,12 +27,15 @@ def emit_loop(plan: LoopPlan, outer: OuterValues, writer: Writer) -> None:
     values = _BodyValues(plan, outer, writer)
     readers = _body_readers(plan)
     stages: dict[int | None, int] = {p: n for n, p in enumerate(plan.timetable.positions)}
-    reads = [[values.finder(v, f.mesh) for v in f.invars] for f in plan.body.fragments]
+    fragments = plan.body.fragments
+    finders = [[values.finder(v, f.mesh) for v in f.invars] for f in fragments]
+    sends = [sends_of(f, readers) for f in fragments]
     for index, m in order_loop(plan, writer.meshes.moves):
-        f = plan.body.fragments[index]
-        mesh, inputs = writer.meshes.at(f.mesh, m), [find(m) for find in reads[index]]
-        writer.call(f, mesh, m, inputs, readers, stages.get(f.position))
-        values.note_sums(f, m)
+        f = fragments[index]
+        here = writer.meshes.at(f.mesh, m)
+        inputs = [find(m, here) for find in finders[index]]
+        writer.call(f, here, m, inputs, sends[index], stages.get(f.position))
+        values.note_sums(f, m, here)
     _name_results(plan, values, outer, writer)
 
 
@@ -70,29 +73,30 @@ class _BodyValues:
         self.slices = plan.slices
         self.sums = sums(plan)
         self._made = {v for f in plan.body.fragments for v in f.outvars}
-        self._sums_out = {self.carry_out[v] for v in self.sums}
+        sums_out = {self.carry_out[v] for v in self.sums}
+        self._sums_of = {f: [v for v in f.outvars if v in sums_out] for f in plan.body.fragments}
         self.latest: dict[PlacedVar, int] = {}
 
-    def finder(self, var: Var, mesh: Mesh) -> Callable[[int], int]:
-        """From a microbatch to the buffer of what it reads as `var` on `mesh`."""
-        at, buffers, outer = self.meshes.at, self.writer.buffers, self.outer
+    def finder(self, var: Var, mesh: Mesh) -> Callable[[int, Mesh], int]:
+        """From a microbatch, and the mesh that `mesh` is for it, to the buffer of what it reads as `var`."""
+        buffers, outer = self.writer.buffers, self.outer
         if var in self.init:
             if mesh in self.held_on[var]:
-                return lambda m: self._carry(var, mesh, m)
-            return lambda m: self._sent_carry(var, at(mesh, m), m)
+                return lambda m, here: self._carry(var, mesh, m, here)
+            return lambda m, here: self._sent_carry(var, m, here)
         if var in self.slices:
             row = self.slices[var]
-            return lambda m: outer.buffer(row[m], at(mesh, m))
+            return lambda m, here: outer.buffer(row[m], here)
         if var in self._made:
-            return lambda m: buffers[var, at(mesh, m), m]
+            return lambda m, here: buffers[var, here, m]
         if mesh in self.meshes.moves:
-            return lambda m: outer.buffer(var, at(mesh, m))
+            return lambda m, here: outer.buffer(var, here)
         whole = outer.buffer(var, mesh)
-        return lambda m: whole
+        return lambda m, here: whole
 
-    def _carry(self, var: Var, mesh: Mesh, m: int) -> int:
+    def _carry(self, var: Var, mesh: Mesh, m: int, here: Mesh) -> int:
         """A carry on a mesh that holds it: as the microbatch before left it, or as it entered the loop."""
-        here, out = self.meshes.at(mesh, m), self.carry_out[var]
+        out = self.carry_out[var]
         in_order = m - 1 if m else None
         before = self.latest.get((out, here)) if var in self.sums else in_order
         if before is None:
@@ -102,20 +106,20 @@ class _BodyValues:
             self.writer.send(out, there, here, before)
         return self.writer.buffers[out, here, before]
 
-    def _sent_carry(self, var: Var, here: Mesh, m: int) -> int:
+    def _sent_carry(self, var: Var, m: int, here: Mesh) -> int:
         """A carry on a mesh that does not hold it."""
         home = self.held_on[var][0]
-        source = self._carry(var, home, m)
-        if here == self.meshes.at(home, m):
+        source = self._carry(var, home, m, there := self.meshes.at(home, m))
+        if here == there:
             return source
         if (var, here, m) not in self.writer.buffers:
             self.writer.send(var, source, here, m)
         return self.writer.buffers[var, here, m]
 
-    def note_sums(self, f: Fragment, m: int) -> None:
-        """Remembers that a fragment has just added to sums for microbatch m."""
-        here = self.meshes.at(f.mesh, m)
-        self.latest.update({(v, here): m for v in f.outvars if v in self._sums_out})
+    def note_sums(self, f: Fragment, m: int, here: Mesh) -> None:
+        """Remembers that a fragment has just added to sums for microbatch m, on the mesh that its is then."""
+        for v in self._sums_of[f]:
+            self.latest[v, here] = m
 
 
 def _name_results(plan: LoopPlan, values: _BodyValues, outer: OuterValues, writer: Writer) -> None:
@@ -156,4 +160,4 @@ def _add_up(out: Var, total: Var, last: dict[Mesh, int], outer: OuterValues, wri
     jaxpr = jax.make_jaxpr(lambda *xs: functools.reduce(jnp.add, xs))(*types)
     name = writer.names[home]
     add = Fragment(name, name, home, "none", None, jaxpr, (out,) * len(parts), (total,))
-    writer.call(add, home, None, parts, {})
+    writer.call(add, home, None, parts)

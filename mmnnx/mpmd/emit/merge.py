@@ -126,7 +126,7 @@ def _merged_calls(instructions: Sequence[Instruction], pairs: Sequence[tuple[int
         gone = {buffers[v] for v in inner[first.fragment]}
         frees = tuple(sorted({*first.frees, *second.frees} - gone))
         inputs, outputs = (tuple(buffers[v] for v in held) for held in (f.invars, f.outvars))
-        merged[i] = Call(f, first.microbatch, inputs, outputs, frees, first.stage)
+        merged[i] = Call(f, first.microbatch, inputs, outputs, first.stage, frees)
     return merged
 
 

@@ -42,7 +42,7 @@ class OuterValues:
         home, maker = self.homes.get(var), self._moving_makers.get(var)
         if maker is not None and (home is None or not maker.invars):
             # A moving task's constants, and what every mesh can make of what it is given, are not sent.
-            self.writer.call(maker, mesh, None, [self.buffer(v, mesh) for v in maker.invars], {})
+            self.writer.call(maker, mesh, None, [self.buffer(v, mesh) for v in maker.invars])
             return self.writer.buffers[var, mesh, None]
         if home is None or home == mesh:
             return self.writer.new_input(var, mesh)

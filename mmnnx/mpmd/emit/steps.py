@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmnnx.mpmd.emit.loop import emit_loop
 from mmnnx.mpmd.emit.outer_values import OuterValues
-from mmnnx.mpmd.emit.writer import Writer, remote_readers
+from mmnnx.mpmd.emit.writer import Writer, remote_readers, sends_of
 from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan, Plan, WhilePlan
 from mmnnx.mpmd.ir.instructions import Control
 
@@ -15,7 +15,8 @@ def emit_steps(plan: Plan, outer: OuterValues, writer: Writer) -> None:
     for step in plan.steps:
         if isinstance(step, Fragment):
             mesh = writer.meshes.at(step.mesh, None)
-            writer.call(step, mesh, None, [outer.buffer(v, mesh) for v in step.invars], readers)
+            inputs = [outer.buffer(v, mesh) for v in step.invars]
+            writer.call(step, mesh, None, inputs, sends_of(step, readers))
         elif isinstance(step, LoopPlan):
             emit_loop(step, outer, writer)
         else:

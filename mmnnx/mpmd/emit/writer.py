@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.emit.moving_meshes import MovingMeshes
-from mmnnx.mpmd.ir.equations import Var, nbytes
+from mmnnx.mpmd.ir.equations import Var
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar, Step
 from mmnnx.mpmd.ir.instructions import Call, Instruction, Transfer
 
 Readers = Mapping[Var, Sequence[Mesh]]
 """For variables that are made on one mesh, the other meshes that read them."""
+
+Sends = Sequence[tuple[int, Mesh]]
+"""Which results of a fragment go to other meshes: (number of the result, mesh)."""
 
 
 class Writer:
@@ -53,7 +57,6 @@ class Writer:
                 self.names[to],
                 tuple(var.aval.shape),
                 var.aval.dtype,
-                nbytes(var),
                 microbatch,
                 mesh,
                 to,
@@ -69,26 +72,21 @@ class Writer:
         mesh: Mesh,
         microbatch: int | None,
         inputs: Iterable[int],
-        readers: Readers,
+        sends: Sends = (),
         stage: int | None = None,
     ) -> None:
-        """Calls a fragment on a mesh, and right after it sends what it made to its readers, mesh by mesh."""
+        """Calls a fragment on a mesh, and right after it sends what others read of what it made."""
         first = len(self.values)
         outputs = tuple(range(first, first + len(f.outvars)))
-        for v, buffer in zip(f.outvars, outputs):
-            self.values.append((v, mesh))
-            self.buffers[v, mesh, microbatch] = buffer
+        self.values += zip(f.outvars, itertools.repeat(mesh))
+        keys = zip(f.outvars, itertools.repeat(mesh), itertools.repeat(microbatch))
+        self.buffers.update(zip(keys, outputs))
         fragment = self.meshes.fragment_on(f, mesh)
-        self.instructions.append(Call(fragment, microbatch, tuple(inputs), outputs, (), stage))
-        sends: dict[Mesh, dict[Var, int]] = {}
-        for v, source in zip(f.outvars, outputs):
-            for reader in readers.get(v, ()):
-                to = self.meshes.at(reader, microbatch)
-                if to != mesh and (v, to, microbatch) not in self.buffers:
-                    sends.setdefault(to, {})[v] = source
-        for to, sources in sends.items():
-            for v, source in sources.items():
-                self.send(v, source, to, microbatch)
+        self.instructions.append(Call(fragment, microbatch, tuple(inputs), outputs, stage))
+        for n, reader in sends:
+            v, to = f.outvars[n], self.meshes.at(reader, microbatch)
+            if to != mesh and (v, to, microbatch) not in self.buffers:
+                self.send(v, outputs[n], to, microbatch)
 
 
 def remote_readers(steps: Sequence[Step], homes: Mapping[Var, Mesh]) -> dict[Var, list[Mesh]]:
@@ -100,3 +98,10 @@ def remote_readers(steps: Sequence[Step], homes: Mapping[Var, Mesh]) -> dict[Var
             if v in homes and homes[v] != mesh:
                 readers.setdefault(v, {})[mesh] = None
     return {v: list(meshes) for v, meshes in readers.items()}
+
+
+def sends_of(f: Fragment, readers: Readers) -> Sends:
+    """What a fragment sends to the readers of its results, mesh by mesh."""
+    sends = [(n, mesh) for n, v in enumerate(f.outvars) for mesh in readers.get(v, ())]
+    order = list(dict.fromkeys(mesh for _, mesh in sends))
+    return sorted(sends, key=lambda send: order.index(send[1]))

@@ -146,9 +146,12 @@ def is_var(atom: Atom) -> bool:
 
 def nbytes(atom: Atom) -> int:
     """Bytes of one value; typed PRNG keys count as what they hold."""
-    dtype = atom.aval.dtype
-    itemsize = dtype.itemsize if isinstance(dtype, np.dtype) else 8
-    return math.prod(atom.aval.shape) * itemsize
+    return nbytes_of(atom.aval.shape, atom.aval.dtype)
+
+
+def nbytes_of(shape: Sequence[int], dtype: Any) -> int:
+    """Bytes of an array, likewise."""
+    return math.prod(shape) * (dtype.itemsize if isinstance(dtype, np.dtype) else 8)
 
 
 @dataclasses.dataclass(frozen=True)

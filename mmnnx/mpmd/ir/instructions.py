@@ -10,10 +10,11 @@ from typing import Any, Literal, NamedTuple
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.equations import Var
+from mmnnx.mpmd.ir.equations import Var, nbytes_of
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 
-# There are hundreds of thousands of them: a NamedTuple is made four times as fast as a frozen dataclass.
+# There are hundreds of thousands of them: a NamedTuple is made four times as fast as a frozen dataclass. What
+# each frees is known last, and comes last in all.
 
 
 class Call(NamedTuple):
@@ -26,8 +27,8 @@ class Call(NamedTuple):
     microbatch: int | None
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    frees: tuple[int, ...] = ()
     stage: int | None = None
+    frees: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -47,7 +48,7 @@ class Transfer(NamedTuple):
 
     Attributes:
       source, target: names of the two meshes.
-      shape, dtype, nbytes: of the array.
+      shape, dtype: of the array.
       microbatch: which one it belongs to, None outside the loop.
       source_mesh, target_mesh: the meshes.
       inputs, outputs, frees: the buffer that is copied, the one that is filled, and those then dropped.
@@ -57,13 +58,17 @@ class Transfer(NamedTuple):
     target: str
     shape: tuple[int, ...]
     dtype: Any
-    nbytes: int
     microbatch: int | None
     source_mesh: Mesh
     target_mesh: Mesh
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     frees: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return nbytes_of(self.shape, self.dtype)
 
     def __repr__(self) -> str:
         """All but the meshes, which are long and have names."""

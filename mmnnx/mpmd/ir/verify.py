@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.instructions import Call, Control, Instruction, ProgramData
+from mmnnx.mpmd.ir.instructions import Call, Control, ProgramData, Transfer
 from mmnnx.mpmd.ir.printing import describe, mesh_text, value_text
 
 
@@ -40,39 +40,45 @@ def verify(program: ProgramData) -> None:
         other in a circle, every instruction of the circle.
     """
     _check_loops(program)
-    live = dict(program.inputs)
+    live, meshes = set(program.inputs), [mesh for _, mesh in program.values]
     results = {s for buffers in program.outputs for s in buffers}
     entered: list[set[int]] = []  # for each while that is not over, the buffers that were there before it
     for number, i in enumerate(program.instructions):
-        mesh_in, mesh_out = _meshes(i)
+        mesh_in: Mesh | None = None  # no mesh is checked for a while
+        mesh_out: Mesh | None = None
+        if isinstance(i, Call):
+            mesh_in = mesh_out = i.fragment.mesh
+        elif isinstance(i, Transfer):
+            mesh_in, mesh_out = i.source_mesh, i.target_mesh
         for s in i.inputs:
             if s not in live:
                 early = f"reads {value_text(program, s)} before it is made or after it is freed"
                 raise _wrong(program, number, early + _circle(program))
-            if mesh_in is not None and live[s][1] != mesh_in:
-                there, here = mesh_text(program, live[s][1]), mesh_text(program, mesh_in)
+            if mesh_in is not None and meshes[s] != mesh_in:
+                there, here = mesh_text(program, meshes[s]), mesh_text(program, mesh_in)
                 raise _wrong(
                     program, number, f"reads {value_text(program, s)}, which is on {there}, on {here}"
                 )
         for s in i.outputs:
             if s in live and not isinstance(i, Control):
                 raise _wrong(program, number, f"makes {value_text(program, s)} a second time")
-            if mesh_out is not None and program.values[s][1] != mesh_out:
+            if mesh_out is not None and meshes[s] != mesh_out:
                 here = mesh_text(program, mesh_out)
                 raise _wrong(program, number, f"makes {value_text(program, s)} on {here}")
-            live[s] = program.values[s]
+            live.add(s)
         for s in i.frees:
             if s in results and not entered:  # a carry is made again
                 raise _wrong(program, number, f"frees {value_text(program, s)}, which is a result")
-            if mesh_in is not None and program.values[s][1] not in (mesh_in, mesh_out):
+            if mesh_in is not None and meshes[s] not in (mesh_in, mesh_out):
                 raise _wrong(program, number, f"frees {value_text(program, s)}, which is on another mesh")
-            if live.pop(s, None) is None:
+            if s not in live:
                 raise _wrong(program, number, f"frees {value_text(program, s)}, which is not there")
+            live.remove(s)
         if isinstance(i, Control):
-            _check_control(program, i, number, live.keys(), entered)
-    for s in results - live.keys():
+            _check_control(program, i, number, live, entered)
+    for s in results - live:
         raise VerificationError(f"the result {value_text(program, s)} is never made")
-    for s in live.keys() - results:
+    for s in live - results:
         raise VerificationError(f"{value_text(program, s)} is never freed")
 
 
@@ -80,13 +86,6 @@ def _wrong(program: ProgramData, number: int, what: str) -> VerificationError:
     """The error of an instruction."""
     instruction = describe(program, program.instructions[number])
     return VerificationError(f"instruction {number}, {instruction}: {what}")
-
-
-def _meshes(i: Instruction) -> tuple[Mesh | None, Mesh | None]:
-    """The mesh that an instruction reads on, and the one that it writes on; none for a while."""
-    if isinstance(i, Control):
-        return None, None
-    return (i.mesh, i.mesh) if isinstance(i, Call) else (i.source_mesh, i.target_mesh)
 
 
 def _check_control(
@@ -108,12 +107,12 @@ def _check_control(
 
 
 def _check_loops(program: ProgramData) -> None:
-    counts = Counter((c.fragment, c.microbatch) for c in program.calls)
+    first = {f: alike[0] for loop in program.loops for alike in loop.fragments for f in alike}
+    counts = Counter([(first.get(c.fragment), c.microbatch) for c in program.calls])
     for loop in program.loops:
-        for f, *elsewhere in loop.fragments:
+        for f, *_ in loop.fragments:
             for m in range(loop.length):
-                times = sum(counts[g, m] for g in (f, *elsewhere))
-                if times != 1:
+                if (times := counts[f, m]) != 1:
                     wrong = "is missing" if times == 0 else f"is there {times} times"
                     raise VerificationError(
                         f"{f.name} of microbatch {m} on {mesh_text(program, f.mesh)} {wrong} "

@@ -6,6 +6,7 @@ dependency. The order is found by playing the loop through with unit costs.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -15,8 +16,7 @@ from mmnnx.mpmd.ir.dataflow import running_sums
 from mmnnx.mpmd.ir.equations import Var
 from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS
-from mmnnx.mpmd.ir.timetable import PARTS
-from mmnnx.mpmd.schedule import Action
+from mmnnx.mpmd.ir.timetable import PARTS, Phase
 from mmnnx.mpmd.schedule.list_scheduling import Jobs, Stuck, play
 
 Instance = tuple[int, int]  # (index of a fragment in the body, microbatch)
@@ -47,9 +47,12 @@ def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
     waits = _dependencies(plan)
     # What follows a scheduled action goes ahead of the next. Only a moving task, which no schedule orders,
     # fills idle time.
-    early = [n for n, f in enumerate(fragments) if f.mesh not in moving or f.phase != "forward"]
+    scheduled = {indices[0] for row in asked for indices, _ in row}
+    unscheduled = [(n, f) for n, f in enumerate(fragments) if n not in scheduled]
+    early = [n for n, f in unscheduled if f.mesh not in moving or f.phase != "forward"]
+    moves = [(f.mesh, moving.get(f.mesh)) for f in fragments]
     jobs = Jobs(
-        [moving[f.mesh](m) if f.mesh in moving else f.mesh for m in range(length) for f in fragments],
+        [mesh if moved is None else moved(m) for m in range(length) for mesh, moved in moves],
         costs * length,
         [waits(n, m) for m in range(length) for n in range(count)],
         rows,
@@ -91,13 +94,17 @@ def _rows(plan: LoopPlan) -> list[Asked]:
             parts.setdefault((f.position, f.phase), []).append(n)
     times = plan.timetable
 
-    def made_of(a: Action) -> list[list[int]]:
-        """The fragments of an action; a backward that was split in two is one after the other."""
-        phases = [a.phase, *PARTS] if a.phase == "backward" else [a.phase]
-        found = (parts.get((times.positions[a.stage], phase)) for phase in phases)
+    @functools.cache
+    def made_of(stage: int, phase: Phase) -> list[list[int]]:
+        """The fragments of actions; a backward that was split in two is one after the other."""
+        phases = [phase, *PARTS] if phase == "backward" else [phase]
+        found = (parts.get((times.positions[stage], each)) for each in phases)
         return [indices for indices in found if indices]
 
-    return [[(indices, a.microbatch) for a in row for indices in made_of(a)] for row in times.table]
+    return [
+        [(indices, microbatch) for stage, phase, microbatch in row for indices in made_of(stage, phase)]
+        for row in times.table
+    ]
 
 
 def _named_rows(plan: LoopPlan) -> list[Asked]:
@@ -160,16 +167,16 @@ def _dependencies(plan: LoopPlan) -> Callable[[int, int], list[int]]:
         return [i for i in made.get(var, ()) if fragments[i].mesh == (home or f.mesh)]
 
     same: list[list[int]] = []  # for each fragment, those it waits for of the same microbatch ...
-    last: list[list[int]] = []  # ... and of the one before
+    both: list[list[int]] = []  # ... and with them those of the one before
     for f in fragments:
         found: tuple[dict[int, None], dict[int, None]] = ({}, {})
         for v in f.invars:
             if v not in any_order:
                 found[v in leaves].update(dict.fromkeys(makers(leaves.get(v, v), f)))
         same.append(list(found[False]))
-        last.append(list(found[True]))
+        both.append([*found[False], *(i - count for i in found[True])])
 
     def waits(n: int, m: int) -> list[int]:
-        return [m * count + i for i in same[n]] + [(m - 1) * count + i for i in last[n] if m]
+        return [m * count + i for i in (both if m else same)[n]]
 
     return waits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 
 class Jobs(NamedTuple):
@@ -47,12 +47,12 @@ def play(jobs: Jobs) -> list[tuple[float, int]]:
     number = {mesh: n for n, mesh in enumerate(dict.fromkeys(jobs.meshes))}
     on = [number[mesh] for mesh in jobs.meshes]
     rows: list[list[deque[int]]] = [[] for _ in number]
-    in_row = [False] * count
-    for row in jobs.rows:
+    row_of: list[deque[int] | None] = [None] * count
+    for row in map(deque, jobs.rows):
         if row:
-            rows[on[row[0]]].append(deque(row))
+            rows[on[row[0]]].append(row)
         for job in row:
-            in_row[job] = True
+            row_of[job] = row
     waiting = [len(needed) for needed in jobs.waits]
     followers: list[list[int]] = [[] for _ in range(count)]
     for job, needed in enumerate(jobs.waits):
@@ -68,13 +68,11 @@ def play(jobs: Jobs) -> list[tuple[float, int]]:
 
     def choose(mesh: int) -> tuple[float, int, int] | None:
         """(start, rank, job) of the job that the mesh would start first; rank 0 for early, 1 row, 2 late."""
-        found = []
+        now = idle[mesh]
+        found = [(max(now, ready[row[0]]), 1, row[0]) for row in rows[mesh] if row and not waiting[row[0]]]
         for rank, heap in ((0, early[mesh]), (2, late[mesh])):
             if heap:
-                found.append((max(idle[mesh], heap[0][0]), rank, heap[0][1]))
-        for row in rows[mesh]:
-            if row and not waiting[row[0]]:
-                found.append((max(idle[mesh], ready[row[0]]), 1, row[0]))
+                found.append((max(now, heap[0][0]), rank, heap[0][1]))
         return min(found, default=None)
 
     def offer(mesh: int) -> None:
@@ -84,10 +82,13 @@ def play(jobs: Jobs) -> list[tuple[float, int]]:
             start, rank, job = choice
             heapq.heappush(offers, (start, mesh, version[mesh], rank, job))
 
-    def release(job: int) -> None:
-        if not in_row[job]:
-            heap = early if job in jobs.early else late
-            heapq.heappush(heap[on[job]], (ready[job], job))
+    def release(job: int) -> bool:
+        """Whether its mesh may have another choice then."""
+        if (row := row_of[job]) is not None:
+            return row[0] == job
+        heap = early if job in jobs.early else late
+        heapq.heappush(heap[on[job]], (ready[job], job))
+        return True
 
     for job in range(count):
         if not waiting[job]:
@@ -100,7 +101,7 @@ def play(jobs: Jobs) -> list[tuple[float, int]]:
         if made != version[mesh]:
             continue  # it has made another offer since
         if rank == 1:
-            next(row for row in rows[mesh] if row and row[0] == job).popleft()
+            cast(deque[int], row_of[job]).popleft()
         else:
             heapq.heappop((early if rank == 0 else late)[mesh])
         order.append((start, job))
@@ -108,11 +109,11 @@ def play(jobs: Jobs) -> list[tuple[float, int]]:
         changed = {mesh}
         for follower in followers[job]:
             waiting[follower] -= 1
-            ready[follower] = max(ready[follower], end)
-            if not waiting[follower]:
-                release(follower)
+            if end > ready[follower]:
+                ready[follower] = end
+            if not waiting[follower] and release(follower):
                 changed.add(on[follower])
-        for other in sorted(changed):
+        for other in changed:
             offer(other)
     if len(order) < count:
         done = {job for _, job in order}

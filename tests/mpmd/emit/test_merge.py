@@ -102,7 +102,7 @@ def test_what_is_sent_is_not_kept_back(sent):
         for name, read, made, e in zip(("one", "other"), (x, y), (y, z), jaxpr.eqns)
     )
     first, second = Call(one, 0, (0,), (1,)), Call(other, 0, (1,), (2,))
-    transfer = Transfer("here", "there", (), jnp.float32, 4, 0, here, there, (1,), (3,))
+    transfer = Transfer("here", "there", (), jnp.dtype("float32"), 0, here, there, (1,), (3,))
     program = mm.Program(
         instructions=(first, *[transfer] * sent, second),
         inputs={0: (x, here)},
