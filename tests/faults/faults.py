@@ -170,15 +170,12 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
-        name="cut-overflows",
+        name="flow-does-not-go-back",
         file="mmnnx/mpmd/place/min_cut.py",
-        old="scale = max(1, -(-finite // (UNBOUNDED // 2)))",
-        new="scale = 1",
-        what="Minimum cuts through values of gigabytes overflow 32 bits.",
-        tests=(
-            "tests/mpmd/place/test_min_cut.py::test_large_capacities_cost_little_exactness",
-            "tests/mpmd/place/test_min_cut.py::test_terabytes_do_not_overflow",
-        ),
+        old="left[b][a] += flow",
+        new="left[b][a] += 0",
+        what="A maximum flow cannot take back what it sent another way: cuts are not the least.",
+        tests=("tests/mpmd/place/test_min_cut.py::test_flow_that_goes_another_way_after_all",),
     ),
     Fault(
         name="dearer-way-is-taken",

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mmnnx.mpmd.place.min_cut import sink_side
+from mmnnx.mpmd.place.min_cut import SINK, sink_side
 
-SOURCE, SINK = 0, 1
 Edge = tuple[int, int, int]
 
 
@@ -32,16 +31,17 @@ def minimum_cuts(num_nodes: int, edges: Sequence[Edge]) -> tuple[int, list[set[i
 
 
 @st.composite
-def graphs(draw, largest: int):
-    """(number of nodes, edges): parallel, antiparallel and forbidden edges, edges without capacity."""
+def graphs(draw):
+    """(number of nodes, edges): parallel, antiparallel and forbidden edges, edges without capacity or of more
+    bytes than 32 bits count."""
     num_nodes = draw(st.integers(2, 7))
     node = st.integers(0, num_nodes - 1)
-    capacity = st.one_of(st.integers(0, 4), st.integers(-1, largest))
+    capacity = st.one_of(st.integers(0, 4), st.integers(-1, 50), st.integers(-1, 2**40))
     edge = st.tuples(node, node, capacity).filter(lambda e: e[0] != e[1])
     return num_nodes, draw(st.lists(edge, min_size=1, max_size=16))
 
 
-@given(graphs(largest=50))
+@given(graphs())
 def test_it_is_the_minimum_cut_nearest_the_sink(graph):
     """Of all cuts of the least cost, the sink's side is what their sink's sides have in common."""
     num_nodes, edges = graph
@@ -52,21 +52,15 @@ def test_it_is_the_minimum_cut_nearest_the_sink(graph):
     assert side == set.intersection(*sides)
 
 
-@given(graphs(largest=2**40))
-def test_large_capacities_cost_little_exactness(graph):
-    """Capacities are rounded up to a 2**29th of their sum: the cut is that near to the least one."""
-    num_nodes, edges = graph
-    least, sides = minimum_cuts(num_nodes, edges)
-    assume(sides)
-    found = cost(sink_side(num_nodes, edges), edges)
-    assert found is not None, "cuts an edge that must not be cut"
-    total = sum(c for _, _, c in edges if c > 0)
-    assert least <= found <= least + len(edges) * (total / 2**29 + 1) * (total >= 2**29)
-
-
 def test_the_cheaper_of_two_edges_is_cut():
     assert sink_side(4, [(0, 2, 3), (2, 3, 2), (3, 1, 5)]) == {3}
     assert sink_side(4, [(0, 2, 2), (2, 3, 3), (3, 1, 5)]) == {2, 3}
+
+
+def test_flow_that_goes_another_way_after_all():
+    """The shortest path, over 2 and 3, comes first. Then 7 needs the edge from 3, and 2 has another one."""
+    ways = [(0, 2, 3, 1), (2, 4, 5, 1), (0, 6, 7, 3)]
+    assert sink_side(8, [(u, v, 1) for way in ways for u, v in itertools.pairwise(way)]) == set()
 
 
 def test_of_equal_edges_the_one_nearest_the_sink_is_cut():
@@ -93,22 +87,12 @@ def test_what_does_not_lead_to_the_sink_is_not_on_its_side():
     assert sink_side(5, [(0, 2, 1), (2, 1, 2), (0, 3, 5), (2, 4, 5)]) == {2}
 
 
-@pytest.mark.parametrize("scale", [2**29, 2**31, 2**33, 2**45])
-def test_terabytes_do_not_overflow(scale):
-    """Capacities are bytes: those of a large model exceed int32 one by one, and the more so together."""
-    edges = [(0, 2, 3 * scale), (2, 3, scale), (3, 1, 2 * scale), (0, 3, -1), (2, 1, scale), (3, 2, 1)]
-    least, sides = minimum_cuts(4, edges)
-    side = sink_side(4, edges)
-    assert side in sides and cost(side, edges) == least
+def test_of_terabytes_every_byte_counts():
+    assert sink_side(3, [(0, 2, 2**42 + 1), (2, 1, 2**42)]) == set()
+    assert sink_side(3, [(0, 2, 2**42), (2, 1, 2**42 + 1)]) == {2}
 
 
-def test_the_upper_bits_of_a_capacity_count():
-    assert sink_side(3, [(0, 2, 3 * 2**32 + 1), (2, 1, 2**32 + 1000)]) == set()
-    assert sink_side(3, [(0, 2, 2**32 + 1000), (2, 1, 3 * 2**32 + 1)]) == {2}
-
-
-def test_many_forbidden_edges_do_not_overflow():
-    """Each stands for an unbounded capacity; no sum of them may wrap around."""
+def test_many_forbidden_edges_are_not_cut():
     fan = range(2, 42)
     edges = [(0, n, -1) for n in fan] + [(n, 42, 1) for n in fan] + [(42, 43, -1), (43, 42, -1), (43, 1, 100)]
     assert sink_side(44, edges) == {42, 43}
