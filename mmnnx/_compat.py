@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import pickle
+import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +24,16 @@ import jax.extend.core as jex
 import numpy as np
 import optax
 from flax import nnx
-from jax._src import clusters, compiler, distributed, source_info_util, xla_bridge
+from jax._src import (
+    cache_key,
+    clusters,
+    compilation_cache,
+    compiler,
+    distributed,
+    monitoring,
+    source_info_util,
+    xla_bridge,
+)
 from jax._src import config as jax_config
 from jax._src.api_util import InternalFloatingPointError
 from jax._src.core import JaxprEqnContext, internal_mutable_array_effect, pytype_aval_mappings
@@ -33,7 +44,7 @@ from jax._src.lib import xla_client
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax._src.state.discharge import discharge_state
 from jax.interpreters import partial_eval
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
 # A ClosedJaxpr up to JAX 0.11 wraps a Jaxpr; from 0.12 the two are one class that holds its constants.
 JAXPR_TYPES: tuple[type, ...] = (jex.ClosedJaxpr, jex.Jaxpr)
@@ -511,30 +522,41 @@ def copies_between_processes() -> bool:
     return bool(getattr(jax.extend.backend.get_backend(), "supports_cross_host_transfers", False))
 
 
-def load_for(compiled: jax.stages.Compiled, mesh: Mesh) -> jax.stages.Compiled:
-    """A compiled program once more, for another mesh of the same axes: its code is loaded, not compiled.
+def persistent_cache() -> Any:
+    """JAX's persistent compilation cache, with `get` and `put` of bytes by key; None without one.
 
-    `jax.experimental.serialize_executable` loads only for the devices that a program was compiled for; and
-    the types that it reads are, in JAX 0.12, equal to no other.
+    JAX itself has no name for it, but for executables of the devices that they were compiled for.
     """
-    old = compiled._executable._unloaded_executable  # type: ignore[attr-defined]
-    devices = list(mesh.devices.flat)
-    backend, assignment = devices[0].client, np.array(devices).reshape(1, -1)
-    options = compiler.get_compile_options(1, len(devices), assignment, backend=backend)
-    device_list = xla_client.DeviceList(tuple(devices))
-    code = backend.serialize_executable(old.xla_executable)
+    backend = jax.extend.backend.get_backend()
+    return compilation_cache._get_cache(backend) if compilation_cache.is_cache_used(backend) else None
 
-    def moved(shardings: Sequence[Any]) -> list[NamedSharding]:
-        return [NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in shardings]
 
-    new = dataclasses.replace(
-        old,
-        xla_executable=backend.deserialize_executable(code, device_list, options),
-        device_list=device_list,
-        input_shardings=moved(old.input_shardings),
-        output_shardings=moved(old.output_shardings),
-    )
-    return jax.stages.Compiled(new.load(), [], compiled.args_info, compiled.out_tree, no_kwargs=True)
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+_this_thread = threading.local()
+
+
+def _count_cache_hit(event: str, **_: Any) -> None:
+    if event == _CACHE_HIT:
+        _this_thread.cache_hits = getattr(_this_thread, "cache_hits", 0) + 1
+
+
+def cache_hits() -> int:
+    """How many programs this thread took out of JAX's persistent cache since this was first called.
+
+    An executable does not say where it is from; JAX tells those who listen.
+    """
+    if _count_cache_hit not in monitoring.get_event_listeners():
+        jax.monitoring.register_event_listener(_count_cache_hit)
+    return getattr(_this_thread, "cache_hits", 0)
+
+
+@functools.cache
+def cache_environment() -> str:
+    """What keys of JAX's persistent cache have beside the program: versions, flags, and kind of processor."""
+    device = jax.local_devices()[0]
+    options = compiler.get_compile_options(1, 1, np.array([[device]]), backend=device.client)
+    nothing: Any = jax.jit(lambda: ()).lower().compiler_ir()
+    return cache_key.get(nothing, np.array([device]), options, device.client)
 
 
 def load_serialized(

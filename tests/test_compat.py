@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.extend.core as jex
@@ -18,12 +19,15 @@ import numpy as np
 import optax
 import pytest
 from flax import errors, nnx
+from jax._src import monitoring
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback, serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mmnnx import _compat
+from tests.environment import environment
 
 CONSTANT = np.arange(3, dtype=np.float32)
 
@@ -581,15 +585,54 @@ def test_is_traced(tmp_path):
     assert not _compat.is_traced()
 
 
-def test_load_for():
-    """A program compiled for two devices runs on two others, and its results are there."""
-    first, second = (Mesh(np.array(jax.devices()[n : n + 2]), ("x",)) for n in (0, 4))
-    x = np.arange(8.0, dtype=np.float32)
-    here, there = (jax.device_put(x, NamedSharding(mesh, P("x"))) for mesh in (first, second))
-    compiled = jax.jit(lambda x: jnp.cumsum(x) * 2).lower(here).compile()
-    out = _compat.load_for(compiled, second)(there)
-    np.testing.assert_array_equal(out, compiled(here))
-    assert out.sharding.device_set == set(second.devices.flat)
+def test_persistent_cache(tmp_path, no_folder):
+    """It is that of JAX: what is put there is in its folder."""
+    assert _compat.persistent_cache() is None
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
+    _compat.persistent_cache().put("key", b"content")
+    assert _compat.persistent_cache().get("key") == b"content"
+    assert _compat.persistent_cache().get("another") is None
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")] == ["key-cache"]
+
+
+def test_cache_hits(tmp_path, no_folder):
+    """Of this thread, and after listeners were removed."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
+
+    def compile_it():
+        jax.clear_caches()
+        jax.jit(lambda x: x * 3 - 1).lower(1.0).compile()
+
+    least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    try:
+        before = _compat.cache_hits()
+        compile_it()
+        assert _compat.cache_hits() == before
+        jax.monitoring.clear_event_listeners()
+        assert _compat.cache_hits() == before
+        assert monitoring.get_event_listeners() == [_compat._count_cache_hit]
+        compile_it()
+        assert _compat.cache_hits() == before + 1
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(_compat.cache_hits).result() == 0
+
+
+def test_cache_environment():
+    """The same in every process, and another one with another option for XLA."""
+    program = "import jax; from mmnnx import _compat; print(_compat.cache_environment())"
+
+    def found(flags):
+        env = environment() | {"XLA_FLAGS": flags}
+        run = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    assert found("") == found("") != found("--xla_cpu_enable_fast_math=true")
 
 
 def test_load_serialized():

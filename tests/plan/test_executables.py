@@ -125,7 +125,7 @@ def test_the_persistent_cache_of_a_plan_serves_the_run(tmp_path):
     missed = {}
     for what in ("plan", "run"):
         missed[what] = int(python(CACHED, str(tmp_path), what)[-1])
-    assert missed["plan"] > 6 and missed["run"] == 0
+    assert missed["plan"] > 4 and missed["run"] == 0
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_what_the_runtime_refuses_is_compiled(tmp_path, forgotten):
     (tmp_path / "step.executables").write_bytes(pickle.dumps((version, broken)))
     mm.load_executables(tmp_path / "step.executables")
     executables._in_use.clear()
-    with pytest.warns(UserWarning, match="an executable of the file is not for .*, and is compiled anew"):
+    with pytest.warns(UserWarning, match="a saved executable is not for .*, and is compiled anew"):
         assert losses(JOB) == expected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -15,7 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmnnx import _compat
 from mmnnx.mpmd.compile.donation import Donations
 from mmnnx.mpmd.compile.lower import Lowered, lower, lowering_key
-from mmnnx.mpmd.compile.saved_executables import CodeKey, is_loaded, load_saved
+from mmnnx.mpmd.compile.saved_executables import (
+    CodeKey,
+    Saved,
+    find_saved,
+    keep_in_cache,
+    load_saved,
+    serialized,
+)
 from mmnnx.mpmd.distributed.processes import is_described
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 from mmnnx.mpmd.ir.shardings import spec_of
@@ -53,40 +61,53 @@ class Executable:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Code:
-    """What was compiled for one mesh, and loaded for others. (What was loaded cannot be loaded from.)
+    """What was compiled for one mesh, and loaded for others.
 
     Attributes:
       mesh: the one.
-      compiled: what was compiled for it, or comes from a file.
+      lowered: what was compiled.
+      compiled: what it became.
       key: equal for what is compiled to the same.
+      saved: what it was loaded from, by `find_saved`.
+      seconds: what it took to compile; None if JAX took it out of its cache. Then it cannot be loaded for
+        others: XLA leaves out the machine code of what was loaded when it saves it once more.
       loaded: the same for others.
     """
 
     mesh: Mesh
+    lowered: Lowered
     compiled: jax.stages.Compiled
     key: CodeKey
+    saved: Saved | None = None
+    seconds: float | None = None
     loaded: dict[Mesh, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
-    def on(
-        self,
-        mesh: Mesh,
-        lower_there: Callable[[], Lowered],
-        compile_it: Callable[[Lowered, Mesh, CodeKey], jax.stages.Compiled],
-    ) -> jax.stages.Compiled:
+    def on(self, mesh: Mesh, compile_there: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
+        """The same for a mesh; compiled there if it cannot be loaded."""
         if mesh == self.mesh:
             return self.compiled
         if mesh not in self.loaded:
             results = jax.tree.leaves(self.compiled.output_shardings)
             named = all(isinstance(s, NamedSharding) for s in results)  # or nothing says how to move it
-            if not named:
-                self.loaded[mesh] = compile_it(lower_there(), mesh, self.key)
-            elif is_described(mesh.devices.flat[0]):
+            if named and is_described(mesh.devices.flat[0]):
                 self.loaded[mesh] = self.compiled  # it is looked at, and never runs
-            elif is_loaded(self.key, mesh):
-                self.loaded[mesh] = compile_it(lower_there(), mesh, self.key)
             else:
-                self.loaded[mesh] = _compat.load_for(self.compiled, mesh)
+                self.loaded[mesh] = (self._load(mesh) if named else None) or compile_there()
         return self.loaded[mesh]
+
+    def _load(self, mesh: Mesh) -> jax.stages.Compiled | None:
+        """Its code, loaded for another mesh."""
+        if self.saved is not None:
+            return load_saved(self.saved, self.lowered.stage, mesh)
+        if self.seconds is None:
+            return None
+        if not self.loaded:
+            keep_in_cache(self.key, mesh, self._serialized, self.seconds)
+        return load_saved(self._serialized, self.lowered.stage, mesh)
+
+    @functools.cached_property
+    def _serialized(self) -> Saved:
+        return serialized(self.compiled, self.mesh)
 
 
 # What programs in use have, by key. A function is partitioned anew when arguments come from elsewhere, as
@@ -139,19 +160,23 @@ class CompilePool:
             if future in done:
                 lowered, lower_it = self.waiting.pop(f)
                 code = _in_use[lowered.key, self._options] = future.result()
-                call = code.on(f.mesh, lower_it, self._compile)
+                call = code.on(f.mesh, lambda: compile_lowered(lower_it(), self._options))  # noqa: B023
                 yield f, Executable(call, lowered.inputs, lowered.outputs, code)
 
     def _compile_first(self, lowered: Lowered, f: Fragment) -> Code:
         key = lowered.key, self._options
+        if (saved := find_saved(key, f.mesh)) is not None:
+            compiled = load_saved(saved, lowered.stage, f.mesh)
+            if compiled is not None:
+                return Code(f.mesh, lowered, compiled, key, saved)
+        start, hits = time.perf_counter(), _compat.cache_hits()
         try:
-            return Code(f.mesh, self._compile(lowered, f.mesh, key), key)
+            compiled = compile_lowered(lowered, self._options)
+            seconds = time.perf_counter() - start if _compat.cache_hits() == hits else None
+            return Code(f.mesh, lowered, compiled, key, seconds=seconds)
         except Exception as error:
             error.add_note(f"{WHILE_COMPILING}{f.name}")
             raise
-
-    def _compile(self, lowered: Lowered, mesh: Mesh, key: CodeKey) -> jax.stages.Compiled:
-        return load_saved(key, lowered, mesh) or compile_lowered(lowered, self._options)
 
 
 def compile_lowered(lowered: Lowered, options: CompilerOptions) -> jax.stages.Compiled:

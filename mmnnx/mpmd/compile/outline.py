@@ -40,8 +40,7 @@ def outline(program: Program) -> tuple[Program, list[int]]:
     """Splits fragments that do all that another does, and more, of programs with microbatch loops, or that
     initialise state.
 
-    Only where what is compiled for one device can be loaded for others: on CPU, in one process, without
-    JAX's persistent compilation cache.
+    Only where what is compiled for one device can be loaded for others: on CPU, in one process.
 
     Returns:
       The program that runs, and for each of its instructions the number that it (or what it is a part of) has

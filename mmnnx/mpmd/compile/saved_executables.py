@@ -1,4 +1,4 @@
-"""Executables in a file: compiled for devices that may be only described, loaded where they are."""
+"""Saved executables: in files, compiled for devices that may be only described; and in JAX's cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from mmnnx import _compat
-from mmnnx.mpmd.compile.lower import Lowered
+from mmnnx.mpmd.compile.lower import loads_on_other_meshes
 
 CodeKey = tuple[Any, Any]  # `Lowered.key`, and the options for XLA
 Saved = tuple[bytes, tuple[int, ...]]  # what JAX serialized, and the ids of its devices
@@ -71,22 +71,63 @@ def load_executables(path: str | Path) -> int:
     return len(found)
 
 
-def is_loaded(key: CodeKey, mesh: Mesh) -> bool:
-    """Whether a file had the executable of a program."""
-    return bool(_loaded) and isinstance(key[0], tuple) and _name(key, mesh) in _loaded
-
-
-def load_saved(key: CodeKey, lowered: Lowered, mesh: Mesh) -> jax.stages.Compiled | None:
-    """The executable of a program for a mesh, from what was loaded; None if it must be compiled."""
-    if not is_loaded(key, mesh):
+def find_saved(key: CodeKey, mesh: Mesh) -> Saved | None:
+    """What a file had, or JAX's persistent cache has, of a program."""
+    if not isinstance(key[0], tuple):
         return None
-    payload, ids = _loaded[_name(key, mesh)]
+    name = _name(key, mesh)
+    if name in _loaded:
+        return _loaded[name]
+    found = cache.get(_entry(name)) if (cache := _cache(mesh)) is not None else None
+    return None if found is None else pickle.loads(found)
+
+
+def keep_in_cache(key: CodeKey, mesh: Mesh, saved: Saved, seconds: float) -> None:
+    """Puts a program into JAX's persistent cache, if there is one and it keeps what takes so long to compile.
+
+    JAX's own entries cannot be loaded for other devices.
+    """
+    limits = jax.config.values
+    if (
+        (cache := _cache(mesh)) is not None
+        and isinstance(key[0], tuple)
+        and seconds >= limits["jax_persistent_cache_min_compile_time_secs"]
+        and len(saved[0]) >= limits["jax_persistent_cache_min_entry_size_bytes"]
+    ):
+        cache.put(_entry(_name(key, mesh)), pickle.dumps(saved))
+
+
+def _cache(mesh: Mesh) -> Any:
+    return _compat.persistent_cache() if loads_on_other_meshes(mesh) else None
+
+
+def _entry(name: str) -> str:
+    """What a program is called in the cache: where another version, flag or processor may be next."""
+    of_all = f"{name} {jax.__version__} {_compat.cache_environment()}"
+    return f"mmnnx-{hashlib.sha256(of_all.encode()).hexdigest()}"
+
+
+def serialized(compiled: jax.stages.Compiled, mesh: Mesh) -> Saved:
+    """What can be saved and loaded of a program that was compiled for a mesh."""
+    payload, _, _ = serialize_executable.serialize(compiled)
+    return payload, tuple(d.id for d in mesh.devices.flat)
+
+
+def load_saved(saved: Saved, stage: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled | None:
+    """A program, loaded for a mesh; None, with a warning, if the runtime refuses it.
+
+    Args:
+      saved: the program.
+      stage: the same, lowered for a mesh of this shape.
+      mesh: where it is to run.
+    """
+    payload, ids = saved
     try:
-        return _compat.load_serialized(payload, ids, lowered.stage, mesh)
+        return _compat.load_serialized(payload, ids, stage, mesh)
     except Exception as error:  # runtimes refuse in their own ways
         said = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(
-            f"an executable of the file is not for {', '.join(map(str, mesh.devices.flat))}, and is compiled "
+            f"a saved executable is not for {', '.join(map(str, mesh.devices.flat))}, and is compiled "
             f"anew: {said}",
             stacklevel=2,
         )

@@ -72,21 +72,13 @@ def on_stages(stages, per_stage=()):
 def compiles(monkeypatch, compiled_anew, no_folder):
     """Grows by the name of every program that is compiled for a fragment, without JAX's cache on disk."""
     names = []
+    compile_lowered = executables.compile_lowered
 
-    @dataclasses.dataclass
-    class Watched:
-        name: str
-        stage: jax.stages.Lowered
+    def watched(lowered, options):
+        names.append(re.search(r"module @jit_(\w+)", lowered.stage.as_text())[1])
+        return compile_lowered(lowered, options)
 
-        def compile(self, options):
-            names.append(self.name)
-            return self.stage.compile(options)
-
-    def watched(f, *args):
-        low = lower(f, *args)
-        return dataclasses.replace(low, stage=Watched(f.name, low.stage))
-
-    monkeypatch.setattr(executables, "lower", watched)
+    monkeypatch.setattr(executables, "compile_lowered", watched)
     return names
 
 
@@ -298,8 +290,9 @@ def test_what_xla_refuses_is_raised(monkeypatch, compiled_anew):
         mm.jit(lambda: Chain(2), out_shardings=placement)()
 
 
-def start(folder):
-    """A process that trains with JAX's compilation cache in a folder: its losses, cache hits and misses."""
+def start(folder=""):
+    """A process that trains with JAX's compilation cache in a folder: its losses, how many programs XLA
+    compiled or JAX loaded, and hits and misses of JAX's own entries."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "4",
@@ -319,11 +312,27 @@ def start(folder):
 
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path):
-    """All of a pipeline comes out of JAX's persistent compilation cache, and computes the same."""
-    first, second = start(tmp_path), start(tmp_path)
-    assert first["hits"] == 0 and first["misses"] > 10
-    assert second["hits"] == first["misses"] and second["misses"] == 0
-    assert second["losses"] == first["losses"]
+    """All of a pipeline comes out of JAX's persistent compilation cache, and computes the same. What stages
+    share is compiled once with the cache as without it, and is one entry for all."""
+    without, first, second = start(), start(tmp_path), start(tmp_path)
+    assert first["hits"] == 0 and first["misses"] == first["programs"] == without["programs"] > 10
+    assert second["misses"] == 0 and second["hits"] == second["programs"] < first["programs"]
+    assert without["losses"] == first["losses"] == second["losses"]
+    entries = [path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")]
+    own = sum(name.startswith("mmnnx-") for name in entries)
+    assert own == first["programs"] - second["programs"] and len(entries) == first["misses"] + own
+
+
+@pytest.mark.slow
+def test_a_cache_without_own_entries(tmp_path):
+    """What only JAX's own entries are left of cannot be loaded for others, and is compiled for them."""
+    first = start(tmp_path)
+    for path in tmp_path.glob("mmnnx-*"):
+        path.unlink()
+    second, third = start(tmp_path), start(tmp_path)
+    assert second["hits"] == first["misses"] and second["misses"] > 0
+    assert third["misses"] == 0
+    assert first["losses"] == second["losses"] == third["losses"]
 
 
 def test_the_collector_is_back_after_a_trace():
