@@ -560,7 +560,7 @@ def cache_environment() -> str:
 
 
 def load_serialized(
-    payload: bytes, ids: Sequence[int], lowered: jax.stages.Lowered, mesh: Mesh
+    payload: bytes, ids: Sequence[int], like: jax.stages.Lowered | jax.stages.Compiled, mesh: Mesh
 ) -> jax.stages.Compiled:
     """What `jax.experimental.serialize_executable.serialize` made, loaded for a mesh.
 
@@ -570,7 +570,7 @@ def load_serialized(
     Args:
       payload: the bytes.
       ids: of the devices that it was compiled for.
-      lowered: the same program, for the mesh.
+      like: the same program, lowered or compiled in this process, for a mesh of the same shape.
       mesh: where it is to run.
     """
     devices = list(mesh.devices.flat)
@@ -587,11 +587,14 @@ def load_serialized(
             return backend.deserialize_executable(value[0], xla_client.DeviceList(tuple(devices)), options)
 
     old, _, no_kwargs = Unpickler(io.BytesIO(payload)).load()
-    types = lowered._lowering.compile_args
-    new = dataclasses.replace(
-        old, input_avals=types["global_in_avals"], output_avals=types["global_out_avals"]
-    )
-    return jax.stages.Compiled(new.load(), [], lowered.args_info, lowered.out_tree, no_kwargs=no_kwargs)
+    if isinstance(like, jax.stages.Lowered):
+        types = like._lowering.compile_args
+        avals = types["global_in_avals"], types["global_out_avals"]
+    else:
+        known = like._executable._unloaded_executable  # type: ignore[attr-defined]
+        avals = known.input_avals, known.output_avals
+    new = dataclasses.replace(old, input_avals=avals[0], output_avals=avals[1])
+    return jax.stages.Compiled(new.load(), [], like.args_info, like.out_tree, no_kwargs=no_kwargs)
 
 
 def found_by_debug_nans(error: Exception) -> str | None:

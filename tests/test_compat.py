@@ -649,11 +649,12 @@ def test_load_serialized():
     payload, _, _ = serialize_executable.serialize(compiled)
     expected = np.array(compiled(here))
     for mesh in (first, second):
-        there, program = lowered(mesh)
-        out = _compat.load_serialized(payload, [0, 1], program, mesh)(there)
-        np.testing.assert_array_equal(out, expected)
-        assert out.sharding.device_set == set(mesh.devices.flat)
-        assert there.is_deleted() == here.is_deleted()
+        for like in (lowered(mesh)[1], compiled):
+            there, _ = lowered(mesh)
+            out = _compat.load_serialized(payload, [0, 1], like, mesh)(there)
+            np.testing.assert_array_equal(out, expected)
+            assert out.sharding.device_set == set(mesh.devices.flat)
+            assert there.is_deleted() == here.is_deleted()
 
 
 def test_children():

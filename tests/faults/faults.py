@@ -326,8 +326,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="carries-in-any-order",
         file="mmnnx/mpmd/schedule/dispatch_order.py",
-        old="return [m * count + i for i in same[n]] + [(m - 1) * count + i for i in last[n] if m]",
-        new="return [m * count + i for i in same[n]]",
+        old="for i in (both if m else same)[n]]",
+        new="for i in same[n]]",
         what="A microbatch does not wait for the state that the one before it leaves.",
         tests=(
             "tests/mpmd/schedule/test_in_programs.py::test_state_that_a_stage_carries_keeps_microbatches_in_order",
@@ -352,8 +352,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="ready-with-the-last-told",
         file="mmnnx/mpmd/schedule/list_scheduling.py",
-        old="ready[follower] = max(ready[follower], end)",
-        new="ready[follower] = end",
+        old="if end > ready[follower]:",
+        new="if True:",
         what=(
             "In simulation a job starts when the job that was begun last has ended, though another one "
             "takes longer."
@@ -474,12 +474,20 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="loops-may-run-twice",
         file="mmnnx/mpmd/ir/verify.py",
-        old="if times != 1:",
-        new="if times == 0:",
+        old="(times := counts[f, m]) != 1",
+        new="(times := counts[f, m]) == 0",
         what="Program.verify accepts a fragment that runs twice for a microbatch.",
         tests=("tests/mpmd/ir/test_verify.py::test_made_twice",),
     ),
     # compile
+    Fault(
+        name="loaded-without-code",
+        file="mmnnx/mpmd/compile/executables.py",
+        old="if _compat.cache_hits() == hits else None",
+        new="if hits is not None else None",
+        what="What JAX took out of its cache, with no machine code, is loaded for other devices.",
+        tests=("tests/mpmd/compile/test_executables.py::test_a_cache_without_own_entries",),
+    ),
     Fault(
         name="gathered-to-be-sent",
         file="mmnnx/mpmd/compile/buffer_shardings.py",

@@ -65,8 +65,7 @@ class Code:
 
     Attributes:
       mesh: the one.
-      lowered: what was compiled.
-      compiled: what it became.
+      compiled: what it was compiled to.
       key: equal for what is compiled to the same.
       saved: what it was loaded from, by `find_saved`.
       seconds: what it took to compile; None if JAX took it out of its cache. Then it cannot be loaded for
@@ -75,7 +74,6 @@ class Code:
     """
 
     mesh: Mesh
-    lowered: Lowered
     compiled: jax.stages.Compiled
     key: CodeKey
     saved: Saved | None = None
@@ -98,12 +96,12 @@ class Code:
     def _load(self, mesh: Mesh) -> jax.stages.Compiled | None:
         """Its code, loaded for another mesh."""
         if self.saved is not None:
-            return load_saved(self.saved, self.lowered.stage, mesh)
+            return load_saved(self.saved, self.compiled, mesh)
         if self.seconds is None:
             return None
         if not self.loaded:
             keep_in_cache(self.key, mesh, self._serialized, self.seconds)
-        return load_saved(self._serialized, self.lowered.stage, mesh)
+        return load_saved(self._serialized, self.compiled, mesh)
 
     @functools.cached_property
     def _serialized(self) -> Saved:
@@ -168,12 +166,12 @@ class CompilePool:
         if (saved := find_saved(key, f.mesh)) is not None:
             compiled = load_saved(saved, lowered.stage, f.mesh)
             if compiled is not None:
-                return Code(f.mesh, lowered, compiled, key, saved)
+                return Code(f.mesh, compiled, key, saved)
         start, hits = time.perf_counter(), _compat.cache_hits()
         try:
             compiled = compile_lowered(lowered, self._options)
             seconds = time.perf_counter() - start if _compat.cache_hits() == hits else None
-            return Code(f.mesh, lowered, compiled, key, seconds=seconds)
+            return Code(f.mesh, compiled, key, seconds=seconds)
         except Exception as error:
             error.add_note(f"{WHILE_COMPILING}{f.name}")
             raise

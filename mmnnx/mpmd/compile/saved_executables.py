@@ -113,17 +113,19 @@ def serialized(compiled: jax.stages.Compiled, mesh: Mesh) -> Saved:
     return payload, tuple(d.id for d in mesh.devices.flat)
 
 
-def load_saved(saved: Saved, stage: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled | None:
+def load_saved(
+    saved: Saved, like: jax.stages.Lowered | jax.stages.Compiled, mesh: Mesh
+) -> jax.stages.Compiled | None:
     """A program, loaded for a mesh; None, with a warning, if the runtime refuses it.
 
     Args:
       saved: the program.
-      stage: the same, lowered for a mesh of this shape.
+      like: the same, lowered or compiled for a mesh of this shape.
       mesh: where it is to run.
     """
     payload, ids = saved
     try:
-        return _compat.load_serialized(payload, ids, stage, mesh)
+        return _compat.load_serialized(payload, ids, like, mesh)
     except Exception as error:  # runtimes refuse in their own ways
         said = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(
