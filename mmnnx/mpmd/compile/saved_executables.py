@@ -78,8 +78,14 @@ def find_saved(key: CodeKey, mesh: Mesh) -> Saved | None:
     name = _name(key, mesh)
     if name in _loaded:
         return _loaded[name]
-    found = cache.get(_entry(name)) if (cache := _cache(mesh)) is not None else None
-    return None if found is None else pickle.loads(found)
+    if (cache := _cache(mesh)) is None:
+        return None
+    try:
+        found = cache.get(_entry(name))
+        return None if found is None else pickle.loads(found)
+    except Exception as error:  # as of a file that another process is writing, or a folder that is gone
+        _warn_of_cache("read", error)
+        return None
 
 
 def keep_in_cache(key: CodeKey, mesh: Mesh, saved: Saved, seconds: float) -> None:
@@ -94,7 +100,18 @@ def keep_in_cache(key: CodeKey, mesh: Mesh, saved: Saved, seconds: float) -> Non
         and seconds >= limits["jax_persistent_cache_min_compile_time_secs"]
         and len(saved[0]) >= limits["jax_persistent_cache_min_entry_size_bytes"]
     ):
-        cache.put(_entry(_name(key, mesh)), pickle.dumps(saved))
+        try:
+            cache.put(_entry(_name(key, mesh)), pickle.dumps(saved))
+        except Exception as error:
+            _warn_of_cache("write", error)
+
+
+def _warn_of_cache(what: str, error: Exception) -> None:
+    warnings.warn(f"could not {what} an entry of JAX's persistent cache: {_first_line(error)}", stacklevel=3)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _cache(mesh: Mesh) -> Any:
@@ -127,10 +144,9 @@ def load_saved(
     try:
         return _compat.load_serialized(payload, ids, like, mesh)
     except Exception as error:  # runtimes refuse in their own ways
-        said = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(
             f"a saved executable is not for {', '.join(map(str, mesh.devices.flat))}, and is compiled "
-            f"anew: {said}",
+            f"anew: {_first_line(error)}",
             stacklevel=2,
         )
         return None
