@@ -80,7 +80,8 @@ class Microbatches:
 
     def updated(self, one: Fragment) -> list[Var]:
         """The carries that a fragment of one microbatch reads and updates."""
-        return [v for v, leaves in self.leaves.items() if v in one.invars and leaves in one.outvars]
+        read, made = set(one.invars), set(one.outvars)
+        return [v for v, leaves in self.leaves.items() if v in read and leaves in made]
 
 
 class Kept(NamedTuple):

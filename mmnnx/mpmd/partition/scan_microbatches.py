@@ -56,8 +56,10 @@ def _microbatches(plan: LoopPlan, count: int) -> Microbatches:
         read=frozenset(v for f in fragments for v in f.invars),
         passed=frozenset(),
     )
-    passed = {v for f in fragments for v in f.invars if v in names.leaves and v not in names.updated(f)}
-    return dataclasses.replace(names, passed=frozenset(passed))
+    passed = frozenset(
+        v for f in fragments for v in (names.leaves.keys() & {*f.invars}).difference(names.updated(f))
+    )
+    return dataclasses.replace(names, passed=passed)
 
 
 def _homes(homes: dict[Var, Mesh], microbatches: Microbatches) -> dict[Var, Mesh]:
