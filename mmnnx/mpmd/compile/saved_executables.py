@@ -27,8 +27,7 @@ def save_executables(codes: Iterable[tuple[CodeKey, jax.stages.Compiled, Mesh]],
     found: dict[str, Saved] = {}
     for key, compiled, mesh in codes:
         if isinstance(key[0], tuple):  # else it is no other's
-            payload, _, _ = serialize_executable.serialize(compiled)
-            found[_name(key, mesh)] = payload, tuple(d.id for d in mesh.devices.flat)
+            found[_name(key, mesh)] = serialized(compiled, mesh)
     path.write_bytes(pickle.dumps((jax.__version__, found)))
 
 
