@@ -87,7 +87,7 @@ def lowerings(kind, length, monkeypatch):
     "kind",
     ["training steps of microbatches", pytest.param("training steps of sums", marks=pytest.mark.slow)],
 )
-def test_an_unrolled_loop_is_lowered_once(kind, monkeypatch):
+def test_an_unrolled_loop_is_lowered_once(kind, monkeypatch, no_folder):
     """However many iterations there are: those in the middle are alike."""
     short, few = lowerings(kind, 4, monkeypatch)
     long, many = lowerings(kind, 6, monkeypatch)
