@@ -525,7 +525,7 @@ def copies_between_processes() -> bool:
 def persistent_cache() -> Any:
     """JAX's persistent compilation cache, with `get` and `put` of bytes by key; None without one.
 
-    JAX itself has no name for it, but for executables of the devices that they were compiled for.
+    JAX's own functions for it store executables, each for the devices that it was compiled for.
     """
     backend = jax.extend.backend.get_backend()
     return compilation_cache._get_cache(backend) if compilation_cache.is_cache_used(backend) else None

@@ -65,11 +65,11 @@ class Code:
 
     Attributes:
       mesh: the one.
-      compiled: what it was compiled to.
+      compiled: the executable for it.
       key: equal for what is compiled to the same.
       saved: what it was loaded from, by `find_saved`.
-      seconds: what it took to compile; None if JAX took it out of its cache. Then it cannot be loaded for
-        others: XLA leaves out the machine code of what was loaded when it saves it once more.
+      seconds: what it took to compile; None if it was not compiled here. What JAX read from its own cache
+        cannot be loaded for others: saved once more, it lacks its machine code.
       loaded: the same for others.
     """
 
@@ -99,9 +99,10 @@ class Code:
             return load_saved(self.saved, self.compiled, mesh)
         if self.seconds is None:
             return None
-        if not self.loaded:
+        loaded = load_saved(self._serialized, self.compiled, mesh)
+        if loaded is not None and not self.loaded:
             keep_in_cache(self.key, mesh, self._serialized, self.seconds)
-        return load_saved(self._serialized, self.compiled, mesh)
+        return loaded
 
     @functools.cached_property
     def _serialized(self) -> Saved:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 SOURCE, SINK = 0, 1
 
-Capacities = list[dict[int, int]]  # [from][to]: what can still flow, against what has flowed as well
+Capacities = list[dict[int, int]]  # [from][to]: how much more can flow, or flow back
 
 
 def sink_side(num_nodes: int, edges: Sequence[tuple[int, int, int]]) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 
 class Jobs(NamedTuple):
@@ -83,7 +83,7 @@ def play(jobs: Jobs) -> list[tuple[float, int]]:
             heapq.heappush(offers, (start, mesh, version[mesh], rank, job))
 
     def release(job: int) -> bool:
-        """Whether its mesh may have another choice then."""
+        """Makes a job available; returns whether its mesh may now choose another one."""
         if (row := row_of[job]) is not None:
             return row[0] == job
         heap = early if job in jobs.early else late
@@ -100,8 +100,8 @@ def play(jobs: Jobs) -> list[tuple[float, int]]:
         start, mesh, made, rank, job = heapq.heappop(offers)
         if made != version[mesh]:
             continue  # it has made another offer since
-        if rank == 1:
-            cast(deque[int], row_of[job]).popleft()
+        if (own_row := row_of[job]) is not None:
+            own_row.popleft()
         else:
             heapq.heappop((early if rank == 0 else late)[mesh])
         order.append((start, job))
