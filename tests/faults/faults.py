@@ -275,8 +275,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="ties-by-name-alone",
         file="mmnnx/mpmd/schedule/choose.py",
-        old="return [way for *_, way in sorted(found, key=lambda item: item[:2])]",
-        new="return [way for *_, way in sorted(found, key=lambda item: item[:1])]",
+        old="_Candidate(takes, True, saved, number, way, schedule)",
+        new="_Candidate(takes, True, [], number, way, schedule)",
         what=("Of schedules that are equally short, not the one that holds the fewest residuals is chosen."),
         tests=("tests/mpmd/schedule/test_choose.py::test_the_shortest_in_simulation",),
     ),

@@ -23,7 +23,7 @@ from mmnnx.mpmd.partition.fixed_shardings import fixed_shardings
 from mmnnx.mpmd.partition.fragments import plan_fragments
 from mmnnx.mpmd.partition.results import held_results
 from mmnnx.mpmd.partition.scan_microbatches import CannotShareCalls
-from mmnnx.mpmd.partition.ways import decide, ways_of_loops
+from mmnnx.mpmd.partition.ways import choices, decide, ways_of_loops
 from mmnnx.mpmd.place.logical_shard_maps import over_mesh
 
 
@@ -62,10 +62,8 @@ def partitions(function: Function, placed: Placed) -> Iterator[Partition]:
         for v, why in loop.not_hoisted.items()
         if v in placement.follows
     }
-    found = ways_of_loops(placed.nodes, placement)
     refused, made = None, 0
-    for n in range(max([1, *map(len, found.values())])):
-        chosen = {loop: ways[min(n, len(ways) - 1)] for loop, ways in found.items()}
+    for chosen in choices(ways_of_loops(placed.nodes, placement)):
         decided = decide(placed, chosen)
         try:
             plan = plan_fragments(decided, required, names)

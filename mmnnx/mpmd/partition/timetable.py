@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from mmnnx.mpmd.ir.equations import Loop
 from mmnnx.mpmd.ir.loop_spec import LoopSpec
@@ -18,7 +18,7 @@ from mmnnx.mpmd.partition.stages import find_stages
 from mmnnx.mpmd.schedule.choose import Way, asked, make_table, ways
 
 
-def ways_to_run(loop: Loop, placement: Placement) -> list[Way]:
+def ways_to_run(loop: Loop, placement: Placement) -> Iterator[Way]:
     """The ways in which a loop may run: the one that it asks for, or all that would do, the fastest first.
 
     Args:
@@ -29,7 +29,7 @@ def ways_to_run(loop: Loop, placement: Placement) -> list[Way]:
       ValueError: if nothing would do.
     """
     if (way := asked(loop.spec)) is not None:
-        return [way]
+        return iter([way])
     *_, found = _stages_and_ways(loop, set_joins_apart(loop, placement))
     return found
 
@@ -47,7 +47,8 @@ def timetable(loop: Loop, placement: Placement) -> Timetable:
         call that wait for one another.
     """
     spec = loop.spec
-    positions, stages, backward, (way, *_) = _stages_and_ways(loop, placement)
+    positions, stages, backward, found = _stages_and_ways(loop, placement)
+    way = next(found)
     table = make_table(way.schedule, spec, stages, backward)
     parts = {a.stage for row in table for a in row if a.phase in PARTS}
     split = {positions[s] for s in parts}
@@ -65,7 +66,7 @@ def timetable(loop: Loop, placement: Placement) -> Timetable:
 
 def _stages_and_ways(
     loop: Loop, placement: Placement
-) -> tuple[tuple[int, ...], Stages, Mapping[int, Collection[str]], list[Way]]:
+) -> tuple[tuple[int, ...], Stages, Mapping[int, Collection[str]], Iterator[Way]]:
     """The positions of the stages, the stages, the parts that the backward of each has, and the ways in which
     they may run."""
     spec = loop.spec

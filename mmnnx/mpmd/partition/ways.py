@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from mmnnx.mpmd.ir.equations import Loop, Node, While
 from mmnnx.mpmd.ir.placement import Placed, Placement
@@ -11,19 +11,26 @@ from mmnnx.mpmd.partition.timetable import ways_to_run
 from mmnnx.mpmd.schedule.choose import Way
 
 
-def ways_of_loops(nodes: Sequence[Node], placement: Placement) -> dict[Loop, list[Way]]:
+def ways_of_loops(nodes: Sequence[Node], placement: Placement) -> dict[Loop, Iterator[Way]]:
     """The ways in which each microbatch loop may run, the fastest first; those in whiles too.
 
     Raises:
       ValueError: as `timetable.ways_to_run`.
     """
-    found: dict[Loop, list[Way]] = {}
+    found: dict[Loop, Iterator[Way]] = {}
     for node in nodes:
         if isinstance(node, Loop):
             found[node] = ways_to_run(node, placement.bodies[node])
         elif isinstance(node, While):
             found |= ways_of_loops(node.body, placement.bodies[node])
     return found
+
+
+def choices(found: Mapping[Loop, Iterator[Way]]) -> Iterator[dict[Loop, Way]]:
+    """The first way of each loop, then the second, and so on; a loop that has no other keeps its last."""
+    yield (chosen := {loop: next(ways) for loop, ways in found.items()})
+    while more := {loop: way for loop, ways in found.items() if (way := next(ways, None)) is not None}:
+        yield (chosen := chosen | more)
 
 
 def decide(placed: Placed, chosen: Mapping[Loop, Way]) -> Placed:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mmnnx.mpmd.ir.loop_spec import LoopSpec
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS
-from mmnnx.mpmd.ir.timetable import PHASES, Action, Stages
+from mmnnx.mpmd.ir.timetable import PHASES, Action, Phase, Stages
 from mmnnx.mpmd.schedule.base import Schedule, get_schedule, schedule_names
 from mmnnx.mpmd.schedule.table import check_table, simulate
 
@@ -53,7 +55,7 @@ def asked(spec: LoopSpec) -> Way | None:
 
 def ways(
     spec: LoopSpec, stages: Stages, parts: Mapping[int, Collection[str]], durations: Callable[[], Durations]
-) -> list[Way]:
+) -> Iterator[Way]:
     """The ways in which a loop may run: the one that it asks for, or all that would do, the fastest first.
 
     Args:
@@ -66,7 +68,7 @@ def ways(
       ValueError: if no schedule is for such stages, with the options that are given.
     """
     if (way := asked(spec)) is not None:
-        return [way]
+        return iter([way])
     builtin = [name for name in schedule_names() if get_schedule(name).is_builtin]
     names, phases = sorted(builtin, key="sequential".__eq__), PHASES  # which is last among equals
     if not any(parts.values()):
@@ -76,16 +78,17 @@ def ways(
     divisors = tuple(k for k in range(1, most + 1) if spec.length % k == 0) or (1,)
     counts = divisors if spec.per_call is None else (spec.per_call,)
     ranked = _ranked(schedules, stages, spec.length, spec.options, counts, phases, durations())
-    if spec.schedule is not None and not ranked:
-        return [Way(spec.schedule)]  # and it says what it needs
-    if not ranked:
+    first = next(ranked, None)
+    if first is None and spec.schedule is not None:
+        first = Way(spec.schedule)  # and it says what it needs
+    if first is None:
         options = "".join(f", {name}={value}" for name, value in spec.options)
         raise ValueError(
             f"microbatch: no schedule is for {stages.num_stages} stages on meshes "
             f"{', '.join(map(str, stages.meshes))} and {spec.length} microbatches{options}: name one "
             "(schedule=), which says what it needs"
         )
-    return ranked
+    return itertools.chain([first], ranked)
 
 
 def make_table(
@@ -104,20 +107,19 @@ def make_table(
     return table
 
 
-@functools.lru_cache(maxsize=256)
 def _ranked(
     schedules: Sequence[Schedule],
     stages: Stages,
     length: int,
     options: tuple[tuple[str, Any], ...],
     counts: Sequence[int],
-    phases: Collection[str],
+    phases: tuple[Phase, ...],
     durations: Durations,
-) -> list[Way]:
+) -> Iterator[Way]:
     """The ways that can be used, that of lowest step latency first; of equal ones, that with the fewest saved
     activations.
 
-    At most 2S + 1 of the microbatches of S stages are played through: all schedules are in steady state then.
+    A way is played through only if it may be the next: with many stages that takes a tenth of a second.
 
     Args:
       length: how many microbatches there are.
@@ -126,22 +128,80 @@ def _ranked(
       phases: those that the loop has.
     """
     of_microbatch = sum(UNIT_COSTS[phase] for phase in phases if phase in ("forward", "backward"))
-    found = []
-    for per_call, schedule in itertools.product(counts, schedules):
-        calls = length // per_call
-        played = min(calls, 2 * stages.num_stages + 1)
-        if not {name for name, _ in options} <= set(schedule.options):
-            continue
-        try:
-            table = schedule.table(stages, played, **dict(options))
-            check_table(table, stages, played, schedule.name)
-            timeline = simulate([[a for a in row if a.phase in phases] for row in table], stages)
-        except ValueError:
-            continue  # not for such stages, or not for so few microbatches
-        units = timeline.makespan + (calls - played) * of_microbatch
-        working = per_call * units * durations.unit
-        starting = durations.dispatch * len(timeline.events) / played * calls
-        saved = sorted((per_call * n for n in timeline.in_flight().values()), reverse=True)
+    actions = stages.num_stages * len({"forward", "backward"} & {*phases})  # of a microbatch, at least
+    ramp_up = _ramp_up(stages)
+
+    def latency(calls: int, per_call: int, units: float, actions: float) -> float:
         # Added up, for the devices wait while a short step is started, and CPU devices share its cores.
-        found.append((float(f"{working + starting:.6g}"), saved, Way(schedule.name, per_call)))
-    return [way for *_, way in sorted(found, key=lambda item: item[:2])]
+        return per_call * units * durations.unit + actions * calls * durations.dispatch
+
+    queue: list[_Candidate] = []
+    for number, (per_call, schedule) in enumerate(itertools.product(counts, schedules)):
+        calls = length // per_call
+        least = latency(calls, per_call, ramp_up + calls * of_microbatch, actions)
+        way = Way(schedule.name, per_call)
+        queue.append(_Candidate(0.99999 * least, False, [], number, way, schedule))  # for what is rounded
+    heapq.heapify(queue)
+    while queue:
+        _, known, _, number, way, schedule = heapq.heappop(queue)
+        if known:
+            yield way
+            continue
+        calls = length // way.per_call
+        played = min(calls, 2 * stages.num_stages + 1)  # all schedules are in steady state then
+        if (found := _play(schedule, stages, played, options, phases)) is not None:
+            units = found.makespan + (calls - played) * of_microbatch
+            takes = float(f"{latency(calls, way.per_call, units, found.actions / played):.6g}")
+            saved = sorted((way.per_call * n for n in found.saved), reverse=True)
+            heapq.heappush(queue, _Candidate(takes, True, saved, number, way, schedule))
+
+
+class _Candidate(NamedTuple):
+    """A way, and its step latency: known, or no more than a bound from below. In the order of the queue: of
+    equal latency, those that were not played through come first, for one of them may save less."""
+
+    latency: float
+    known: bool
+    saved: list[int]
+    number: int
+    way: Way
+    schedule: Schedule
+
+
+def _ramp_up(stages: Stages) -> float:
+    """Units of time until the last of the meshes can begin."""
+    share = Counter(stages.meshes)
+    starts: list[float] = []
+    for reads in stages.reads:
+        ends = [starts[r] + UNIT_COSTS["forward"] / share[stages.meshes[r]] for r in reads]
+        starts.append(max(ends, default=0.0))
+    first = {mesh: min(t for t, m in zip(starts, stages.meshes) if m == mesh) for mesh in share}
+    return max(first.values(), default=0.0)
+
+
+class _Played(NamedTuple):
+    """A table that was played through: units of time, how many actions, saved activations of each mesh."""
+
+    makespan: float
+    actions: int
+    saved: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _play(
+    schedule: Schedule,
+    stages: Stages,
+    length: int,
+    options: tuple[tuple[str, Any], ...],
+    phases: tuple[Phase, ...],
+) -> _Played | None:
+    """None if the schedule is not for such stages, options, or so few microbatches."""
+    if not {name for name, _ in options} <= set(schedule.options):
+        return None
+    try:
+        table = schedule.table(stages, length, **dict(options))
+        check_table(table, stages, length, schedule.name)
+        timeline = simulate([[a for a in row if a.phase in phases] for row in table], stages)
+    except ValueError:
+        return None
+    return _Played(timeline.makespan, len(timeline.events), tuple(timeline.in_flight().values()))

@@ -1,15 +1,19 @@
 """What a loop leaves open: its schedule, and how many microbatches go into a call."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
 import mmnnx as mm
 from mmnnx.mpmd.ir.loop_spec import LoopSpec
 from mmnnx.mpmd.ir.timetable import Stages
-from mmnnx.mpmd.schedule import get_schedule, schedule_names
+from mmnnx.mpmd.schedule import choose, get_schedule, schedule_names
 from mmnnx.mpmd.schedule.choose import Durations, Way, ways
 from mmnnx.mpmd.schedule.table import simulate
 from tests.mpmd.parity import born, pipeline, place
@@ -36,7 +40,7 @@ placement = place(tasks, ["first"], ["second"])
 
 def found(meshes, length, durations=ON_DEVICES, backward=BOTH, **spec):
     parts = dict.fromkeys(range(len(meshes)), backward)
-    return ways(LoopSpec(length=length, **spec), Stages.chain(meshes), parts, lambda: durations)
+    return list(ways(LoopSpec(length=length, **spec), Stages.chain(meshes), parts, lambda: durations))
 
 
 def test_one_for_forwards_alone_and_one_that_is_named():
@@ -62,6 +66,36 @@ def test_the_shortest_in_simulation(meshes, length):
     chosen = found(meshes, length)[0]
     assert cost[chosen.schedule] == min(cost.values()), cost
     assert chosen.per_call == 1
+
+
+@given(
+    meshes=st.sampled_from([(0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 2)]),
+    length=st.sampled_from([1, 4, 6, 8]),
+    durations=st.builds(Durations, *[st.sampled_from([0.0, 1e-3, 0.3, 1.0])] * 2),
+)
+def test_all_ways_in_the_order_of_their_latency(meshes, length, durations):
+    stages, latency = Stages.chain(meshes), {}
+    for name, per_call in itertools.product(schedule_names(), range(1, max(2, length // 2 + 1))):
+        if length % per_call or not get_schedule(name).is_builtin:
+            continue
+        calls = length // per_call
+        try:
+            timeline = simulate(get_schedule(name).table(stages, calls), stages)
+        except ValueError:
+            continue
+        work = timeline.makespan * per_call * durations.unit
+        latency[name, per_call] = work + len(timeline.events) * durations.dispatch
+    order = found(meshes, length, durations)
+    assert {*order} == {*latency}
+    assert [latency[way] for way in order] == pytest.approx(sorted(latency.values()))
+
+
+def test_few_are_played_through_where_stages_are_many():
+    """Each takes a tenth of a second with 64 stages: of the 40 ways or so, none that cannot be the first."""
+    before = choose._play.cache_info().misses
+    forty = ways(LoopSpec(length=160), Stages.chain(range(20)), {0: BOTH}, lambda: ON_DEVICES)
+    assert next(forty).per_call == 1
+    assert choose._play.cache_info().misses - before <= len(schedule_names())
 
 
 def test_the_fewest_calls_where_the_host_is_waited_for():
