@@ -442,6 +442,11 @@ def data_attributes(module: Any) -> Mapping[str, bool]:
     return module._pytree__nodes._mapping
 
 
+def metadata(variable: nnx.Variable) -> Mapping[str, Any]:
+    """What `variable.get_metadata()` copies."""
+    return variable._var_metadata
+
+
 def attribute_order(module: Any) -> list[str] | None:
     """Names of the attributes of an NNX object in the order in which they were made, None where it is lost.
 

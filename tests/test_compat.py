@@ -349,6 +349,13 @@ def test_data_attributes():
     assert not jax.tree.leaves(vars(model)[_compat.CONSTRUCTION])
 
 
+def test_metadata():
+    variable = nnx.Param(jnp.ones(2), note="n")
+    assert _compat.metadata(variable) == variable.get_metadata() == variable.get_metadata() | {"note": "n"}
+    variable.set_metadata(note="m")
+    assert _compat.metadata(variable)["note"] == "m"
+
+
 def test_a_key_value_store():
     """`_compat.key_value_store`, in a process that has one to itself."""
     program = """

@@ -44,10 +44,25 @@ def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
     """
     walk = _Walk()
     walk.pytree(dynamic)
-    if not walk.known:
-        return None
-    key = (static, surroundings(), walk.types, walk.structure)
-    return Arguments(key, walk.variables, walk.values)
+    variables: dict[int, nnx.Variable] = {}
+    values: list[Any] = []
+    types: list[tuple[Any, ...]] = []
+    for x in walk.found:
+        held: Any = type(x)
+        if (kind := _KINDS[held]) is _VARIABLE:
+            variables[len(values)] = x
+            metadata, x = _compat.metadata(x), x.get_raw_value()
+            held, kind = (held, *metadata, *metadata.values()), _KINDS[type(x)]
+        values.append(x)
+        array = x if kind is not _REFERENCE else _compat.held(x)
+        if kind is _ARRAY or kind is _DIVIDED or kind is _REFERENCE:
+            aval, placed = array.aval, array.committed or kind is _DIVIDED
+            types.append((held, aval.shape, aval.dtype, aval.weak_type, array.sharding if placed else None))
+        elif kind is _NUMBER:
+            types.append((held, jax.typeof(x)))
+        else:
+            return None
+    return Arguments((static, surroundings(), types, walk.structure), variables, values)
 
 
 class _Walk:
@@ -59,17 +74,12 @@ class _Walk:
     Attributes:
       structure: what they consist of: types and attributes of modules, static values, numbers of what was met
         before, each after one of the marks below.
-      types: of the values.
-      variables, values: as in `Arguments`.
-      known: whether all in them is of a kind that the fast path knows.
+      found: the Variables and values in them.
     """
 
     def __init__(self) -> None:
         self.structure: list[Any] = []
-        self.types: list[Any] = []
-        self.variables: dict[int, nnx.Variable] = {}
-        self.values: list[Any] = []
-        self.known = True
+        self.found: list[Any] = []
         self._numbers: dict[int, int] = {}  # of modules and Variables, by id
 
     def pytree(self, x: Any) -> None:
@@ -79,52 +89,31 @@ class _Walk:
             self._leaf(leaf, _KINDS[type(leaf)])
 
     def _leaf(self, x: Any, kind: str) -> None:
+        if kind is _VARIABLE or kind is _MODULE:
+            number = len(self._numbers)
+            if (first := self._numbers.setdefault(id(x), number)) < number:
+                self.structure += (_SEEN, first)
+                return
         if kind is _MODULE:
             self._module(x)
-        elif kind is _VARIABLE:
-            self._variable(x)
         else:
-            self._value(x, kind, (type(x),))
+            self.structure.append(_VALUE)
+            self.found.append(x)
 
     def _module(self, module: Any) -> None:
-        append, number = self.structure.append, len(self._numbers)
-        if (first := self._numbers.setdefault(id(module), number)) < number:
-            self.structure += (_SEEN, first)
-            return
-        attributes, is_data = vars(module), _compat.data_attributes(module)
+        append, leaf = self.structure.append, self._leaf
+        attributes, is_data = vars(module), _compat.data_attributes(module).get
         names = _SORTED[tuple(attributes)]  # an update by `nnx.jit` changes their order
         self.structure += (_ATTRIBUTES, type(module), names)
         for name in names:
             value = attributes[name]
-            if not is_data.get(name):
+            if value is None or not is_data(name):
                 append(value)
             elif (kind := _KINDS[type(value)]) is not _OTHER:
-                self._leaf(value, kind)
+                leaf(value, kind)
             elif name != _compat.CONSTRUCTION:
                 append(_PYTREE)
                 self.pytree(value)
-
-    def _variable(self, variable: nnx.Variable) -> None:
-        number = len(self._numbers)
-        if (first := self._numbers.setdefault(id(variable), number)) < number:
-            self.structure += (_SEEN, first)
-            return
-        value = variable.get_raw_value()
-        self.variables[len(self.values)] = variable
-        self._value(value, _KINDS[type(value)], (type(variable), *variable.get_metadata().items()))
-
-    def _value(self, x: Any, kind: str, held: tuple[Any, ...]) -> None:
-        self.structure.append(_VALUE)
-        if kind is _ARRAY or kind is _REFERENCE:
-            array = x if kind is _ARRAY else _compat.held(x)
-            placed = array.committed or isinstance(array, DividedArray)
-            aval, home = array.aval, array.sharding if placed else None
-            self.types.append((held, aval.shape, aval.dtype, aval.weak_type, home))
-        elif kind is _NUMBER:
-            self.types.append((held, jax.typeof(x)))
-        else:
-            self.known = False
-        self.values.append(x)
 
 
 def _is_walked(x: Any) -> bool:
@@ -140,7 +129,7 @@ def variables_in(*trees: Any) -> Collection[nnx.Variable]:
 
 
 _VARIABLE, _MODULE, _OTHER = "Variable", "module", "other"
-_ARRAY, _REFERENCE, _NUMBER = "array", "reference", "number"
+_ARRAY, _DIVIDED, _REFERENCE, _NUMBER = "array", "divided array", "reference", "number"
 
 
 class _Mark:
@@ -172,7 +161,7 @@ class _Kinds(dict[type, str]):
         elif issubclass(cls, jax.core.Tracer):
             kind = _OTHER
         elif issubclass(cls, jax.Array):
-            kind = _ARRAY
+            kind = _DIVIDED if issubclass(cls, DividedArray) else _ARRAY
         elif issubclass(cls, jax.Ref):
             kind = _REFERENCE
         else:
