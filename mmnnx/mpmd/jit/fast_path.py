@@ -16,6 +16,7 @@ import jax
 from mmnnx import _compat
 from mmnnx.mpmd.jit.arguments import Arguments
 from mmnnx.mpmd.jit.homes import is_homeless
+from mmnnx.mpmd.runtime.pick import picker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class FastPath:
 
     Attributes:
       run: from flat inputs to flat results.
-      inputs: for each input, the number of its value.
+      inputs: picks the values of the inputs.
       updates: (number of a result, number of the value whose Variable gets it).
       out_tree: structure of what the call returns.
       out: which results those are.
@@ -32,16 +33,18 @@ class FastPath:
     """
 
     run: Callable[[Sequence[Any]], list[Any]]
-    inputs: tuple[int, ...]
+    inputs: Callable[[Sequence[Any]], Sequence[Any]]
     updates: tuple[tuple[int, int], ...]
     out_tree: Any
     out: slice
     homeless: tuple[int, ...]
 
     def __call__(self, arguments: Arguments) -> Any:
-        results = self.run([arguments.values[n] for n in self.inputs])
-        written = [(n, results[r]) for r, n in self.updates if results[r] is not arguments.values[n]]
-        _compat.set_values([(arguments.variables[n], value) for n, value in written])
+        values, variables = arguments.values, arguments.variables
+        results = self.run(self.inputs(values))
+        _compat.set_values(
+            [(variables[n], new) for r, n in self.updates if (new := results[r]) is not values[n]]
+        )
         return jax.tree.unflatten(self.out_tree, results[self.out])
 
 
@@ -105,4 +108,4 @@ def fast_path(
     if len(written) < len(state) or any(n not in arguments.variables for _, n in written):
         return None
     homeless = tuple(n for n in arguments.variables if is_homeless(arguments.values[n]))
-    return FastPath(run, inputs, tuple(written), out_tree, out, homeless)
+    return FastPath(run, picker(inputs), tuple(written), out_tree, out, homeless)

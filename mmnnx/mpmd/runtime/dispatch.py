@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,14 +13,15 @@ from mmnnx import _compat
 from mmnnx.mpmd.compile.compile_program import Compiled
 from mmnnx.mpmd.distributed import progress
 from mmnnx.mpmd.runtime.collective_order import check_threads
+from mmnnx.mpmd.runtime.pick import picker
 from mmnnx.mpmd.runtime.steps import Step, absent, group_transfers, has_part, is_local, make_step
 from mmnnx.mpmd.runtime.whiles import find_jumps, walk
 
 
 def runner(
     compiled: Compiled, name: str, numbers: Sequence[int], number: int
-) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
-    """The function that runs a compiled program: from arrays of inputs to those of results.
+) -> Callable[[list[jax.Array]], Sequence[jax.Array]]:
+    """The function that runs a compiled program: from arrays of inputs to those of results, in a row.
 
     It empties the list that it is given.
 
@@ -45,17 +45,14 @@ def runner(
     place = {s: n for n, s in enumerate(program.inputs)}  # of buffers, in a list that all arrays are kept in
     lasting = program.moved({*program.inputs, *itertools.chain.from_iterable(program.outputs)})
     steps = [_over_places(make_step(compiled, groups[n], lasting), place) for n in own]
-    given, size = len(program.inputs), len(place)
+    blank: list[Any] = [None] * (len(place) - len(program.inputs))
+    outputs = [*itertools.chain.from_iterable(program.outputs)]
+    for s in outputs:
+        if not is_local(program, s):
+            place[s] = len(program.inputs) + len(blank)
+            blank.append(absent(compiled, s))
+    results = picker([place[s] for s in outputs])
     jumps = find_jumps([program.instructions[groups[n][0]] for n in own], place)
-    foreign = (s for held in program.outputs for s in held if not is_local(program, s))
-    absent_results = {s: absent(compiled, s) for s in foreign}
-
-    def results(arrays: list[Any]) -> list[list[jax.Array]]:
-        return [
-            [absent_results[s] if s in absent_results else arrays[place[s]] for s in held]
-            for held in program.outputs
-        ]
-
     calls = itertools.count(1)
 
     def where(call: int, step: int) -> str:
@@ -71,11 +68,11 @@ def runner(
         """The steps, each under the name that a trace of jax.profiler shows."""
         return [(_annotated(what(n), step[0]), *step[1:]) for n, step in zip(own, steps)]
 
-    def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
+    def run(arrays: list[jax.Array]) -> Sequence[jax.Array]:
         call, here = next(calls), progress.current
         progress.enter(functools.partial(where, call))
         here.call = number, call
-        kept = arrays + [None] * (size - given)
+        kept = arrays + blank
         arrays.clear()  # from here on the program alone decides how long they are kept
         named = annotated() if _compat.is_traced() else steps
         order: Iterable[tuple[int, _PlacedStep]] = zip(own, named)
@@ -106,16 +103,9 @@ _PlacedStep = tuple[
 
 def _over_places(step: Step, place: dict[int, int]) -> _PlacedStep:
     """A step over places instead of buffers: its results lie side by side. Gives each of them a place."""
-    read, start = _picker([place[s] for s in step.inputs]), len(place)
+    read, start = picker([place[s] for s in step.inputs]), len(place)
     place.update((s, start + n) for n, s in enumerate(step.outputs))
     return step.execute, read, start, len(place), tuple(place[s] for s in step.frees if s in place)
-
-
-def _picker(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """`operator.itemgetter` that returns a sequence for any number of places."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return (lambda arrays: (arrays[places[0]],)) if places else (lambda arrays: ())
 
 
 def _annotated(name: str, execute: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ class DonatedArguments:
         if self._used_up:
             check_shared(leaves, self._donated, self._names)
         for n, x in enumerate(leaves):
-            if isinstance(x, jax.Array) and x.is_deleted():
+            if _IS_ARRAY[type(x)] and x.is_deleted():
                 raise ValueError(
                     f"{self._names[n]} was donated to an earlier call and is gone: "
                     "use the value that call returned, or do not donate it"
@@ -67,5 +67,17 @@ class DonatedArguments:
     def delete(self, leaves: Sequence[Any]) -> None:
         """Deletes those that no result took over the buffer of."""
         for n in self._used_up:
-            if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
-                leaves[n].delete()
+            x = leaves[n]
+            if _IS_ARRAY[type(x)] and not x.is_deleted():
+                x.delete()
+
+
+class _IsArray(dict[type, bool]):
+    """Whether instances of a class are arrays. (To ask `isinstance` of each costs more than all the rest.)"""
+
+    def __missing__(self, cls: type) -> bool:
+        self[cls] = found = issubclass(cls, jax.Array)
+        return found
+
+
+_IS_ARRAY = _IsArray()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -25,12 +26,13 @@ from mmnnx.mpmd.runtime.arguments import InputBindings, bind_inputs, binder, pla
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.mpmd.runtime.dispatch import runner
 from mmnnx.mpmd.runtime.donated_arguments import DonatedArguments
+from mmnnx.mpmd.runtime.pick import picker
 from mmnnx.mpmd.runtime.profile import is_measured, measurer
 from mmnnx.mpmd.runtime.put import own_copy
-from mmnnx.mpmd.runtime.results import Delivery, deliver_results, result_shardings
+from mmnnx.mpmd.runtime.results import Delivery, as_made, deliver_results, result_shardings
 
 Run = Callable[[Sequence[Any]], list[Any]]
-Execute = Callable[[list[jax.Array]], list[list[jax.Array]]]  # from inputs to what holds each result
+Execute = Callable[[list[jax.Array]], Sequence[jax.Array]]  # from inputs to what holds the results, in a row
 
 OUTERMOST = (
     "A function of mm.jit is part of what is around it, here a transformation or another jit that is not "
@@ -145,7 +147,12 @@ class _Run:
         execute: Execute,
         as_printed: Callable[[], Execute],
     ):
-        self._bindings, self._deliveries, self._donated = bindings.sources, deliveries, donated
+        self._donated = donated
+        self._pick = picker([n for n, _ in bindings.sources])
+        self._binds = [(n, bind) for n, (_, bind) in enumerate(bindings.sources) if bind is not None]
+        starts = itertools.accumulate((len(held) for held in bound.results), initial=0)
+        spans = itertools.pairwise(starts)
+        self._deliveries = [(None if d is as_made else d, *span) for d, span in zip(deliveries, spans)]
         self._execute, self._as_printed, self._keys = execute, as_printed, keys
         returned = {v for v in bound.flat.outvars if is_var(v)}
         given = (own_copy(c) if v in returned else c for (v, _), c in zip(bound.flat.constants, constants))
@@ -154,7 +161,9 @@ class _Run:
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         self._donated.check(leaves)
         values = [*leaves, *self._constants]
-        arrays = [values[n] if bind is None else bind(values[n]) for n, bind in self._bindings]
+        arrays = [*self._pick(values)]
+        for n, bind in self._binds:
+            arrays[n] = bind(arrays[n])
         try:
             with _compat.asked_transfers():
                 if is_measured():
@@ -166,7 +175,10 @@ class _Run:
             if "Cannot apply JAX transformations" in str(error):
                 error.add_note(OUTERMOST)
             raise
-        results = [deliver(values, placed) for deliver, placed in zip(self._deliveries, made)]
+        results = [
+            made[start] if deliver is None else deliver(values, made[start:end])
+            for deliver, start, end in self._deliveries
+        ]
         self._donated.delete(leaves)
         return results
 

@@ -43,7 +43,7 @@ def is_measured() -> bool:
     return _profiles.get() is not None
 
 
-def measurer(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
+def measurer(compiled: Compiled) -> Callable[[list[jax.Array]], Sequence[jax.Array]]:
     """As `dispatch.runner`, of a program in one process that is measured while it runs.
 
     It runs three times, twice on copies of its inputs; the last two are measured.
@@ -51,7 +51,7 @@ def measurer(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Ar
     program = compiled.program
     steps = [make_step(compiled, [n], frozenset()) for n in range(len(program.instructions))]
 
-    def run(arrays: list[jax.Array]) -> list[list[jax.Array]]:
+    def run(arrays: list[jax.Array]) -> Sequence[jax.Array]:
         for _ in range(2):  # the first run is slower
             seconds = _time_of_step(program, steps, [jnp.copy(a) for a in arrays])
         buffers = _fill(program, jax.block_until_ready(arrays))
@@ -63,7 +63,7 @@ def measurer(compiled: Compiled) -> Callable[[list[jax.Array]], list[list[jax.Ar
             names = [name for name in program.names.values() if name in live.peak]
             peak, saved = ({name: most[name] for name in names} for most in (live.peak, live.saved_peak))
             profiles.append(Profile(seconds, costs, timeline, peak, saved))
-        return [[buffers[s] for s in held] for held in program.outputs]
+        return [buffers[s] for held in program.outputs for s in held]
 
     return run
 

@@ -23,6 +23,11 @@ Delivery = Callable[[Sequence[Any], Sequence[jax.Array]], Any]
 """From arguments and constants, and the arrays of the program that hold a result, to the result."""
 
 
+def as_made(values: Sequence[Any], arrays: Sequence[jax.Array]) -> jax.Array:
+    """A result that is an array of the program, as it is."""
+    return arrays[0]
+
+
 def deliver_results(bound: BoundProgram) -> list[Delivery]:
     """How each result of a function comes about."""
     number = bound.number
@@ -33,7 +38,8 @@ def deliver_results(bound: BoundProgram) -> list[Delivery]:
         bound.record.results, outvars, bound.out_shardings, bound.results, types
     ):
         argument = number.get(v) if is_var(v) else None
-        delivery = _deliver(v, argument, requested, values, bound.multimesh)
+        decided = bound.fixed.get(values[0]) if values and argument is None else None
+        delivery = _deliver(v, argument, requested, values, decided, bound.multimesh)
         if requested is None and values and (given := bound.explicit.get(values[0][1])) is not None:
             delivery = _on_mesh(given, delivery)
         # Two results, or a result and an argument that it is not the state of, never share a buffer.
@@ -62,6 +68,7 @@ def _deliver(
     number: int | None,
     requested: NamedSharding | None,
     placed: Sequence[PlacedVar],
+    decided: NamedSharding | None,
     multimesh: MultiMesh | None,
 ) -> Delivery:
     """How a result of the function comes about.
@@ -71,6 +78,7 @@ def _deliver(
       number: which argument or constant it is, if it is one.
       requested: the sharding that it must have.
       placed: the values of the program that hold it.
+      decided: the sharding that the first of them is made with, if that is decided.
       multimesh: whose devices a value that is kept on every mesh is spread over.
     """
     if var.aval.dtype == jax.dtypes.float0:  # of a derivative by integers: no array of a device's
@@ -82,6 +90,8 @@ def _deliver(
     if placed and requested is not None and not (is_here(placed[0][1]) or is_here(requested)):
         absent = absent_array(var.aval.shape, var.aval.dtype, requested)  # one object for all calls
         return lambda values, arrays: absent
+    if placed and requested in (None, decided):
+        return as_made
     if placed:
         return lambda values, arrays: (
             arrays[0] if arrays[0].sharding == requested else _at(requested, arrays[0])
