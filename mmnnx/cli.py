@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import unicodedata
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -87,6 +88,10 @@ def _run(args: list[str]) -> int:
     def print_error(text: str) -> None:
         errors.print(f"mmnnx: {printable(text, keep=LINES)}", markup=False, soft_wrap=True)
 
+    for arg in args:  # the parsers of options print those that they do not know as they are
+        if any(unicodedata.category(c) == "Cc" and c not in "\n\r\t" for c in arg):
+            print_error(f"an argument has a control character: {printable(arg)}")
+            return 2
     try:
         output, (command, *options) = take_options(args or [""])
     except ValueError as error:

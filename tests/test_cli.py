@@ -69,6 +69,15 @@ def test_usage(capsys):
     assert "'trian' (did you mean 'train'?)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("args", [["--st\x1b[31meps", "3"], ["\x9b31m"], ["--steps=\x07"]])
+def test_a_control_character_is_named_and_not_printed(args, capsys):
+    """What parses the options would print it as it is."""
+    assert main(["train", *args]) == 2
+    out, errors = capsys.readouterr()
+    assert not out and errors.startswith("mmnnx: an argument has a control character: ")
+    assert errors.rstrip("\n").isprintable()
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"mmnnx {mm.__version__}\n" == f"mmnnx {version('mmnnx')}\n"
