@@ -36,6 +36,7 @@ from jax._src import (
 )
 from jax._src import config as jax_config
 from jax._src.api_util import InternalFloatingPointError
+from jax._src.array import ArrayImpl
 from jax._src.core import JaxprEqnContext, internal_mutable_array_effect, pytype_aval_mappings
 from jax._src.dtypes import register_canonicalize_value_handler
 from jax._src.effects import ordered_effects
@@ -44,7 +45,7 @@ from jax._src.lib import xla_client
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax._src.state.discharge import discharge_state
 from jax.interpreters import partial_eval
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, Sharding
 
 # A ClosedJaxpr up to JAX 0.11 wraps a Jaxpr; from 0.12 the two are one class that holds its constants.
 JAXPR_TYPES: tuple[type, ...] = (jex.ClosedJaxpr, jex.Jaxpr)
@@ -207,6 +208,24 @@ def makes_references(jaxpr: Any) -> bool:
 def held(x: Any) -> Any:
     """The array that a reference holds, which JAX shows only as a copy; anything else as it is."""
     return x._refs._buf if type(x) is jax.Ref else x
+
+
+def note_parts(array: jax.Array, parts: Sequence[jax.Array]) -> None:
+    """Notes on a replicated array the arrays on some of its devices that it was made of.
+
+    To take it apart again costs more than a small call. JAX keeps what it derives of an array there as well.
+    """
+    if type(array) is ArrayImpl:
+        array.__dict__[_PARTS] = {part.sharding: part for part in parts}
+
+
+def noted_part(array: Any, sharding: Sharding) -> jax.Array | None:
+    """The one with this sharding of what an array was made of."""
+    parts = array.__dict__.get(_PARTS) if type(array) is ArrayImpl else None
+    return parts.get(sharding) if parts else None
+
+
+_PARTS = "mmnnx_parts"
 
 
 def hold(reference: jax.Ref, x: jax.Array) -> None:

@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -347,6 +348,25 @@ def test_data_attributes():
     found = {name for name in vars(model) if _compat.data_attributes(model).get(name)}
     assert found == {"weight", "parts", _compat.CONSTRUCTION}
     assert not jax.tree.leaves(vars(model)[_compat.CONSTRUCTION])
+
+
+def test_notes_on_an_array_of_what_it_was_made_of():
+    """`note_parts` and `noted_part`. They are gone with the array, and nothing else sees them."""
+    meshes = [Mesh(np.array([d]), ("x",)) for d in jax.devices()[:2]]
+    parts = [jax.device_put(jnp.float32(3), NamedSharding(m, P())) for m in meshes]
+    whole = jax.device_put(jnp.float32(3), NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P()))
+    assert _compat.noted_part(whole, parts[0].sharding) is None
+    _compat.note_parts(whole, parts)
+    assert all(_compat.noted_part(whole, part.sharding) is part for part in parts)
+    assert _compat.noted_part(whole, NamedSharding(meshes[0], P("x"))) is None
+    assert _compat.noted_part(jax.device_put(whole, jax.devices()[0]), parts[0].sharding) is None
+    assert _compat.noted_part(3, parts[0].sharding) is None
+    key = jax.random.key(0)
+    _compat.note_parts(key, [key])
+    assert _compat.noted_part(key, key.sharding) is None
+    held = weakref.ref(parts.pop())
+    whole += 1
+    assert held() is None
 
 
 def test_metadata():

@@ -122,7 +122,9 @@ def _everywhere(arrays: Sequence[jax.Array], target: NamedSharding) -> jax.Array
     for d in target.addressable_devices - shards.keys():
         shards[d] = jax.device_put(arrays[0].addressable_data(0), d)
     parts = [shards[d] for d in target.mesh.devices.flat if d in shards]
-    return jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
+    whole = jax.make_array_from_single_device_arrays(arrays[0].shape, target, parts, dtype=arrays[0].dtype)
+    _compat.note_parts(whole, arrays)
+    return whole
 
 
 def _at(sharding: NamedSharding | None, x: Any) -> Any:
