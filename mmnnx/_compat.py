@@ -229,7 +229,11 @@ _PARTS = "mmnnx_parts"
 
 
 def hold(reference: jax.Ref, x: jax.Array) -> None:
-    """Has a reference hold this array, where it is; `reference[...] = x` makes a copy where it was."""
+    """Has a reference hold this array, where it is; `reference[...] = x` makes a copy where it was.
+
+    JAX writes to what a reference holds, also to read it: what an array was made of is forgotten.
+    """
+    vars(x).pop(_PARTS, None)
     reference._refs._buf = x
 
 

@@ -364,6 +364,10 @@ def test_notes_on_an_array_of_what_it_was_made_of():
     key = jax.random.key(0)
     _compat.note_parts(key, [key])
     assert _compat.noted_part(key, key.sharding) is None
+    reference = jax.new_ref(jnp.float32(0))
+    _compat.hold(reference, whole)
+    assert _compat.noted_part(whole, parts[0].sharding) is None
+    _compat.note_parts(whole := jax.device_put(jnp.float32(3), whole.sharding), parts)
     held = weakref.ref(parts.pop())
     whole += 1
     assert held() is None

@@ -1,119 +1,217 @@
-"""The arguments of a call, flattened: what is looked at before every call, so it is quick."""
+"""The arguments of a call, taken apart: what is looked at before every call, so it is quick.
+
+A walk through the arguments of a first call finds their layout. Later ones are taken apart as that says, with
+a few operations for each module and none of Python's for each Variable: to walk through a large model and its
+optimizer takes as long as dozens of calls of XLA.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
 from mmnnx import _compat
 from mmnnx.mpmd.jit.cache_key import surroundings
+from mmnnx.mpmd.runtime.pick import picker
 from mmnnx.sharding.divided_array import DividedArray
 
+Pick = Callable[[Any], Sequence[Any]]
 
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    """The arguments of one call, flattened: with equal keys the same program runs on `values`.
 
-    To compare keys is cheap, for most of what is in them are the same objects from call to call; to hash them
-    is not.
+class Arguments(NamedTuple):
+    """The arguments of one call, taken apart. With equal layouts and types the same program runs on `values`.
 
     Attributes:
-      key: all but the values.
-      variables: by number of the value, the Variable that holds it, if one does.
-      values: arrays and numbers; one that is shared is there once.
+      variables: the Variables in them, each once.
+      values: arrays and numbers: those of the Variables, in their order, and then all others.
+      types: of the values, and where they are.
     """
 
-    key: Any
-    variables: dict[int, nnx.Variable]
+    variables: Sequence[nnx.Variable]
     values: list[Any]
+    types: list[Any]
 
 
-def flatten_arguments(dynamic: Any, static: Any) -> Arguments | None:
-    """Flattens the arguments of a call; None where only `nnx.jit` itself will do.
+class Module(NamedTuple):
+    """How a module is taken apart.
 
-    Modules are walked through here, and not by `jax.tree.flatten`: Flax sorts their attributes every time,
-    which takes four times as long as all the rest.
+    Attributes:
+      place: where it is.
+      cls: its class.
+      size: how many attributes it has.
+      static, constants: what picks the static ones, and those.
+      data: what picks the others.
+    """
+
+    place: int
+    cls: type
+    size: int
+    static: Pick
+    constants: Sequence[Any]
+    data: Pick
+
+
+class Tree(NamedTuple):
+    """How a pytree that is an attribute is taken apart: where it is, and its structure."""
+
+    place: int
+    tree: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """What arguments consist of: all but values and their types.
+
+    All in them has a place: first what the arguments are, then what is in the modules and pytrees among that,
+    as it is found.
+
+    Attributes:
+      static: the static arguments.
+      around: what a call depends on beside its arguments.
+      tree: structure of the arguments, down to modules, Variables and values.
+      parts: how modules and pytrees are taken apart, in the order of their places.
+      classes: of what is at each place.
+      objects: picks modules and Variables from the places.
+      shared: for each of them that is there before, (its place, the first one).
+      variables, others: pick the Variables, each once, and all other values from the places.
+      metadata: of the Variables.
+      held: classes of their values.
+      arrays, references, numbers: pick these from the values.
+    """
+
+    static: Any
+    around: Any
+    tree: Any
+    parts: Sequence[Module | Tree]
+    classes: list[type]
+    objects: Pick
+    shared: Sequence[tuple[int, int]]
+    variables: Pick
+    others: Pick
+    metadata: list[Mapping[str, Any]]
+    held: list[type]
+    arrays: Pick
+    references: Pick
+    numbers: Pick
+
+    def take_apart(self, dynamic: Any, static: Any, around: Any) -> Arguments | None:
+        """The arguments of another call; None if their layout is another."""
+        places, tree = jax.tree.flatten(dynamic, is_leaf=_is_walked)
+        try:
+            if tree != self.tree or static != self.static or around != self.around:
+                return None
+            for part in self.parts:
+                x = places[part.place]
+                if isinstance(part, Module):
+                    _, cls, size, pick, constants, data = part
+                    attributes = vars(x)
+                    if type(x) is not cls or len(attributes) != size or pick(attributes) != constants:
+                        return None
+                    places += data(attributes)
+                else:
+                    leaves, tree = jax.tree.flatten(x, is_leaf=_is_walked)
+                    if tree != part.tree:
+                        return None
+                    places += leaves
+            objects, variables = self.objects(places), self.variables(places)
+            if (
+                [*map(type, places)] != self.classes
+                or len({*map(id, objects)}) != len(objects) - len(self.shared)
+                or any(places[n] is not places[first] for n, first in self.shared)
+                or [*map(_compat.metadata, variables)] != self.metadata
+            ):
+                return None
+        except (KeyError, ValueError):  # an attribute of another name, or one that is not just equal or not
+            return None
+        values = [v.get_raw_value() for v in variables]
+        if [*map(type, values)] != self.held:
+            return None
+        values += self.others(places)
+        return Arguments(variables, values, self.types(values))
+
+    def is_hashable(self) -> bool:
+        """Whether all that it compares by equality can be hashed."""
+        constants = [c for part in self.parts if isinstance(part, Module) for c in part.constants]
+        metadata = [value for each in self.metadata for value in each.values()]
+        try:
+            hash((self.static, self.around, *constants, *metadata))
+        except TypeError:
+            return False
+        return True
+
+    def types(self, values: Sequence[Any]) -> list[Any]:
+        """Those of values, and where they are."""
+        arrays = [*self.arrays(values), *map(_compat.held, self.references(values))]
+        found: list[Any] = [x.aval for x in arrays]
+        found += [x.sharding if x.committed or type(x) is DividedArray else None for x in arrays]
+        found += map(jax.typeof, self.numbers(values))
+        return found
+
+
+def describe(dynamic: Any, static: Any) -> tuple[Layout, Arguments] | None:
+    """The layout of the arguments of a call, and they; None where only `nnx.jit` itself will do.
 
     Args:
       dynamic: positional and keyword arguments, without the static ones.
       static: the static ones.
     """
-    walk = _Walk()
-    walk.pytree(dynamic)
-    variables: dict[int, nnx.Variable] = {}
-    values: list[Any] = []
-    types: list[tuple[Any, ...]] = []
-    for x in walk.found:
-        held: Any = type(x)
-        if (kind := _KINDS[held]) is _VARIABLE:
-            variables[len(values)] = x
-            metadata, x = _compat.metadata(x), x.get_raw_value()
-            held, kind = (held, *metadata, *metadata.values()), _KINDS[type(x)]
-        values.append(x)
-        array = x if kind is not _REFERENCE else _compat.held(x)
-        if kind is _ARRAY or kind is _DIVIDED or kind is _REFERENCE:
-            aval, placed = array.aval, array.committed or kind is _DIVIDED
-            types.append((held, aval.shape, aval.dtype, aval.weak_type, array.sharding if placed else None))
-        elif kind is _NUMBER:
-            types.append((held, jax.typeof(x)))
-        else:
-            return None
-    return Arguments((static, surroundings(), types, walk.structure), variables, values)
-
-
-class _Walk:
-    """Goes through arguments.
-
-    It is a class because nested functions that call each other are a reference cycle, which would keep the
-    arrays alive until Python's garbage collector runs.
-
-    Attributes:
-      structure: what they consist of: types and attributes of modules, static values, numbers of what was met
-        before, each after one of the marks below.
-      found: the Variables and values in them.
-    """
-
-    def __init__(self) -> None:
-        self.structure: list[Any] = []
-        self.found: list[Any] = []
-        self._numbers: dict[int, int] = {}  # of modules and Variables, by id
-
-    def pytree(self, x: Any) -> None:
-        leaves, tree = jax.tree.flatten(x, is_leaf=_is_walked)
-        self.structure.append(tree)
-        for leaf in leaves:
-            self._leaf(leaf, _KINDS[type(leaf)])
-
-    def _leaf(self, x: Any, kind: str) -> None:
+    places, tree = jax.tree.flatten(dynamic, is_leaf=_is_walked)
+    first: dict[int, int] = {}  # the place of each module and Variable, by id
+    parts: list[Module | Tree] = []
+    objects, shared, variables, others = [], [], [], []
+    for place, x in enumerate(places):  # which grows
+        kind = _KINDS[type(x)]
         if kind is _VARIABLE or kind is _MODULE:
-            number = len(self._numbers)
-            if (first := self._numbers.setdefault(id(x), number)) < number:
-                self.structure += (_SEEN, first)
-                return
-        if kind is _MODULE:
-            self._module(x)
-        else:
-            self.structure.append(_VALUE)
-            self.found.append(x)
+            objects.append(place)
+            if (before := first.setdefault(id(x), place)) != place:
+                shared.append((place, before))
+            elif kind is _VARIABLE:
+                variables.append(place)
+            else:
+                parts.append(module := _module(x, place))
+                places += module.data(vars(x))
+        elif kind is not _OTHER:
+            others.append(place)
+        elif x is not None:
+            leaves, inner = jax.tree.flatten(x, is_leaf=_is_walked)
+            if jax.tree_util.treedef_is_leaf(inner):
+                return None
+            parts.append(Tree(place, inner))
+            places += leaves
+    values = [places[n].get_raw_value() for n in variables] + [places[n] for n in others]
+    kinds = [_KINDS[type(x)] for x in values]
+    if {_OTHER, _MODULE, _VARIABLE} & {*kinds}:
+        return None
+    of_kind = lambda *wanted: picker([n for n, kind in enumerate(kinds) if kind in wanted])
+    layout = Layout(
+        static,
+        surroundings(),
+        tree,
+        parts,
+        [*map(type, places)],
+        picker(objects),
+        shared,
+        picker(variables),
+        picker(others),
+        [dict(_compat.metadata(places[n])) for n in variables],
+        [*map(type, values[: len(variables)])],
+        of_kind(_ARRAY),
+        of_kind(_REFERENCE),
+        of_kind(_NUMBER),
+    )
+    return layout, Arguments([places[n] for n in variables], values, layout.types(values))
 
-    def _module(self, module: Any) -> None:
-        append, leaf = self.structure.append, self._leaf
-        attributes, is_data = vars(module), _compat.data_attributes(module).get
-        names = _SORTED[tuple(attributes)]  # an update by `nnx.jit` changes their order
-        self.structure += (_ATTRIBUTES, type(module), names)
-        for name in names:
-            value = attributes[name]
-            if value is None or not is_data(name):
-                append(value)
-            elif (kind := _KINDS[type(value)]) is not _OTHER:
-                leaf(value, kind)
-            elif name != _compat.CONSTRUCTION:
-                append(_PYTREE)
-                self.pytree(value)
+
+def _module(module: Any, place: int) -> Module:
+    attributes, is_data = vars(module), _compat.data_attributes(module)
+    static = [name for name in attributes if not is_data.get(name)]
+    data = [name for name in attributes if is_data.get(name) and name != _compat.CONSTRUCTION]
+    pick = picker(static)
+    return Module(place, type(module), len(attributes), pick, pick(attributes), picker(data))
 
 
 def _is_walked(x: Any) -> bool:
@@ -122,32 +220,13 @@ def _is_walked(x: Any) -> bool:
 
 def variables_in(*trees: Any) -> Collection[nnx.Variable]:
     """Every Variable in arguments or results."""
-    arguments = flatten_arguments(trees, None)
-    if arguments is not None:
-        return arguments.variables.values()
+    if (found := describe(trees, None)) is not None:
+        return found[1].variables
     return [value for _, value in nnx.iter_graph(trees) if isinstance(value, nnx.Variable)]
 
 
 _VARIABLE, _MODULE, _OTHER = "Variable", "module", "other"
-_ARRAY, _DIVIDED, _REFERENCE, _NUMBER = "array", "divided array", "reference", "number"
-
-
-class _Mark:
-    """An entry of a structure that no argument can be equal to."""
-
-
-_SEEN, _ATTRIBUTES, _PYTREE, _VALUE = _Mark(), _Mark(), _Mark(), _Mark()
-
-
-class _Sorted(dict[tuple[str, ...], tuple[str, ...]]):
-    """Names of attributes in an order that is always the same."""
-
-    def __missing__(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        self[names] = found = tuple(sorted(names))
-        return found
-
-
-_SORTED = _Sorted()
+_ARRAY, _REFERENCE, _NUMBER = "array", "reference", "number"
 
 
 class _Kinds(dict[type, str]):
@@ -161,7 +240,7 @@ class _Kinds(dict[type, str]):
         elif issubclass(cls, jax.core.Tracer):
             kind = _OTHER
         elif issubclass(cls, jax.Array):
-            kind = _DIVIDED if issubclass(cls, DividedArray) else _ARRAY
+            kind = _ARRAY
         elif issubclass(cls, jax.Ref):
             kind = _REFERENCE
         else:

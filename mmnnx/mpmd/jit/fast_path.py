@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from mmnnx import _compat
-from mmnnx.mpmd.jit.arguments import Arguments
+from mmnnx.mpmd.jit.arguments import Arguments, Layout, describe
+from mmnnx.mpmd.jit.cache_key import surroundings
 from mmnnx.mpmd.jit.homes import is_homeless
 from mmnnx.mpmd.runtime.pick import picker
 
@@ -29,7 +30,7 @@ class FastPath:
       updates: (number of a result, number of the value whose Variable gets it).
       out_tree: structure of what the call returns.
       out: which results those are.
-      homeless: the Variables, by number of their values, whose arrays are unplaced.
+      homeless: whether arrays of Variables are unplaced.
     """
 
     run: Callable[[Sequence[Any]], list[Any]]
@@ -37,10 +38,10 @@ class FastPath:
     updates: tuple[tuple[int, int], ...]
     out_tree: Any
     out: slice
-    homeless: tuple[int, ...]
+    homeless: bool
 
     def __call__(self, arguments: Arguments) -> Any:
-        values, variables = arguments.values, arguments.variables
+        variables, values, _ = arguments
         results = self.run(self.inputs(values))
         _compat.set_values(
             [(variables[n], new) for r, n in self.updates if (new := results[r]) is not values[n]]
@@ -48,33 +49,44 @@ class FastPath:
         return jax.tree.unflatten(self.out_tree, results[self.out])
 
 
+class Known(NamedTuple):
+    """The arguments of an earlier call, and how to repeat it."""
+
+    layout: Layout
+    types: list[Any]
+    path: FastPath
+
+
 class FastPaths:
     """The fast paths of one function, the last used first."""
 
     def __init__(self) -> None:
-        self.known: list[tuple[Any, FastPath]] = []  # with the key of each
+        self.known: list[Known] = []
 
-    def find(self, arguments: Arguments) -> FastPath | None:
-        """How to repeat the call that had arguments like these. It is found at once the next time."""
-        try:
-            for n, (key, path) in enumerate(self.known):
-                if key == arguments.key:
-                    if n:  # a new list: other threads may be looking through this one
-                        rest = [known for known in self.known if known[1] is not path]
-                        self.known = [(key, path), *rest]
-                    return path
-        except ValueError:  # a module with an attribute that is not just equal or not
-            pass
-        return None
+    def find(self, dynamic: Any, static: Any) -> tuple[Layout, Arguments, FastPath | None] | None:
+        """The arguments of a call, taken apart, and how to repeat one that had arguments like these, which is
+        found at once the next time. None where only `nnx.jit` itself will do."""
+        around = surroundings()
+        found: dict[Layout, Arguments | None] = {}
+        for n, known in enumerate(self.known):
+            layout, types, path = known
+            if layout not in found:
+                found[layout] = layout.take_apart(dynamic, static, around)
+            arguments = found[layout]
+            if arguments is not None and arguments.types == types:
+                if n:  # a new list: other threads may be looking through this one
+                    self.known = [known, *(other for other in self.known if other is not known)]
+                return layout, arguments, path
+        for layout, arguments in found.items():
+            if arguments is not None:
+                return layout, arguments, None
+        described = describe(dynamic, static)
+        return None if described is None else (*described, None)
 
-    def add(self, arguments: Arguments, path: FastPath) -> None:
+    def add(self, layout: Layout, arguments: Arguments, path: FastPath) -> None:
         """Notes how to repeat a call."""
-        static, around, types, structure = arguments.key
-        try:
-            hash((static, around, *types, *structure))
-        except TypeError:  # what cannot be hashed may be changed, and still be equal to itself
-            return
-        self.known.insert(0, (arguments.key, path))
+        if layout.is_hashable():  # what cannot be hashed may be changed, and still be equal to itself
+            self.known.insert(0, Known(layout, arguments.types, path))
 
 
 def fast_path(
@@ -96,8 +108,9 @@ def fast_path(
       out_first: whether that comes before the updates in the flat results, as without updates of graphs, or
         after them.
     """
-    number = {id(v): n for n, v in enumerate(arguments.values)}
-    if len(number) != len(arguments.values) or any(id(x) not in number for x in leaves):
+    values, variables = arguments.values, arguments.variables
+    number = {id(v): n for n, v in enumerate(values)}
+    if len(number) != len(values) or any(id(x) not in number for x in leaves):
         return None
     inputs = tuple(number[id(x)] for x in leaves)
     # What is returned is the caller's.
@@ -105,7 +118,7 @@ def fast_path(
     out = slice(first, first + out_tree.num_leaves)
     state = range(out.stop, len(updates)) if out_first else range(first)
     written = [(result, inputs[n]) for result in state if (n := updates[result]) is not None]
-    if len(written) < len(state) or any(n not in arguments.variables for _, n in written):
+    if len(written) < len(state) or any(n >= len(variables) for _, n in written):
         return None
-    homeless = tuple(n for n in arguments.variables if is_homeless(arguments.values[n]))
+    homeless = any(map(is_homeless, values[: len(variables)]))
     return FastPath(run, picker(inputs), tuple(written), out_tree, out, homeless)

@@ -1,4 +1,4 @@
-"""Picking many entries of a list at once."""
+"""Picking many entries of a list or a dict at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """`operator.itemgetter` that returns a sequence for any number of places.
+def picker(places: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
+    """`operator.itemgetter` that returns a tuple for any number of places or keys.
 
     Example:
       >>> picker([2])("abc")

@@ -112,7 +112,7 @@ def test_what_was_used_last_is_looked_at_first(model, taken):
     for rows in (1, 2, 3, 1):
         run(model, jnp.ones((rows, 4)))
     known = run._fast_paths.known
-    assert len(known) == 3 and len(taken) == 1 and known[0][1] is taken[0]
+    assert len(known) == 3 and len(taken) == 1 and known[0].path is taken[0]
 
 
 def test_training_is_the_same_with_it(mesh, taken):
