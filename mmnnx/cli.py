@@ -18,6 +18,9 @@ from mmnnx.sharding.rules import did_you_mean
 
 LINES = "\n\t"
 
+if os.environ.get("NO_COLOR"):  # tyro, imported later, has a variable of its own
+    os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")
+
 COMMANDS = {  # the module of each, which is imported when it runs
     "train": "mmnnx.train.cli",
     "export": "mmnnx.train.export_cli",
@@ -50,7 +53,8 @@ Commands:
   inspect   show what a checkpoint holds, without loading it
   schedule  compare pipeline schedules: step time, bubble, saved activations; needs no devices
   plan      compile a train step for TPUs or GPUs that are not here: does it fit, how long does it take
-  completion  print a script that completes commands and options in a shell
+  completion
+            print a script that completes commands and options in a shell
 
 Options of all commands:
   --quiet            print results and errors, and no progress

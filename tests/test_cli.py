@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.mpmd.schedule import read_schedule, schedule_names
 from mmnnx.output import Output, saying, take_options
 from mmnnx.train.progress import Display
+from tests.environment import environment
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +95,24 @@ def test_colours(capsys, monkeypatch):
             monkeypatch.setenv(name, value)
         assert main(options) == 0
         assert bool(colour.search(capsys.readouterr().out)) == coloured, variables
+
+
+@pytest.mark.parametrize("variables, coloured", [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colours_of_help_on_a_terminal(variables, coloured):
+    """What parses the options has another variable for it."""
+    terminal, other = pty.openpty()
+    command = [sys.executable, "-m", "mmnnx", "schedule", "--help"]
+    run = subprocess.Popen(
+        command, stdout=other, stderr=other, env=environment() | {"TERM": "xterm"} | variables
+    )
+    os.close(other)
+    said = b""
+    with contextlib.suppress(OSError):  # at the end, on Linux
+        while found := os.read(terminal, 65536):
+            said += found
+    os.close(terminal)
+    assert run.wait(60) == 0 and b"--microbatches" in said
+    assert (b"\x1b[" in said) == coloured
 
 
 def test_quiet(capsys, monkeypatch):

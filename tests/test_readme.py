@@ -41,15 +41,16 @@ def test_the_program_of_the_readme(tmp_path):
     assert len(losses) == 20 and losses[-1] < losses[0] / 5, losses
     (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert len([line for line in program.splitlines() if line]) <= 20
-    shown = re.search(r"```\n(stage0 .*?)```", text, flags=re.DOTALL)
+    shown = re.search(r"```\n(zero-bubble-h1\nstage0 .*?)```", text, flags=re.DOTALL)
     assert shown and printed.endswith(shown[1])
 
 
 @pytest.mark.slow
 def test_the_picture_of_the_readme(tmp_path):
-    command = [sys.executable, ROOT / "docs/pictures/first.py", tmp_path / "first.png"]
+    command = [sys.executable, ROOT / "docs/pictures/first.py", tmp_path]
     subprocess.run(command, env=environment() | {"PYTHONPATH": str(ROOT)}, check=True)
-    assert (tmp_path / "first.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("first.png", "first-dark.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

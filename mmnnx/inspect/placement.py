@@ -54,11 +54,13 @@ class PlacementView:
 
     @property
     def title(self) -> str:
-        """The models, the number of devices, and the peak of bytes per device."""
+        """The models, the number of devices, and the bytes of the fullest: their peak in a step where that is
+        known, else those of state."""
         most = max(submesh.peak for submesh in self.submeshes)
         devices = len({device for submesh in self.submeshes for device in submesh.devices})
         text = f"{' and '.join(self.names)} on {devices} device{'s' * (devices > 1)}"
-        text += f", peak per device {bytes_text(most)}" if devices > 1 else f": {bytes_text(most)}"
+        what = "peak" if any(submesh.step for submesh in self.submeshes) else "state"
+        text += f", {what} per device {bytes_text(most)}" if devices > 1 else f", {what} {bytes_text(most)}"
         if self.memory is not None:
             text += f" of {bytes_text(self.memory)}"
         return text + (f"; {bytes_text(self.unplaced)} not placed" if self.unplaced else "")
