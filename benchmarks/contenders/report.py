@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from mmnnx.inspect.figure_style import TEXT, WIDTH, settle_ticks, styled
 
-OURS, PEERS = "#005998", "#b9c6d3"
+COLORS = {False: ("#005998", "#b9c6d3"), True: ("#56a8e8", "#4b5866")}  # by dark: of mm.jit, of its peers
 
 
 def markdown(summary: dict[str, Any]) -> str:
@@ -116,7 +116,7 @@ def draw(summary: dict[str, Any], dark: bool = False) -> Figure:
         model, size = name.split(", ")
         models.setdefault(model, {})[size] = problem
     columns = max(map(len, models.values()))
-    ours_in, peers_in = (OURS, PEERS)[::-1] if dark else (OURS, PEERS)  # the light one stands out there
+    color, of_peers = COLORS[dark]
     with styled(dark) as look:
         figure = Figure(figsize=(WIDTH, 0.55 + 1.55 * len(models)), layout="constrained")
         panels = figure.subplots(len(models), columns, squeeze=False)
@@ -128,7 +128,7 @@ def draw(summary: dict[str, Any], dark: bool = False) -> Figure:
                 bars = panel.barh(
                     names,
                     speeds,
-                    color=[ours_in if name == "mm.jit" else peers_in for name in names],
+                    color=[color if name == "mm.jit" else of_peers for name in names],
                     height=0.76,
                 )
                 panel.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3)

@@ -68,7 +68,9 @@ def target(name: str) -> list[jax.Device]:
         dimensions = 2 if chip in ("v5e", "v6e") else 3
         if len(sizes) != dimensions:
             example = f"{chip}:{'x'.join('4' * dimensions)}"
-            raise ValueError(f"target {name!r}: {chip} has {dimensions} sizes of a torus, as in {example!r}")
+            raise ValueError(
+                f"target {name!r}: the topology of {chip} is {dimensions} numbers, as in {example!r}"
+            )
         return _tpus(name)
     if len(sizes) != 2:
         raise ValueError(f"target {name!r}: a GPU has hosts x GPUs of each, as in '{chip}:4x8'")

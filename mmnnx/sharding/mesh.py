@@ -301,8 +301,8 @@ def _global_mesh(
         if len(available) < needed:
             raise ValueError(
                 f"too few devices for a MultiMesh of {_sizes(sizes, names)}: it needs {needed}, and JAX has "
-                f"{len(available)} (on CPU, XLA_FLAGS=--xla_force_host_platform_device_count={needed} "
-                "makes more)"
+                f'{len(available)} (on CPU, jax.config.update("jax_num_cpu_devices", {needed}) '
+                "makes more, before anything else asks JAX for devices)"
             )
         flat = available[:needed]
     else:

@@ -18,9 +18,9 @@ from mmnnx.plan.language_models import TrainingJob
     "name, message",
     [
         ("v9:4x4", "there is no target 'v9:4x4': the chips are 'v4', 'v5e', 'v5p'"),
-        ("v5p", "v5p has 3 sizes of a torus, as in 'v5p:4x4x4'"),
-        ("v5p:4x4", "v5p has 3 sizes of a torus, as in 'v5p:4x4x4'"),
-        ("v5e:4x4x4", "v5e has 2 sizes of a torus, as in 'v5e:4x4'"),
+        ("v5p", "the topology of v5p is 3 numbers, as in 'v5p:4x4x4'"),
+        ("v5p:4x4", "the topology of v5p is 3 numbers, as in 'v5p:4x4x4'"),
+        ("v5e:4x4x4", "the topology of v5e is 2 numbers, as in 'v5e:4x4'"),
         ("v5e:0x4", "v5e has 2 sizes"),
         ("h100:8", "a GPU has hosts x GPUs of each, as in 'h100:4x8'"),
     ],
