@@ -273,6 +273,22 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # schedule
     Fault(
+        name="whichever-are-shared",
+        file="mmnnx/mpmd/jit/arguments.py",
+        old="or any(places[n] is not places[first] for n, first in self.shared)",
+        new="",
+        what="A call whose arguments share other Variables is taken for one like before.",
+        tests=("tests/mpmd/jit/test_fast_path.py::test_which_variables_are_one",),
+    ),
+    Fault(
+        name="parts-of-what-jax-overwrites",
+        file="mmnnx/_compat.py",
+        old="vars(x).pop(_PARTS, None)",
+        new="pass",
+        what="What a reference holds is remembered as it was before JAX wrote to it.",
+        tests=("tests/test_compat.py::test_notes_on_an_array_of_what_it_was_made_of",),
+    ),
+    Fault(
         name="ties-by-name-alone",
         file="mmnnx/mpmd/schedule/choose.py",
         old="_Candidate(takes, True, saved, number, way, schedule)",

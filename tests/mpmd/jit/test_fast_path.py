@@ -153,6 +153,11 @@ def rescale(model):
     model.scale = 3.0
 
 
+def rename(model):
+    del model.scale
+    model.factor = 1.0
+
+
 def halve(model):
     model.second.kernel[...] = model.second.kernel[...].astype(jnp.bfloat16)
 
@@ -183,7 +188,7 @@ def describe(model, x):
     }
     facts = [
         len(jax.tree.leaves(nnx.state(model))),
-        model.scale,
+        getattr(model, "scale", 9.0),
         model.dropout.deterministic,
         len(variables),
         sum(map(len, variables)),
@@ -195,9 +200,9 @@ def describe(model, x):
     ]
 
 
-@pytest.mark.parametrize("change", [grow, shrink, rescale, halve, retype, train, share, annotate])
+@pytest.mark.parametrize("change", [grow, shrink, rescale, rename, halve, retype, train, share, annotate])
 def test_a_changed_model_does_not_take_a_stale_one(model, taken, change):
-    """Variables added, removed, shared, of another dtype or type; attributes, mode, metadata."""
+    """Variables added, removed, shared, of another type; attributes and their names, mode, metadata."""
     f = mm.jit(describe)
     f(model, X)
     f(model, X)
@@ -393,6 +398,16 @@ def test_shared_variables(model, taken):
     f(model, other, X)
     assert_same(model.first.bias[...], np.full(4, 34.0, np.float32))
     assert_same(other.first.bias[...], np.full(4, 43.0, np.float32))
+
+
+def test_which_variables_are_one(model, taken):
+    """Also where as many are as before."""
+    model.tied = model.first.bias
+    f = mm.jit(lambda model: jnp.asarray(model.tied is model.first.bias))
+    assert f(model) and f(model)
+    model.tied = model.second.bias
+    assert not f(model) and not f(model)
+    assert len(taken) == 2
 
 
 def test_shared_modules(model, taken):
