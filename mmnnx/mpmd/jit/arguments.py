@@ -36,7 +36,7 @@ class Arguments(NamedTuple):
     types: list[Any]
 
 
-class Module(NamedTuple):
+class ModulePart(NamedTuple):
     """How a module is taken apart.
 
     Attributes:
@@ -55,7 +55,7 @@ class Module(NamedTuple):
     data: Pick
 
 
-class Tree(NamedTuple):
+class TreePart(NamedTuple):
     """How a pytree that is an attribute is taken apart: where it is, and its structure."""
 
     place: int
@@ -86,7 +86,7 @@ class Layout:
     static: Any
     around: Any
     tree: Any
-    parts: Sequence[Module | Tree]
+    parts: Sequence[ModulePart | TreePart]
     classes: list[type]
     objects: Pick
     shared: Sequence[tuple[int, int]]
@@ -106,10 +106,12 @@ class Layout:
                 return None
             for part in self.parts:
                 x = places[part.place]
-                if isinstance(part, Module):
+                if isinstance(part, ModulePart):
                     _, cls, size, pick, constants, data = part
+                    if type(x) is not cls:
+                        return None
                     attributes = vars(x)
-                    if type(x) is not cls or len(attributes) != size or pick(attributes) != constants:
+                    if len(attributes) != size or pick(attributes) != constants:
                         return None
                     places += data(attributes)
                 else:
@@ -135,7 +137,7 @@ class Layout:
 
     def is_hashable(self) -> bool:
         """Whether all that it compares by equality can be hashed."""
-        constants = [c for part in self.parts if isinstance(part, Module) for c in part.constants]
+        constants = [c for part in self.parts if isinstance(part, ModulePart) for c in part.constants]
         metadata = [value for each in self.metadata for value in each.values()]
         try:
             hash((self.static, self.around, *constants, *metadata))
@@ -161,7 +163,7 @@ def describe(dynamic: Any, static: Any) -> tuple[Layout, Arguments] | None:
     """
     places, tree = jax.tree.flatten(dynamic, is_leaf=_is_walked)
     first: dict[int, int] = {}  # the place of each module and Variable, by id
-    parts: list[Module | Tree] = []
+    parts: list[ModulePart | TreePart] = []
     objects, shared, variables, others = [], [], [], []
     for place, x in enumerate(places):  # which grows
         kind = _KINDS[type(x)]
@@ -180,7 +182,7 @@ def describe(dynamic: Any, static: Any) -> tuple[Layout, Arguments] | None:
             leaves, inner = jax.tree.flatten(x, is_leaf=_is_walked)
             if jax.tree_util.treedef_is_leaf(inner):
                 return None
-            parts.append(Tree(place, inner))
+            parts.append(TreePart(place, inner))
             places += leaves
     values = [places[n].get_raw_value() for n in variables] + [places[n] for n in others]
     kinds = [_KINDS[type(x)] for x in values]
@@ -206,12 +208,12 @@ def describe(dynamic: Any, static: Any) -> tuple[Layout, Arguments] | None:
     return layout, Arguments([places[n] for n in variables], values, layout.types(values))
 
 
-def _module(module: Any, place: int) -> Module:
+def _module(module: Any, place: int) -> ModulePart:
     attributes, is_data = vars(module), _compat.data_attributes(module)
     static = [name for name in attributes if not is_data.get(name)]
     data = [name for name in attributes if is_data.get(name) and name != _compat.CONSTRUCTION]
     pick = picker(static)
-    return Module(place, type(module), len(attributes), pick, pick(attributes), picker(data))
+    return ModulePart(place, type(module), len(attributes), pick, pick(attributes), picker(data))
 
 
 def _is_walked(x: Any) -> bool:
