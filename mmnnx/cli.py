@@ -6,7 +6,6 @@ import importlib
 import os
 import signal
 import sys
-import unicodedata
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -92,16 +91,17 @@ def _run(args: list[str]) -> int:
     def print_error(text: str) -> None:
         errors.print(f"mmnnx: {printable(text, keep=LINES)}", markup=False, soft_wrap=True)
 
-    for arg in args:  # the parsers of options print those that they do not know as they are
-        if any(unicodedata.category(c) == "Cc" and c not in "\n\r\t" for c in arg):
-            print_error(f"an argument has a control character: {printable(arg)}")
-            return 2
     try:
         output, (command, *options) = take_options(args or [""])
     except ValueError as error:
         print_error(str(error))
         return 2
     if command in COMMANDS:
+        for option in options[: options.index("--")] if "--" in options else options:
+            name = option.partition("=")[0]
+            if name.startswith("-") and printable(name) != name:  # what parses them would print it as it is
+                print_error(f"there is no option {printable(name)}: `mmnnx {command} --help` lists them")
+                return 2
         with saying(output):
             try:
                 return importlib.import_module(COMMANDS[command]).run(options, print_error)

@@ -45,7 +45,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         print(USAGE)
         return 0
     if not command and not asks_for_help:
-        print_error("nothing to launch: give the command last, as in: mmnnx launch --slurm -- train")
+        print_error("nothing to launch: give the command after --, as in: mmnnx launch --slurm -- train")
         return 2
     if len(ways) != 1:
         print_error(f"give one of {', '.join(WAYS)}" + (f", not {' and '.join(ways)}" if ways else ""))
