@@ -120,7 +120,7 @@ def test_the_text_of_a_placed_model():
         optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param))(model)
         view = show_placement(model, optimizer, memory=10_000)
         assert str(view).splitlines() == [
-            "Net and Optimizer on 4 devices, peak per device 6.2 KB of 10.0 KB",
+            "Net and Optimizer on 4 devices, state per device 6.2 KB of 10.0 KB",
             "stage0  devices 0-1 (model=2): 6.2 KB on each, 62% of 10.0 KB",
             "        Optimizer: trace 3.1 KB, Net: embed 2.0 KB, Net: blocks.0-1 1.0 KB, Net: drop 12 B, "
             "Optimizer: step 4 B",
@@ -268,7 +268,7 @@ def test_what_is_not_placed():
             self.a, self.b = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), abstract(1)
 
     view = show_placement(Both())
-    assert view.title == "Both on 1 device: 24 B; 5.1 KB not placed"
+    assert view.title == "Both on 1 device, state 24 B; 5.1 KB not placed"
     assert [(box.name, box.parts) for box in view.submeshes] == [("device 0", (Part("a", 24, "a"),))]
     with pytest.raises(ValueError, match="no array of Net is on a device: give sharding="):
         show_placement(abstract())
@@ -301,7 +301,7 @@ def test_mistakes():
 def test_the_picture_has_what_the_text_has():
     view = four_by_two(memory=16_000)
     drawn = texts(view.figure())
-    assert drawn[0] == view.title == "Net and Optimizer on 8 devices, peak per device 9.2 KB of 16.0 KB"
+    assert drawn[0] == view.title == "Net and Optimizer on 8 devices, state per device 9.2 KB of 16.0 KB"
     for box in view.submeshes:
         for expected in (box.name, box.axes, "devices 0-1", *(p.name for p in box.main_parts())):
             assert expected in drawn

@@ -21,7 +21,7 @@ from mmnnx.plan.language_models import TrainingJob
         ("v5p", "the topology of v5p is 3 numbers, as in 'v5p:4x4x4'"),
         ("v5p:4x4", "the topology of v5p is 3 numbers, as in 'v5p:4x4x4'"),
         ("v5e:4x4x4", "the topology of v5e is 2 numbers, as in 'v5e:4x4'"),
-        ("v5e:0x4", "v5e has 2 sizes"),
+        ("v5e:0x4", "the topology of v5e is 2 numbers"),
         ("h100:8", "a GPU has hosts x GPUs of each, as in 'h100:4x8'"),
     ],
 )
