@@ -23,14 +23,16 @@ Pick = Callable[[Any], Sequence[Any]]
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call, taken apart. With equal layouts and types the same program runs on `values`.
+    """The arguments of one call, taken apart. With one layout and equal types one program runs on `values`.
 
     Attributes:
+      layout: what they consist of besides.
       variables: the Variables in them, each once.
       values: arrays and numbers: those of the Variables, in their order, and then all others.
       types: of the values, and where they are.
     """
 
+    layout: Layout
     variables: Sequence[nnx.Variable]
     values: list[Any]
     types: list[Any]
@@ -66,8 +68,8 @@ class TreePart(NamedTuple):
 class Layout:
     """What arguments consist of: all but values and their types.
 
-    All in them has a place: first what the arguments are, then what is in the modules and pytrees among that,
-    as it is found.
+    Everything in them has a place in one list: first the modules, Variables and values that the arguments
+    are, then what each module and pytree holds, in the order of `parts`.
 
     Attributes:
       static: the static arguments.
@@ -76,7 +78,7 @@ class Layout:
       parts: how modules and pytrees are taken apart, in the order of their places.
       classes: of what is at each place.
       objects: picks modules and Variables from the places.
-      shared: for each of them that is there before, (its place, the first one).
+      shared: for each of them that has an earlier place as well, (its place, the first one).
       variables, others: pick the Variables, each once, and all other values from the places.
       metadata: of the Variables.
       held: classes of their values.
@@ -133,7 +135,7 @@ class Layout:
         if [*map(type, values)] != self.held:
             return None
         values += self.others(places)
-        return Arguments(variables, values, self.types(values))
+        return Arguments(self, variables, values, self.types(values))
 
     def is_hashable(self) -> bool:
         """Whether all that it compares by equality can be hashed."""
@@ -154,8 +156,8 @@ class Layout:
         return found
 
 
-def describe(dynamic: Any, static: Any) -> tuple[Layout, Arguments] | None:
-    """The layout of the arguments of a call, and they; None where only `nnx.jit` itself will do.
+def describe(dynamic: Any, static: Any) -> Arguments | None:
+    """The arguments of a call, with a layout of their own; None where only `nnx.jit` itself will do.
 
     Args:
       dynamic: positional and keyword arguments, without the static ones.
@@ -205,7 +207,7 @@ def describe(dynamic: Any, static: Any) -> tuple[Layout, Arguments] | None:
         of_kind(_REFERENCE),
         of_kind(_NUMBER),
     )
-    return layout, Arguments([places[n] for n in variables], values, layout.types(values))
+    return Arguments(layout, [places[n] for n in variables], values, layout.types(values))
 
 
 def _module(module: Any, place: int) -> ModulePart:
@@ -222,8 +224,8 @@ def _is_walked(x: Any) -> bool:
 
 def variables_in(*trees: Any) -> Collection[nnx.Variable]:
     """Every Variable in arguments or results."""
-    if (found := describe(trees, None)) is not None:
-        return found[1].variables
+    if (arguments := describe(trees, None)) is not None:
+        return arguments.variables
     return [value for _, value in nnx.iter_graph(trees) if isinstance(value, nnx.Variable)]
 
 

@@ -26,7 +26,7 @@ class FastPath:
 
     Attributes:
       run: from flat inputs to flat results.
-      inputs: picks the values of the inputs.
+      pick_inputs: picks the inputs from the values of the arguments.
       updates: (number of a result, number of the value whose Variable gets it).
       out_tree: structure of what the call returns.
       out: which results those are.
@@ -34,15 +34,15 @@ class FastPath:
     """
 
     run: Callable[[Sequence[Any]], list[Any]]
-    inputs: Callable[[Sequence[Any]], Sequence[Any]]
+    pick_inputs: Callable[[Sequence[Any]], Sequence[Any]]
     updates: tuple[tuple[int, int], ...]
     out_tree: Any
     out: slice
     homeless: bool
 
     def __call__(self, arguments: Arguments) -> Any:
-        variables, values, _ = arguments
-        results = self.run(self.inputs(values))
+        variables, values = arguments.variables, arguments.values
+        results = self.run(self.pick_inputs(values))
         _compat.set_values(
             [(variables[n], new) for r, n in self.updates if (new := results[r]) is not values[n]]
         )
@@ -63,9 +63,9 @@ class FastPaths:
     def __init__(self) -> None:
         self.known: list[Known] = []
 
-    def find(self, dynamic: Any, static: Any) -> tuple[Layout, Arguments, FastPath | None] | None:
+    def find(self, dynamic: Any, static: Any) -> tuple[Arguments | None, FastPath | None]:
         """The arguments of a call, taken apart, and how to repeat one that had arguments like these, which is
-        found at once the next time. None where only `nnx.jit` itself will do."""
+        found at once the next time. No arguments where only `nnx.jit` itself will do."""
         around = surroundings()
         found: dict[Layout, Arguments | None] = {}
         for n, known in enumerate(self.known):
@@ -76,17 +76,15 @@ class FastPaths:
             if arguments is not None and arguments.types == types:
                 if n:  # a new list: other threads may be looking through this one
                     self.known = [known, *(other for other in self.known if other is not known)]
-                return layout, arguments, path
-        for layout, arguments in found.items():
-            if arguments is not None:
-                return layout, arguments, None
-        described = describe(dynamic, static)
-        return None if described is None else (*described, None)
+                return arguments, path
+        apart = (arguments for arguments in found.values() if arguments is not None)
+        return next(apart, None) or describe(dynamic, static), None
 
-    def add(self, layout: Layout, arguments: Arguments, path: FastPath) -> None:
+    def add(self, arguments: Arguments, path: FastPath) -> None:
         """Notes how to repeat a call."""
-        if layout.is_hashable():  # what cannot be hashed may be changed, and still be equal to itself
-            self.known.insert(0, Known(layout, arguments.types, path))
+        # What cannot be hashed may be changed, and still be equal to itself.
+        if arguments.layout.is_hashable():
+            self.known.insert(0, Known(arguments.layout, arguments.types, path))
 
 
 def fast_path(

@@ -16,7 +16,7 @@ from mmnnx.mpmd.frontend.observe import Observer
 from mmnnx.mpmd.frontend.references import hijax_refused
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.timeline import Profile
-from mmnnx.mpmd.jit.arguments import Arguments, Layout, variables_in
+from mmnnx.mpmd.jit.arguments import Arguments, variables_in
 from mmnnx.mpmd.jit.check_shardings import check_shardings
 from mmnnx.mpmd.jit.fast_path import FastPath, FastPaths, fast_path
 from mmnnx.mpmd.jit.homes import bring_home, note_homes
@@ -189,11 +189,11 @@ class Jit(Generic[P, R]):
             finally:
                 self._inner.take_call()  # or it would keep the arguments alive
         with self._inner.context():
-            layout, arguments, path = self._find(args, kwargs)
+            arguments, path = self._find(args, kwargs)
             if path is None or path.homeless:
                 variables = variables_in(args, kwargs) if arguments is None else arguments.variables
                 if bring_home(variables):
-                    layout, arguments, path = self._find(args, kwargs)
+                    arguments, path = self._find(args, kwargs)
             if arguments is not None and path is not None:
                 return path(arguments)
         with hijax_refused((args, kwargs)):
@@ -202,20 +202,19 @@ class Jit(Generic[P, R]):
         if call is None:
             return out
         note_homes(variables_in(args, kwargs, out))
-        if layout is not None and arguments is not None and call.record.out_tree is not None:
+        if arguments is not None and call.record.out_tree is not None:
             updates = [leaf.updates if leaf is not None else None for leaf in call.record.results]
             out_tree, out_first = call.record.out_tree, not self._updates_graphs
             new = fast_path(arguments, call.leaves, updates, call.run, out_tree, out_first)
             if new is not None:
-                self._fast_paths.add(layout, arguments, new)
+                self._fast_paths.add(arguments, new)
         return out
 
     def _find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Layout | None, Arguments | None, FastPath | None]:
+    ) -> tuple[Arguments | None, FastPath | None]:
         """The arguments of a call, taken apart, and how to repeat one that had arguments like these."""
-        found = self._fast_paths.find(*self._inner.static.separate(args, kwargs))
-        return (None, None, None) if found is None else found
+        return self._fast_paths.find(*self._inner.static.separate(args, kwargs))
 
     def __repr__(self) -> str:
         return f"mm.jit({getattr(self, '__qualname__', 'function')})"

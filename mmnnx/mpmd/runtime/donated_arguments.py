@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class DonatedArguments:
         if self._used_up:
             check_shared(leaves, self._donated, self._names)
         for n, x in enumerate(leaves):
-            if _IS_ARRAY[type(x)] and x.is_deleted():
+            if _is_array(type(x)) and x.is_deleted():
                 raise ValueError(
                     f"{self._names[n]} was donated to an earlier call and is gone: "
                     "use the value that call returned, or do not donate it"
@@ -68,16 +69,11 @@ class DonatedArguments:
         """Deletes those that no result took over the buffer of."""
         for n in self._used_up:
             x = leaves[n]
-            if _IS_ARRAY[type(x)] and not x.is_deleted():
+            if _is_array(type(x)) and not x.is_deleted():
                 x.delete()
 
 
-class _IsArray(dict[type, bool]):
-    """Whether instances of a class are arrays. (To ask `isinstance` of each costs more than all the rest.)"""
-
-    def __missing__(self, cls: type) -> bool:
-        self[cls] = found = issubclass(cls, jax.Array)
-        return found
-
-
-_IS_ARRAY = _IsArray()
+@functools.cache
+def _is_array(cls: type) -> bool:
+    """Whether instances of a class are arrays. (To ask `isinstance` of each takes twice as long.)"""
+    return issubclass(cls, jax.Array)
