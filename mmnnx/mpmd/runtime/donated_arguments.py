@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -73,7 +73,5 @@ class DonatedArguments:
                 x.delete()
 
 
-@functools.cache
-def _is_array(cls: type) -> bool:
-    """Whether instances of a class are arrays. (To ask `isinstance` of each takes twice as long.)"""
-    return issubclass(cls, jax.Array)
+# Whether instances of a class are arrays. To ask `isinstance` of each takes twice as long.
+_is_array: Callable[[type], bool] = functools.cache(lambda cls: issubclass(cls, jax.Array))
