@@ -230,9 +230,10 @@ def test_costs(capsys):
 def test_one_schedule_written_out(capsys):
     lines = schedule(capsys, "--stages 2 --microbatches 3 --schedule 1f1b")
     assert [line for line in lines if line] == [
-        " schedule   stages per mesh   step time   step latency   bubble   peak activations",
-        " ─────────────────────────────────────────────────────────────────────────────────",
-        " 1f1b                     1          12             12    25.0%                  2",
+        "              stages   step      step                   peak",
+        " schedule   per mesh   time   latency   bubble   activations",
+        " ───────────────────────────────────────────────────────────",
+        " 1f1b              1     12        12    25.0%             2",
         "step time: steady state, from one step to the next; step latency: one step on its own; "
         "bubble: share of the step time in",
         "which a mesh runs nothing; peak activations: the most saved activations on a mesh, in microbatches.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mmnnx.inspect.colours import mesh_colour
 from mmnnx.inspect.timeline_rows import Scale
 from mmnnx.inspect.units import byte_unit, bytes_text
 
@@ -23,26 +24,26 @@ def draw_bytes(
 ) -> None:
     """A line for each mesh, from dark for the first to light, with its peak; of many the names of some.
 
+    They are bytes of the program's arrays, without XLA's temporaries. An array counts once, however many
+    devices of its mesh have a copy.
+
     Args:
       held: `Timeline.held_bytes`.
       meshes: those to draw, in the order of the rows above.
     """
-    from matplotlib import colormaps
-
     shown = [name for name in meshes if name in held]
     size, unit = byte_unit(max(n for name in shown for _, n in held[name]))
     every = -(-len(shown) // MOST_NAMES)
     for k, name in enumerate(shown):
-        at = k / max(1, len(shown) - 1)
         axes.step(
             [*(scale(time) for time, _ in held[name]), scale.span],
             [*(n / size for _, n in held[name]), held[name][-1][1] / size],
             where="post",
-            color=colormaps["viridis"](0.25 + 0.7 * at if dark else 0.8 * at),
+            color=mesh_colour(k, len(shown), dark),
             linewidth=1.1,
             label=f"{name}: peak {bytes_text(max(n for _, n in held[name]))}" if k % every == 0 else "_",
         )
-    axes.set(xlim=(0, scale.span), ylabel=f"{unit} of arrays")
+    axes.set(xlim=(0, scale.span), ylabel=f"{unit} of arrays\nof each mesh")
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
     axes.grid(axis="y", linewidth=0.5)

@@ -19,8 +19,9 @@ from mmnnx.inspect.units import bytes_text, ranges_text
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.sharding.placement import TaskSharding
 
-NOT_PLACED = (
-    "not placed: jit a function that makes it with out_shardings=, or hand it over with in_shardings="
+ADVICE = (
+    "what is not placed: jit a function that makes it with out_shardings=, or hand it over with "
+    "in_shardings=; sharding= shows where it is going to live"
 )
 
 
@@ -47,12 +48,15 @@ class Description:
         for piece in self.pieces:
             row = [path_text(piece.path), str(piece)]
             if piece.placed is None:
-                row += ["", "", "", "", NOT_PLACED]
+                row += ["", "", "", "", "not placed"]
             else:
                 home = piece.placed.home
                 size = bytes_text(piece.placed.shard_bytes)
                 row += [home.task, ranges_text(home.devices), piece.placed.spec, size, piece.placed.why]
             table.add_row(*map(cell, row))
+        if any(piece.placed is None for piece in self.pieces):
+            table.caption = ADVICE
+            table.caption_justify = "left"
         return table
 
     def __str__(self) -> str:
@@ -69,7 +73,9 @@ class Description:
 def describe(x: Any, *, sharding: TaskSharding | None = None) -> Description:
     """Where each array lives, and why: the rule that placed it, or the sharding that it has.
 
-    Call it inside `with MultiMesh(...):` to see the names of tasks. Nothing is computed.
+    Call it inside `with MultiMesh(...):` to see the names of tasks, and the rules by which `mm.jit` placed
+    what is there. Paths start at `x`: give it the model that was placed, not a part of it. Nothing is
+    computed.
 
     Args:
       x: an NNX object, such as a Module or an `nnx.Optimizer`, real or of `nnx.eval_shape`; a Variable; or an

@@ -18,10 +18,12 @@ from mmnnx.sharding.aligned_spec import aligned_spec
 from mmnnx.sharding.divided_array import DividedArray, named_sharding
 from mmnnx.sharding.division import Division, Way, ways_to_divide
 from mmnnx.sharding.mesh import current_multimesh, program_devices
-from mmnnx.sharding.path_filter import Path, parts_of
+from mmnnx.sharding.path_filter import Path, parts_of, path_text
 from mmnnx.sharding.placement import Match, PlacementError, TaskSharding
-from mmnnx.sharding.registered_tasks import placed_tasks
+from mmnnx.sharding.registered_tasks import placed_tasks, rule_of_state
 from mmnnx.sharding.task import Task
+
+SCALAR = "a scalar without a rule: on every mesh"
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,15 @@ class Homes:
           PlacementError: the TaskSharding cannot place it.
         """
         if self.sharding is None:
-            return [self._of_array(x) for x in arrays]
+            return [self._of_array(paths, value, x) for x in arrays]
         match = self._match(self.sharding, paths, value, arrays)
         if match is not None:
             names = [task.name or "" for task in _tasks(match.task)]
             of_parameter = "its parameter's " if _compat.is_optimizer_state(value) and not match.own else ""
-            filter = self.sharding.filters[match.index]
-            why = f"{of_parameter}rule {match.index}: {'...' if filter is ... else repr(filter)}"
+            why = of_parameter + self.sharding.rule_text(match.index)
             return [self._placed(x, match.sharding, names, why) for x in arrays]
-        everywhere, why = self._everywhere(), "a scalar without a rule: on every mesh"
-        return [self._placed(x, everywhere, ["all"], why) if x.shape == () else None for x in arrays]
+        everywhere = self._everywhere()
+        return [self._placed(x, everywhere, ["all"], SCALAR) if x.shape == () else None for x in arrays]
 
     def check_used(self) -> None:
         """Raises PlacementError for rules that placed nothing, as `mm.jit` does."""
@@ -156,13 +157,29 @@ class Homes:
         devices = dict.fromkeys(device for task in tasks for device in task.to_mesh().devices.flat)
         return NamedSharding(Mesh(np.array(list(devices)), ("device",)), PartitionSpec())
 
-    def _of_array(self, x: Any) -> Placed | None:
+    def _of_array(self, paths: Sequence[Path], value: Any, x: Any) -> Placed | None:
         sharding = named_sharding(x) or getattr(x, "sharding", None)
         if not isinstance(sharding, Sharding):
             return None
+        if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
+            return None  # an AbstractMesh has axes and no devices
+        return self._placed(x, sharding, [], self._why(paths, value, x, sharding))
+
+    def _why(self, paths: Sequence[Path], value: Any, x: Any, sharding: Sharding) -> str:
+        """Why an array has its sharding, as far as that is known."""
+        for path in paths:
+            found = rule_of_state(path, sharding, self._multimesh)
+            if found is not None:
+                placed, rule = found
+                if placed == tuple(map(str, path)):
+                    return rule
+                of_parameter = _compat.is_optimizer_state(value)
+                return f"its parameter's {rule}" if of_parameter else f"{rule}, as {path_text(placed)}"
+        everywhere = self._multimesh is not None and self._multimesh.mesh.size == len(sharding.device_set)
+        if everywhere and x.shape == ():
+            return SCALAR
         chosen = getattr(x, "committed", True) or isinstance(x, DividedArray)
-        why = "its own sharding" if chosen else "nobody placed it: JAX's default device"
-        return self._placed(x, sharding, [], why)
+        return "its own sharding" if chosen else "nobody placed it: JAX's default device"
 
     def _placed(self, x: Any, sharding: Sharding, tasks: Sequence[str], why: str) -> Placed:
         """Where an array lives.
@@ -174,7 +191,8 @@ class Homes:
         spec = type(sharding).__name__ if len(sharding.device_set) > 1 else ""
         if isinstance(sharding, NamedSharding):
             spec = spec_text(sharding.spec)
-            is_task = isinstance(mesh := sharding.mesh, Mesh) and bool(placed_tasks(mesh, self._multimesh))
+            mesh = sharding.mesh
+            is_task = isinstance(mesh, Mesh) and bool(placed_tasks(mesh, self._multimesh))
             for way in ways_to_divide(sharding):
                 of_tasks = len(tasks) > 1 or way.sizes is not None
                 if is_task and not of_tasks:
@@ -208,8 +226,6 @@ class Homes:
         return self._homes[key]
 
     def _home(self, sharding: Sharding, mesh: Any, task: str) -> Home:
-        if mesh is not None and not isinstance(mesh, Mesh):  # an AbstractMesh has axes and no devices
-            return Home(task, _axes(mesh.shape), ())
         devices = tuple(sorted(map(self._number, sharding.device_set)))
         if mesh is None:
             return Home(task or _device_label(devices), "", devices)

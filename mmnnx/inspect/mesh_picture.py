@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from mmnnx.inspect.colours import mesh_colour, text_colour
 from mmnnx.inspect.figure_style import TEXT, WIDTH, settle_ticks, styled
-from mmnnx.inspect.phase_styles import text_colour
 from mmnnx.sharding.mesh import MultiMesh, idle_text
 
 if TYPE_CHECKING:
@@ -27,21 +27,18 @@ def draw_mesh(mesh: MultiMesh, *, dark: bool = False) -> Figure:
 
     >>> draw_mesh(mm.MultiMesh(axis_sizes=(4, 2), axis_names=("stage", "model"))).savefig("mesh.png")
     """
-    from matplotlib import colormaps  # slow to import
-    from matplotlib.colors import to_hex
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow to import
     from matplotlib.patches import Patch, Rectangle
 
     first, *others = mesh.axis_names
     columns, rows = mesh.shape[first], list(product(*(range(mesh.shape[axis]) for axis in others)))
     tasks = tasks_of_devices(mesh)
     groups = list(dict.fromkeys(tasks.values()))
-    shade = lambda n: to_hex(colormaps["viridis"](0.1 + 0.8 * n / max(1, len(groups) - 1)))
     with styled(dark) as look:
-        colours = {name: shade(n) for n, name in enumerate(groups)}
+        colours = {name: mesh_colour(n, len(groups), dark) for n, name in enumerate(groups)}
         row = min(0.36, HEIGHT / len(rows))
         room = 72 * (WIDTH - 2) / columns / (0.68 * TEXT)  # letters
-        named = bool(groups) and row > 0.2 and all(len(f"0000 {name}") < room for name in groups)
+        named = bool(groups) and row > 0.2 and all(len(f"device 0000: {name}") < room for name in groups)
         legend = 0 if named else 0.25 * -(-min(len(groups), MOST_NAMES + 1) // 4)
         figure = Figure(figsize=(WIDTH, 0.85 + row * len(rows) + legend), layout="constrained")
         axes = figure.add_subplot()
@@ -54,7 +51,9 @@ def draw_mesh(mesh: MultiMesh, *, dark: bool = False) -> Figure:
                 Rectangle((x - 0.46, y - 0.42), 0.92, 0.84, facecolor=colour, edgecolor=look.faint, lw=0.4)
             )
             if size >= 4:
-                label = f"{device.id}  {tasks.get(device, '')}".rstrip() if named else str(device.id)
+                label = str(device.id)
+                if named:
+                    label = f"device {device.id}" + (f": {tasks[device]}" if device in tasks else "")
                 axes.text(x, y, label, fontsize=size, color=text_colour(colour), ha="center", va="center")
         labels = [", ".join(f"{axis}={n}" for axis, n in zip(others, at)) for at in rows]
         every, across = -(-len(rows) * 10 // round(HEIGHT * 72)), -(-columns * (len(first) + 3) // 90)
@@ -65,7 +64,7 @@ def draw_mesh(mesh: MultiMesh, *, dark: bool = False) -> Figure:
         axes.spines[:].set_visible(False)
         settle_ticks(axes, look)
         axes.tick_params(length=0)
-        axes.set_title(title_of(mesh))
+        axes.set_title(title_of(mesh), pad=10)
         handles = [Patch(color=colours[name], label=name) for name in groups[:MOST_NAMES]]
         if len(groups) > MOST_NAMES:
             handles.append(Patch(color="none", label=f"{len(groups) - MOST_NAMES} more"))

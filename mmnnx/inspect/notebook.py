@@ -17,7 +17,7 @@ from mmnnx.inspect.cells import cell
 from mmnnx.inspect.figure_bytes import picture_bundle, picture_bytes
 from mmnnx.inspect.locations import spec_text
 from mmnnx.inspect.mesh_picture import draw_mesh, tasks_of_devices, title_of
-from mmnnx.inspect.placement import show_placement
+from mmnnx.inspect.placement import NowhereError, show_placement
 from mmnnx.inspect.rich_output import html, plain, table_bundle
 from mmnnx.inspect.timeline_picture import draw_timeline
 from mmnnx.inspect.units import bytes_text, ranges_text
@@ -129,5 +129,5 @@ def load_ipython_extension(ipython: Any) -> None:
 def _model_bundle(model: nnx.Module, include: Any = None, exclude: Any = None) -> Any:
     try:
         return show_placement(model)._repr_mimebundle_(include, exclude)
-    except ValueError:  # it lives nowhere: it is shown as without us
+    except NowhereError:  # it is shown as without us
         return None

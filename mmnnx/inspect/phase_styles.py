@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mmnnx.inspect.colours import blend
+
 
 class PhaseStyle(NamedTuple):
     """How a phase is shown.
@@ -47,17 +49,4 @@ def phase_colour(phase: str, nth: int = 0, of: int = 1, dark: bool = False) -> s
     """
     if dark and phase == "none":
         return "#d0d7de"
-    style, part = STYLES[phase], nth / max(1, of - 1)
-    return "#" + "".join(
-        f"{round(d + part * (b - d)):02x}" for d, b in zip(_channels(style.dark), _channels(style.light))
-    )
-
-
-def text_colour(colour: str) -> str:
-    """Black or white, whichever is legible on a colour."""
-    red, green, blue = _channels(colour)
-    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 125 else "#000000"
-
-
-def _channels(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+    return blend(STYLES[phase].dark, STYLES[phase].light, nth, of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -25,6 +26,10 @@ from mmnnx.sharding.placement import TaskSharding
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+class NowhereError(ValueError):
+    """No array of a model lives anywhere."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ class PlacementView:
         names = max(len(submesh.name) for submesh in self.submeshes)
         lines = [self.title]
         for submesh in self.submeshes:
-            head = f"{submesh.name:{names}}  {submesh.device_text}"
+            named = submesh.name != submesh.device_text
+            head = f"{submesh.name:{names}}  {submesh.device_text if named else ''}".rstrip()
             head += f" ({submesh.axes})" if submesh.axes else ""
             lines.append(f"{head}: {submesh.memory_text(self.memory)}")
             shown = (*submesh.main_parts(), *submesh.step)
@@ -169,10 +175,10 @@ def show_placement(
         if share.placed is not None
     ]
     if not found:
-        raise ValueError(
+        raise NowhereError(
             f"no array of {' and '.join(names)} is on a device: give sharding= to see where they would live"
         )
-    submeshes = _submeshes(found, multimesh)
+    submeshes = _in_one_order(_submeshes(found, multimesh))
     return PlacementView(
         tuple(names),
         tuple(submeshes if plan is None else (add_step(box, plan, numbers) for box in submeshes)),
@@ -205,29 +211,40 @@ def _submeshes(found: Sequence[tuple[str, Any, Piece]], multimesh: MultiMesh | N
         yield Submesh("free", "", free, (), {})
 
 
+def _in_one_order(boxes: Iterable[Submesh]) -> list[Submesh]:
+    """Weights before optimizer state, and groups by their bytes on all devices, in each box the same."""
+    boxes, total = list(boxes), Counter[str]()
+    for box in boxes:
+        for part in box.parts:
+            total[part.group] += part.bytes * len(box.devices)
+    order = lambda part: (part.kind != "weights", -total[part.group], part.name)
+    return [dataclasses.replace(box, parts=tuple(sorted(box.parts, key=order))) for box in boxes]
+
+
 def _parts(found: Sequence[tuple[str, Any, Piece]], devices: tuple[int, ...]) -> tuple[Part, ...]:
     """The parts of models on these devices."""
-    groups: dict[str, tuple[set[int], list[Piece]]] = {}
+    groups: dict[str, tuple[str, set[int], list[Piece]]] = {}
     for name, model, piece in found:
         if piece.placed is None or set(devices).isdisjoint(piece.placed.home.devices):
             continue
-        part, index = _part(model, piece)
-        indices, pieces = groups.setdefault(name + part, (set(), []))
+        kind, part, index = _part(model, piece)
+        _, indices, pieces = groups.setdefault(name + part, (kind, set(), []))
         indices.update(() if index is None else (index,))
         pieces.append(piece)
     parts = []
-    for name, (indices, pieces) in groups.items():
+    for name, (kind, indices, pieces) in groups.items():
         most = max(size for device, size in on_devices(pieces).items() if device in devices)
-        parts.append(Part(f"{name}.{ranges_text(indices)}" if indices else name, most, name))
-    return tuple(sorted(parts, key=lambda part: -part.bytes))
+        parts.append(Part(f"{name}.{ranges_text(indices)}" if indices else name, most, name, kind))
+    return tuple(parts)
 
 
-def _part(model: Any, piece: Piece) -> tuple[str, int | None]:
-    """The top-level part of a model that an array is in, and the array's index in it, if it is a list."""
-    path = piece.path
-    if isinstance(model, nnx.Optimizer) and path[0] == "opt_state":
-        return printable(next((key for key in path[1:] if isinstance(key, str)), "opt_state")), None
-    return printable(str(path[0])), path[1] if len(path) > 1 and isinstance(path[1], int) else None
+def _part(model: Any, piece: Piece) -> tuple[str, str, int | None]:
+    """The kind of an array, the top-level part of the model that it is in, and its index there, in a list."""
+    path, optimizer = piece.path, isinstance(model, nnx.Optimizer)
+    kind = "optimizer state" if optimizer else "weights"
+    if optimizer and path[0] == "opt_state":
+        return kind, printable(next((key for key in path[1:] if isinstance(key, str)), "opt_state")), None
+    return kind, printable(str(path[0])), path[1] if len(path) > 1 and isinstance(path[1], int) else None
 
 
 def _names(models: Sequence[Any]) -> list[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mmnnx.inspect.colours import LIMIT, memory_colour, text_colour
 from mmnnx.inspect.figure_style import TEXT, WIDTH, Look, styled
-from mmnnx.inspect.phase_styles import text_colour
 from mmnnx.inspect.submesh import Part, Submesh
 from mmnnx.inspect.units import bytes_text
 
@@ -23,20 +22,14 @@ AT, BAR = 0.54, 0.2  # where the bar begins, and its height
 LETTER, BOLD = 0.068, 0.098
 """The average width of a letter, in inches: of text, and of a name."""
 
-FILLED = ("#005998", "#3d8bc4", "#86b7dc", "#5b5ea6", "#a3a1d1", "#c4cad1")
-"""Colours of the parts, largest first; the last is for all others."""
-OVER = ("#8f1414", "#bf4138", "#de8276", "#b5651d", "#e0b083", "#c4cad1")
-"""The same for devices whose memory is too small."""
-STEP = {"gradients": "#2f8f83", "saved activations": "#8cc9bd", "temporaries": "#e19e39", "other": "#d9c9a3"}
-"""What a step adds."""
-
 
 def draw_placement(title: str, boxes: Sequence[Submesh], memory: int | None, dark: bool = False) -> Figure:
     """A card for each submesh, in order of their devices.
 
     On a card: the names of its tasks, its axes, a square for each device, a bar of the peak of bytes per
-    device with a line at the limit, and below it the parts, largest first, each with its bytes per device and
-    its colour in the bar. Last comes what a step adds to the state. Bytes are on the bar where they fit.
+    device with a line at the limit, and below it the parts, each with its bytes per device and its colour in
+    the bar, in one order on all cards: weights, optimizer state, what a step adds to them. Bytes are
+    on the bar where they fit.
 
     >>> view = mm.show_placement(model)
     >>> draw_placement(view.title, view.submeshes, view.memory).savefig("placement.png")
@@ -69,14 +62,13 @@ def _draw_card(
     frame: tuple[float, float, float, float],
     full: int,
     memory: int | None,
-    ranks: Mapping[str, int],
+    ranks: Mapping[str, tuple[int, int]],
     look: Look,
 ) -> None:
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
     x, y, width, height = frame
     over = memory is not None and box.peak > memory
-    colours = OVER if over else FILLED
     left, right, bar = x + PAD, x + width - PAD, width - 2 * PAD
     axes.add_patch(
         FancyBboxPatch(
@@ -85,7 +77,7 @@ def _draw_card(
             height,
             boxstyle="round,pad=0,rounding_size=0.06",
             facecolor=look.paper,
-            edgecolor=OVER[1] if over else look.faint,
+            edgecolor=LIMIT if over else look.faint,
             linewidth=1.2 if over else 0.6,
         )
     )
@@ -93,7 +85,7 @@ def _draw_card(
     axes.text(left, y + 0.17, _shorten(box.name, room), fontsize=TEXT + 1, fontweight="bold", va="center")
     axes.text(right, y + 0.17, box.axes, color=look.faint, va="center", ha="right")
 
-    devices = _shorten(box.device_text, int(bar / LETTER))
+    devices = _shorten(box.device_text, int(bar / LETTER)) if box.device_text != box.name else ""
     axes.text(left, y + 0.39, devices, color=look.faint, va="center")
     side, step = 0.1, 0.125
     if LETTER * len(devices) + step * len(box.devices) <= bar:  # else the numbers must do
@@ -106,7 +98,7 @@ def _draw_card(
     axes.add_patch(Rectangle((left, y + AT), bar, BAR, facecolor=look.pale, edgecolor="none"))
     start, scale = left, bar / max(full, 1)
     for n, part in enumerate(_listed(box)):
-        colour = STEP.get(part.group, colours[ranks.get(part.group, len(colours) - 1)])
+        colour = memory_colour(part.kind, *ranks.get(part.group, (0, 1)), too_much=over)
         length, size = part.bytes * scale, bytes_text(part.bytes)
         axes.add_patch(Rectangle((start, y + AT), length, BAR, facecolor=colour, edgecolor="none"))
         if LETTER * len(size) + 0.06 < length:
@@ -122,7 +114,7 @@ def _draw_card(
         limit = left + memory * scale
         axes.plot([limit, limit], [y + AT - 0.04, y + AT + BAR + 0.04], color=look.ink, linewidth=1.4)
     text = _shorten(box.memory_text(memory), int(bar / 0.06))
-    axes.text(left, y + 0.87, text, va="center", color=OVER[1] if over else look.ink)
+    axes.text(left, y + 0.87, text, va="center", color=LIMIT if over else look.ink)
 
 
 def _listed(box: Submesh) -> tuple[Part, ...]:
@@ -130,13 +122,13 @@ def _listed(box: Submesh) -> tuple[Part, ...]:
     return (*box.main_parts(), *box.step)
 
 
-def _ranks(boxes: Sequence[Submesh]) -> dict[str, int]:
-    """The rank of each part by bytes, by which it has its colour, the same in every card."""
-    total: Counter[str] = Counter()
+def _ranks(boxes: Sequence[Submesh]) -> dict[str, tuple[int, int]]:
+    """For each listed part, its number among those of its kind, and how many these are: for its colour."""
+    kinds: dict[str, dict[str, None]] = {}
     for box in boxes:
-        for part in box.parts:
-            total[part.group] += part.bytes * len(box.devices)
-    return {group: n for n, (group, _) in enumerate(total.most_common(len(FILLED) - 1))}
+        for part in box.main_parts():
+            kinds.setdefault(part.kind, {})[part.group] = None
+    return {group: (n, len(groups)) for groups in kinds.values() for n, group in enumerate(groups)}
 
 
 def _shorten(text: str, length: int) -> str:

@@ -162,7 +162,7 @@ def make_table(found: Sequence[Simulated], refused: Mapping[str, str]) -> Table:
     """A row for each schedule; for those that cannot be used, the reason."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
-    for heading in ("stages per mesh", "step time", "step latency", "bubble", "peak activations"):
+    for heading in ("stages\nper mesh", "step\ntime", "step\nlatency", "bubble", "peak\nactivations"):
         table.add_column(heading, justify="right")
     if refused:
         table.add_column("why not", style="dim", overflow="fold")

@@ -53,5 +53,5 @@ def add_step(box: Submesh, plan: StepMemory, numbers: Mapping[Any, int]) -> Subm
     fullest = max(there, key=lambda m: m.total)
     sizes = {kind: fullest.at_peak.get(kind, 0) for kind in SHOWN}
     sizes["other"] = max(0, fullest.total - box.most - sum(sizes.values()))
-    parts = (Part(kind, size, kind) for kind, size in sizes.items() if size)
+    parts = (Part(kind, size, kind, kind) for kind, size in sizes.items() if size)
     return dataclasses.replace(box, step=tuple(parts))

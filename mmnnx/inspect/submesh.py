@@ -18,11 +18,13 @@ class Part:
       name: of the part, after that of the model if there are several.
       bytes: on each device; if they differ, the peak.
       group: the name without the indices, the same on all submeshes; "" for several parts together.
+      kind: "weights" or "optimizer state", or what a step adds, as `mmnnx.plan` has them.
     """
 
     name: str
     bytes: int
     group: str
+    kind: str = "weights"
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Submesh:
       name: of its tasks, or of its slice of the MultiMesh; "free" for devices that hold nothing.
       axes: its axes that are longer than one, with their sizes.
       devices: numbers as `TaskMesh` counts them.
-      parts: what is on these devices, also of larger submeshes, largest first.
+      parts: what is on these devices, also of larger submeshes; groups have one order on all submeshes.
       bytes: of `parts` on each device, by its number.
       step: what a step adds on the fullest device at its worst moment, if that is known.
     """
@@ -74,10 +76,12 @@ class Submesh:
         return f"{text}, {self.peak / memory:.0%} of {bytes_text(memory)}"
 
     def main_parts(self) -> tuple[Part, ...]:
-        """At most `PARTS` parts, largest first; the others, and those below a thousandth, together as one."""
+        """The largest `PARTS` parts; or less, and last all others and those below a thousandth as one."""
         large = [part for part in self.parts if 1000 * part.bytes >= self.most]
-        shown = large if len(large) <= PARTS and large == list(self.parts) else large[: PARTS - 1]
-        rest = self.parts[len(shown) :]
-        if len(rest) == 1:
+        if len(large) < len(self.parts) or len(large) > PARTS:
+            large = sorted(large, key=lambda part: -part.bytes)[: PARTS - 1]
+        rest = [part for part in self.parts if part not in large]
+        if len(rest) <= 1:
             return self.parts
-        return (*shown, *([Part(f"{len(rest)} more", sum(p.bytes for p in rest), "")] if rest else []))
+        together = Part(f"{len(rest)} more", sum(part.bytes for part in rest), "", "")
+        return (*(part for part in self.parts if part in large), together)

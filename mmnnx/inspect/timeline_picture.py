@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mmnnx.inspect.bytes_picture import draw_bytes
+from mmnnx.inspect.colours import text_colour
 from mmnnx.inspect.figure_style import TEXT, WIDTH, Look, settle_ticks, styled
-from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name, text_colour
+from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name
 from mmnnx.inspect.timeline_rows import Scale, headline, mesh_rows, scale_of, stage_ranks
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 from mmnnx.printable import printable

@@ -11,7 +11,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
-from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name, text_colour
+from mmnnx.inspect.colours import text_colour
+from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name
 from mmnnx.inspect.timeline_rows import mesh_rows, stage_ranks, step_time_text
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 from mmnnx.printable import printable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mmnnx.inspect.colours import LIMIT, memory_colour
 from mmnnx.inspect.figure_style import WIDTH, settle_ticks, styled
 from mmnnx.inspect.timeline_picture import draw_legend, draw_rows
 from mmnnx.inspect.timeline_rows import headline, mesh_rows
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = dict(zip(KINDS, ("#005998", "#3d8bc4", "#86b7dc", "#2f8f83", "#8cc9bd", "#c4cad1", "#e19e39")))
-LIMIT = "#8f1414"
 MOST_NAMES = 32
 
 
@@ -54,7 +53,7 @@ def _draw_memory(axes: Axes, plan: StepPlan) -> None:
     for kind in KINDS:
         heights = [m.at_peak.get(kind, 0) / size for m in plan.memory]
         if any(heights):
-            axes.bar(places, heights, bottom=bottom, color=COLOURS[kind], label=kind, width=0.8)
+            axes.bar(places, heights, bottom=bottom, color=memory_colour(kind), label=kind, width=0.8)
             bottom = [b + h for b, h in zip(bottom, heights)]
     if plan.chip is not None:
         _draw_limit(axes, plan.chip.memory, most, size)

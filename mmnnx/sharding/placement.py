@@ -94,6 +94,11 @@ class TaskSharding(Shown, nnx.StateSharding):
         """(task or Division, spec) of each filter, in order."""
         return self._rules
 
+    def rule_text(self, index: int) -> str:
+        """A rule as tables and messages name it: "rule 0: path('blocks', range(0, 2))"."""
+        filter = self._filters[index]
+        return f"rule {index}: {'...' if filter is ... else repr(filter)}"
+
     @property
     def shardings(self) -> tuple[PartitionSpec, ...]:
         """The spec of each filter, as `nnx.shard_map` reads them; P() where it depends on the Variable."""

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.path_filter import Path
@@ -58,6 +58,23 @@ def place_task(task: Task, mesh: Mesh, paths: Iterable[Path]) -> None:
     multimesh = current_multimesh()
     registry = global_registry if multimesh is None else multimesh.registry
     registry.place(_devices(mesh), task, map(_text, paths))
+
+
+def explain_placement(path: Path, sharding: Sharding, rule: str) -> None:
+    """Remember, for `rule_of_state`, which rule has given the state of a path a sharding."""
+    multimesh = current_multimesh()
+    registry = global_registry if multimesh is None else multimesh.registry
+    registry.explain(_text(path), frozenset(sharding.device_set), rule)
+
+
+def rule_of_state(path: Path, sharding: Sharding, multimesh: MultiMesh | None) -> tuple[Path, str] | None:
+    """The rule that has put the state of a path, or of a part of it, on the devices of a sharding.
+
+    Returns:
+      the path that was placed, such as that of a parameter, and the rule; None if that is not known.
+    """
+    registry = global_registry if multimesh is None else multimesh.registry
+    return registry.reason(_text(path), frozenset(sharding.device_set))
 
 
 def placed_tasks(mesh: Mesh, multimesh: MultiMesh | None) -> tuple[Task, ...]:

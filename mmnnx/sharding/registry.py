@@ -67,6 +67,7 @@ class Registry:
         self._rules: list[Rule] = []
         self._placed: dict[tuple[Any, ...], dict[str | None, Any]] = {}  # by the shape and devices of a mesh
         self._owners: dict[tuple[Any, ...], dict[Path, str | None]] = {}  # the same, by path: the name
+        self._reasons: dict[Path, tuple[frozenset[Any], str]] = {}  # devices, and the rule that chose them
         self._found: dict[str, Rule | None] = {}  # find() is called for each equation of a program
 
     def add(self, matcher: Matcher, callback: Callable[[str, bool], Any] | None, task: Any) -> None:
@@ -102,6 +103,17 @@ class Registry:
         part = next((part for part in parts_of(path) if part in owners), None)
         return None if part is None else self._placed[where][owners[part]]
 
+    def explain(self, path: Path, devices: frozenset[Any], rule: str) -> None:
+        """Remember which rule has put the state of a path on devices."""
+        self._reasons[path] = devices, rule
+
+    def reason(self, path: Path, devices: frozenset[Any]) -> tuple[Path, str] | None:
+        """The rule that has put the state of a path, or of a part of it, on devices; and that path."""
+        for part in parts_of(path):
+            if part in self._reasons and self._reasons[part][0] == devices:
+                return part, self._reasons[part][1]
+        return None
+
     def patterns(self) -> list[str]:
         """The matchers as text."""
         return [rule.pattern for rule in self._rules]
@@ -120,6 +132,7 @@ class Registry:
         self._rules.clear()
         self._placed.clear()
         self._owners.clear()
+        self._reasons.clear()
         self._found.clear()
         self.content = ()
 

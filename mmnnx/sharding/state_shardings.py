@@ -16,7 +16,7 @@ from mmnnx.sharding.divided_array import named_sharding, sharding_of
 from mmnnx.sharding.division import Division
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.placement import PlacementError, TaskSharding
-from mmnnx.sharding.registered_tasks import place_task
+from mmnnx.sharding.registered_tasks import explain_placement, place_task
 
 Path = tuple[str, ...]
 
@@ -70,6 +70,7 @@ def _of_parameter(sharding: TaskSharding, path: Path, variable: Any, shape: tupl
             place_task(task, task.to_mesh(), [(*path, key)])
     else:
         place_task(match.task, match.task.to_mesh(), [path])
+    explain_placement(path, match.sharding, sharding.rule_text(match.index))
     return match.sharding
 
 

@@ -101,7 +101,7 @@ def test_a_mesh_draws_its_devices_with_their_tasks(shown):
     ]
     axes = draw_mesh(shown["mesh"]).axes[0]
     at = {text.get_text(): text.get_position() for text in axes.texts}
-    assert at == {f"{n}  {NAMES[n // 2]}": (n // 2, n % 2) for n in range(4)}
+    assert at == {f"device {n}: {NAMES[n // 2]}": (n // 2, n % 2) for n in range(4)}
     assert [label.get_text() for label in axes.get_xticklabels()] == ["stage=0", "stage=1"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["model=0", "model=1"]
     assert "<b>one</b>" not in bundle["image/svg+xml"]

@@ -14,13 +14,14 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 import mmnnx as mm
+from mmnnx.inspect.colours import LIMIT, OTHER, memory_colour
 from mmnnx.inspect.figure_style import LIGHT, WIDTH
 from mmnnx.inspect.placement import PlacementView, show_placement
-from mmnnx.inspect.placement_picture import BAR, FILLED, OVER
+from mmnnx.inspect.placement_picture import BAR
 from mmnnx.inspect.submesh import PARTS, Part, Submesh
 from mmnnx.inspect.units import bytes_text
 from mmnnx.modules import LM, LMConfig
@@ -76,8 +77,8 @@ def large(stages: int = 16, devices: int = 8, memory: int | None = 8_000_000_000
         numbers = tuple(range(devices * n, devices * n + devices))
         parts = [
             Part(f"LM: blocks.{5 * n}-{5 * n + 4}", 2_000_000_000, "LM: blocks"),
-            Part("Optimizer: mu", 1_900_000_000, "Optimizer: mu"),
-            Part("Optimizer: nu", 1_900_000_000, "Optimizer: nu"),
+            Part("Optimizer: mu", 1_900_000_000, "Optimizer: mu", "optimizer state"),
+            Part("Optimizer: nu", 1_900_000_000, "Optimizer: nu", "optimizer state"),
         ]
         if n in (0, stages - 1):
             parts.append(Part("LM: embed", 525_000_000, "LM: embed"))
@@ -96,6 +97,11 @@ def rectangles(figure, height: float) -> list[Rectangle]:
     return [
         p for p in figure.axes[0].patches if isinstance(p, Rectangle) and abs(p.get_height() - height) < 1e-6
     ]
+
+
+def is_red(colour: str) -> bool:
+    red, green, blue = to_rgb(colour)
+    return red > 1.2 * max(green, blue)
 
 
 def bars(figure) -> list[list[tuple[str, float]]]:
@@ -122,10 +128,10 @@ def test_the_text_of_a_placed_model():
         assert str(view).splitlines() == [
             "Net and Optimizer on 4 devices, state per device 6.2 KB of 10.0 KB",
             "stage0  devices 0-1 (model=2): 6.2 KB on each, 62% of 10.0 KB",
-            "        Optimizer: trace 3.1 KB, Net: embed 2.0 KB, Net: blocks.0-1 1.0 KB, Net: drop 12 B, "
+            "        Net: blocks.0-1 1.0 KB, Net: embed 2.0 KB, Net: drop 12 B, Optimizer: trace 3.1 KB, "
             "Optimizer: step 4 B",
             "stage1  devices 2-3 (model=2): 2.1 KB on each, 21% of 10.0 KB",
-            "        Net: blocks.2-3 1.0 KB, Optimizer: trace 1.0 KB, Net: drop 12 B, Optimizer: step 4 B",
+            "        Net: blocks.2-3 1.0 KB, Net: drop 12 B, Optimizer: trace 1.0 KB, Optimizer: step 4 B",
         ]
         assert repr(view) == str(view)
 
@@ -144,7 +150,6 @@ def test_bytes_are_those_of_the_arrays():
     assert {d: n for box in view.submeshes for d, n in box.bytes.items()} == held
     for box in view.submeshes:
         assert sum(part.bytes for part in box.parts) == box.most
-        assert [part.bytes for part in box.parts] == sorted((p.bytes for p in box.parts), reverse=True)
     assert str(show_placement(abstract(4), abstract_optimizer(4), sharding=placement(2), mesh=mesh)) == str(
         view
     )
@@ -165,7 +170,7 @@ def test_parts_are_the_top_level_ones_of_each_model():
     }
     assert view.submeshes[3].parts[0] == Part("Net: blocks.6-7", 1024, "Net: blocks")
     alone = show_placement(abstract(), sharding=placement(4), mesh=make_mesh(stage=4, model=2))
-    assert [part.name for part in alone.submeshes[0].parts] == ["embed", "blocks.0-1", "drop"]
+    assert [part.name for part in alone.submeshes[0].parts] == ["blocks.0-1", "embed", "drop"]
 
 
 def test_models_of_one_class_are_numbered():
@@ -313,7 +318,7 @@ def test_bars_are_as_long_as_the_bytes():
     view = four_by_two(memory=16_000)
     for box, pieces in zip(view.submeshes, bars(view.figure()), strict=True):
         assert [share for _, share in pieces] == pytest.approx([p.bytes / 16_000 for p in box.main_parts()])
-        assert {colour for colour, _ in pieces} <= set(FILLED)
+        assert [colour for colour, _ in pieces].count(OTHER) == 1  # the smallest parts, together
     full = four_by_two()
     assert sum(share for _, share in bars(full.figure())[0]) == pytest.approx(1)
     assert sum(share for _, share in bars(full.figure())[1]) == pytest.approx(
@@ -372,15 +377,32 @@ def test_a_part_has_one_colour_everywhere():
     assert len(set.union(*colours.values())) == len(colours) == 6
 
 
+def test_parts_have_one_order_everywhere_and_weights_come_first():
+    view = four_by_two()
+    listed = [[part for part in box.main_parts() if part.group] for box in view.submeshes]
+    for parts in listed:
+        assert [part.kind for part in parts] == sorted((part.kind for part in parts), reverse=True)
+        for others in listed:
+            both = {part.group for part in parts} & {part.group for part in others}
+            assert [p.group for p in parts if p.group in both] == [p.group for p in others if p.group in both]
+
+
+def test_a_kind_of_memory_has_its_own_colours():
+    weights, state = (
+        [memory_colour(kind, n, 2) for n in range(2)] for kind in ("weights", "optimizer state")
+    )
+    assert [colour for colour, _ in bars(large().figure())[0]] == [weights[0], *state, weights[1]]
+
+
 def test_too_much_is_red():
     view = four_by_two(memory=8_000)
     assert "stage0  devices 0-1 (model=2): 9.2 KB on each, 1.2 KB over 8.0 KB" in str(view)
     first, *others = bars(view.figure())
-    assert {colour for colour, _ in first} <= set(OVER)
-    assert all({colour for colour, _ in pieces} <= set(FILLED) for pieces in others)
+    assert all(is_red(colour) for colour, _ in first if colour != OTHER)
+    assert not any(is_red(colour) for pieces in others for colour, _ in pieces)
     assert sum(share for _, share in first) == pytest.approx(1)
     frames = [p for p in view.figure().axes[0].patches if isinstance(p, FancyBboxPatch)]
-    assert [to_hex(p.get_edgecolor()) == OVER[1] for p in frames] == [True, False, False, False]
+    assert [to_hex(p.get_edgecolor()) == LIMIT for p in frames] == [True, False, False, False]
     limit, *_ = view.figure().axes[0].lines  # where the memory ends
     bar = rectangles(view.figure(), BAR)[0]
     share = (limit.get_xdata()[0] - bar.get_x()) / bar.get_width()

@@ -15,8 +15,9 @@ from matplotlib.colors import to_hex
 
 import mmnnx as mm
 from mmnnx.inspect import draw_timeline
+from mmnnx.inspect.colours import text_colour
 from mmnnx.inspect.figure_style import DARK, LIGHT
-from mmnnx.inspect.phase_styles import STYLES, phase_colour, text_colour
+from mmnnx.inspect.phase_styles import STYLES, phase_colour
 from mmnnx.inspect.schedules import by_name
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Event, Timeline
 
@@ -176,7 +177,7 @@ def test_bytes_over_time_are_those_that_simulate_says():
     assert timeline.held_bytes == {"t0": ((0.0, 128), (1.0, 0)), "t1": ((1.0, 64),)}
     assert timeline.peak_bytes == {"t0": 128, "t1": 64}  # the last square takes the place of what it squares
     below = draw_timeline(timeline).axes[1]
-    assert below.get_ylabel() == "bytes of arrays"
+    assert below.get_ylabel() == "bytes of arrays\nof each mesh"
     for line, (name, held) in zip(below.lines, timeline.held_bytes.items(), strict=True):
         assert line.get_label() == f"{name}: peak {timeline.peak_bytes[name]} B"
         assert list(zip(*line.get_data()))[:-1] == list(held)

@@ -21,7 +21,7 @@ from mmnnx.mpmd.ir.listing import Names
 from mmnnx.mpmd.ir.shardings import constrains, mesh_of
 from mmnnx.sharding.division import Division
 from mmnnx.sharding.mesh import MultiMesh
-from mmnnx.sharding.registered_tasks import place_task, task_of_state
+from mmnnx.sharding.registered_tasks import explain_placement, place_task, task_of_state
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import find_task
 
@@ -119,6 +119,9 @@ def enter(
         task_of(scope)  # from here on the mesh of its task is known
     for (task, mesh), paths in _placing(record, traced.jaxpr).items():
         place_task(task, mesh, paths)
+    for leaf in (*record.inputs, *record.results):
+        if leaf is not None and leaf.rule is not None and leaf.rule.text and leaf.rule.own:
+            explain_placement(leaf.rule.path, leaf.rule.sharding, leaf.rule.text)
     types, typed = traced.jaxpr.out_avals, traced.result_shardings
     shardings = find_in_out_shardings(record, leaves, types, typed, meshes, inputs_in_pieces)
     is_placed = bool(meshes.names())

@@ -21,12 +21,14 @@ class Rule(NamedTuple):
       sharding: the sharding.
       own: False for optimizer state that has the rule of its parameter; True for all else.
       path: the state path that was placed.
+      text: which rule of a TaskSharding it is.
     """
 
     task: Task | Division | None
     sharding: Sharding
     own: bool = True
     path: Path = ()
+    text: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

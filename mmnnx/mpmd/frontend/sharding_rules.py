@@ -51,7 +51,10 @@ def sharding_rules(prefix: Any, tree: Any, name: str, around: Any) -> dict[int, 
             matches = _matches(one.entry, one.paths, one.value, parameters)
             matched.update(match.index for match in matches)
             match = matches[0] if matches else None
-            rule = Rule(match.task, match.sharding, match.own, one.paths[0]) if match is not None else None
+            rule = None
+            if match is not None:
+                text = one.entry.rule_text(match.index)
+                rule = Rule(match.task, match.sharding, match.own, one.paths[0], text)
         else:
             rule = _rule(one)
         if rule is None:
