@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -79,15 +80,54 @@ def _taken(
         if mine:
             begin = [*starts[:d], mine[0], *starts[d + 1 :]]
             end = [*limits[:d], mine[-1] + 1, *limits[d + 1 :]]
-            atoms += [atom] if _is_all(atom, begin, end) else take(atom, begin, end)
+            atoms += [atom] if _is_all(atom, begin, end, strides) else take(atom, begin, end)
     if not atoms:  # nothing at all
         starts[d] = limits[d] = 0
         return take(value.atoms[0], starts, limits)[0]
     return atoms[0] if len(atoms) == 1 else Pieces(d, tuple(atoms), value.name)
 
 
-def _is_all(atom: Atom, begin: Sequence[int], end: Sequence[int]) -> bool:
-    return not any(begin) and tuple(end) == tuple(atom.aval.shape)
+def _is_all(atom: Atom, begin: Sequence[int], end: Sequence[int], strides: Sequence[int]) -> bool:
+    return not any(begin) and tuple(end) == tuple(atom.aval.shape) and set(strides) <= {1}
+
+
+@special("pad")
+def _pad(
+    writer: Writer, node: Equation, operands: Sequence[Value], wanted: Sequence[Cut | None]
+) -> Sequence[Value] | None:
+    """More at the ends of the divided dimension, as gradients of slices have: divided as what was given.
+
+    A piece of the result is what it has of the pieces, padded by the rest.
+    """
+    (value, filling), config = operands, node.eqn.params["padding_config"]
+    if not isinstance(value, Pieces) or isinstance(filling, Pieces):
+        return None
+    d, (low, high, between) = value.dim, config[value.dim]
+    size = node.outvars[0].aval.shape[d]
+    cut = wanted[0] or writer.cut_given(d, size)
+    if not (low or high) or min(low, high) < 0 or between or cut is None or cut.dim != d:
+        return None
+    places = list(itertools.pairwise(itertools.accumulate(value.cut.sizes, initial=low)))
+    atoms: list[Atom] = []
+    for n, (begin, end) in enumerate(itertools.pairwise(itertools.accumulate(cut.sizes, initial=0))):
+        inside = [(a, max(s, begin) - s, min(e, end) - s) for a, (s, e) in zip(value.atoms, places)]
+        inside = [part for part in inside if part[1] < part[2]]
+        shape, taken = cut.shape(node.outvars[0].aval.shape, n), sum(e - s for _, s, e in inside)
+        before = min(max(low - begin, 0), end - begin)
+        edges = [*config[:d], (before, end - begin - taken - before, 0), *config[d + 1 :]]
+        make = functools.partial(_padded, [(s, e) for _, s, e in inside], d, edges, shape)
+        atoms += writer.trace(make, [filling, *(a for a, *_ in inside)], node.scope)
+    return [Pieces(d, tuple(atoms), value.name)]
+
+
+def _padded(
+    slices: Sequence[tuple[int, int]], dim: int, edges: Any, shape: Sequence[int], filling: Any, *parts: Any
+) -> Any:
+    """Slices of arrays, one after the other along a dimension, padded; without any, the filling alone."""
+    if not parts:
+        return jax.lax.broadcast(filling, shape)
+    mine = [jax.lax.slice_in_dim(x, start, end, axis=dim) for x, (start, end) in zip(parts, slices)]
+    return jax.lax.pad(jax.lax.concatenate(mine, dim), filling, edges)
 
 
 @special("concatenate")

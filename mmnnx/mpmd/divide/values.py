@@ -33,6 +33,9 @@ class Cut:
         return f"pieces of {', '.join(map(str, self.sizes))}"
 
 
+Key = tuple[int, tuple[Atom, ...]]
+
+
 @dataclass(frozen=True)
 class Pieces:
     """A value in pieces.
@@ -51,6 +54,11 @@ class Pieces:
     def cut(self) -> Cut:
         """How it is divided."""
         return Cut(self.dim, tuple(a.aval.shape[self.dim] for a in self.atoms))
+
+    @property
+    def key(self) -> Key:
+        """Equal for what is one value. (The first piece of a value may be that of a slice as well.)"""
+        return self.dim, self.atoms
 
     @property
     def shape(self) -> tuple[int, ...]:

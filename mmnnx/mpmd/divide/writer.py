@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mmnnx import _compat
 from mmnnx.mpmd.divide.flatten import flatten
 from mmnnx.mpmd.divide.links import Link, links
-from mmnnx.mpmd.divide.values import Cut, Pieces, Value
+from mmnnx.mpmd.divide.values import Cut, Key, Pieces, Value
 from mmnnx.mpmd.ir.equations import Atom, Equation, Var, is_var
 from mmnnx.mpmd.ir.rewrite import trace_equations
 from mmnnx.sharding.division import starts
@@ -43,8 +43,12 @@ class Writer:
         self.written: list[Any] = []
         self.constants: dict[Var, Any] = {}
         self._values: dict[Var, Value] = {}
-        self._whole: dict[Var, Atom] = {}  # of values that are in pieces, those that are there whole as well
-        self._made: dict[Var, tuple[Equation, list[Value]]] = {}  # how those could be that are not
+        self._whole: dict[Key, Atom] = {}  # of values that are in pieces, those that are there whole as well
+        # How others could be, by the equation that first made them; not at all, what was given in pieces.
+        self._made: dict[Key, tuple[Equation, list[Value]] | None] = {}
+        self._given: dict[
+            tuple[int, int], Cut
+        ] = {}  # by dimension and size: how a value is divided that was given
         self._maker: dict[Var, Any] = {}  # of variables that were written
         self._calls: dict[Var, Any] = {}  # for results of equations, the call that these are in
         self._cuts: dict[tuple[Var, Cut], Pieces] = {}
@@ -68,6 +72,10 @@ class Writer:
         """
         invars = [jex.Var(v.aval) for v in _compat.open_jaxpr(jaxpr)[0]]
         self._values.update(zip(invars, args))
+        for v in args:
+            if isinstance(v, Pieces):
+                self._made.setdefault(v.key, None)
+                self._given.setdefault((v.dim, v.cut.size), v.cut)
         flat, results = flatten(jaxpr, invars, scope, self.constants, self._calls)
         asked = _asked(flat, list(zip(results, wanted)))
         for node in flat:
@@ -89,17 +97,16 @@ class Writer:
         """
         if not isinstance(value, Pieces):
             return value
-        first = value.atoms[0]
-        if first in self._whole:
-            return self._whole[first]
-        if first not in self._made:
+        if value.key in self._whole:
+            return self._whole[value.key]
+        if (maker := self._made.get(value.key)) is None:
             raise PlacementError(_refusal(value, reader, self.line(reader)))
-        node, operands = self._made[first]
+        node, operands = maker
         made = self.emit(node, [self.whole(v, reader) for v in operands])
         for v, atom in zip(node.outvars, made):
             if isinstance(pieces := self._values.get(v), Pieces):
-                self._whole[pieces.atoms[0]] = atom
-        return self._whole[first]
+                self._whole[pieces.key] = atom
+        return self._whole[value.key]
 
     def cut(self, value: Value, cut: Cut, scope: str) -> Pieces:
         """A value in pieces.
@@ -129,8 +136,12 @@ class Writer:
         pieces = Pieces(cut.dim, tuple(atoms), "")
         if is_var(value):
             self._cuts[value, cut] = pieces
-        self._whole[atoms[0]] = value
+        self._whole[pieces.key] = value
         return pieces
+
+    def cut_given(self, dim: int, size: int) -> Cut | None:
+        """How a dimension of this size is divided in what was given; None if it is not."""
+        return self._given.get((dim, size))
 
     def line(self, node: Equation) -> str:
         """The line of the user's program that an equation is of, or the call that it is in."""
@@ -190,7 +201,7 @@ class Writer:
         self._values.update(zip(node.outvars, results))
         for v in results:
             if isinstance(v, Pieces):
-                self._made.setdefault(v.atoms[0], (node, list(operands)))
+                self._made.setdefault(v.key, (node, list(operands)))
 
 
 def by_parts(

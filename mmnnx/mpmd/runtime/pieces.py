@@ -148,7 +148,8 @@ def _as_it_comes(
 ) -> DividedSharding:
     """How pieces with these shardings make one array, along the axis of one that is on the same meshes."""
     meshes, spec = [mesh_of(s) for s in shardings], shardings[0].spec
-    axes = (d.axis for d in known if set(meshes) <= {mesh_of(s) for s in d.pieces})
+    alike = (d for d in known if set(meshes) <= {mesh_of(s) for s in d.pieces})
+    axes = (d.axis for d in alike if d.axis in meshes[0].axis_names)
     axis = next(axes, TASKS)
     whole = joined_sharding(meshes, axis, dim, spec, sizes)
     pieces = tuple(NamedSharding(mesh, spec) for mesh in meshes)
