@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from mmnnx.mpmd.divide.recut import pad
 from mmnnx.mpmd.divide.values import Cut, Pieces, Value
 from mmnnx.mpmd.divide.writer import Writer, special
 from mmnnx.mpmd.ir.equations import Atom, Equation
@@ -95,39 +95,16 @@ def _is_all(atom: Atom, begin: Sequence[int], end: Sequence[int], strides: Seque
 def _pad(
     writer: Writer, node: Equation, operands: Sequence[Value], wanted: Sequence[Cut | None]
 ) -> Sequence[Value] | None:
-    """More at the ends of the divided dimension, as gradients of slices have: divided as what was given.
-
-    A piece of the result is what it has of the pieces, padded by the rest.
-    """
+    """More along the divided dimension, as gradients of slices have: divided as what was given is."""
     (value, filling), config = operands, node.eqn.params["padding_config"]
     if not isinstance(value, Pieces) or isinstance(filling, Pieces):
         return None
-    d, (low, high, between) = value.dim, config[value.dim]
-    size = node.outvars[0].aval.shape[d]
-    cut = wanted[0] or writer.cut_given(d, size)
-    if not (low or high) or min(low, high) < 0 or between or cut is None or cut.dim != d:
+    d, shape = value.dim, node.outvars[0].aval.shape
+    cut = wanted[0] or writer.cut_given(d, shape[d])
+    if not any(config[d]) or min(config[d]) < 0 or cut is None or cut.dim != d:
         return None
-    places = list(itertools.pairwise(itertools.accumulate(value.cut.sizes, initial=low)))
-    atoms: list[Atom] = []
-    for n, (begin, end) in enumerate(itertools.pairwise(itertools.accumulate(cut.sizes, initial=0))):
-        inside = [(a, max(s, begin) - s, min(e, end) - s) for a, (s, e) in zip(value.atoms, places)]
-        inside = [part for part in inside if part[1] < part[2]]
-        shape, taken = cut.shape(node.outvars[0].aval.shape, n), sum(e - s for _, s, e in inside)
-        before = min(max(low - begin, 0), end - begin)
-        edges = [*config[:d], (before, end - begin - taken - before, 0), *config[d + 1 :]]
-        make = functools.partial(_padded, [(s, e) for _, s, e in inside], d, edges, shape)
-        atoms += writer.trace(make, [filling, *(a for a, *_ in inside)], node.scope)
-    return [Pieces(d, tuple(atoms), value.name)]
-
-
-def _padded(
-    slices: Sequence[tuple[int, int]], dim: int, edges: Any, shape: Sequence[int], filling: Any, *parts: Any
-) -> Any:
-    """Slices of arrays, one after the other along a dimension, padded; without any, the filling alone."""
-    if not parts:
-        return jax.lax.broadcast(filling, shape)
-    mine = [jax.lax.slice_in_dim(x, start, end, axis=dim) for x, (start, end) in zip(parts, slices)]
-    return jax.lax.pad(jax.lax.concatenate(mine, dim), filling, edges)
+    trace = lambda fun, atoms: writer.trace(fun, atoms, node.scope)
+    return [pad(value, config, filling, shape, cut.sizes, trace)]
 
 
 @special("concatenate")

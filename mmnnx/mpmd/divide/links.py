@@ -73,6 +73,11 @@ def _of_matrices(eqn: Any) -> list[Link]:
     return [Link((d,) * len(eqn.invars), (d,) * len(eqn.outvars)) for d in range(count)]
 
 
+def _fft(eqn: Any) -> list[Link]:
+    count = len(_shape(eqn.invars[0])) - len(eqn.params["fft_lengths"])
+    return [Link((d,), (d,)) for d in range(count)]
+
+
 def _broadcast(eqn: Any) -> list[Link]:
     shape, (a, *_) = eqn.params["shape"], eqn.invars
     where = {int(d): i for i, d in enumerate(eqn.params["broadcast_dimensions"]) if _shape(a)[i] == shape[d]}
@@ -251,6 +256,7 @@ _RULES: dict[str, Callable[[Any], list[Link]]] = {
     "dot_general": _dot,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
+    "fft": _fft,
     "gather": _gather,
     "iota": _iota,
     "pad": _pad,

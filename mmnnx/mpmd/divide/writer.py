@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mmnnx import _compat
 from mmnnx.mpmd.divide.flatten import flatten
 from mmnnx.mpmd.divide.links import Link, links
+from mmnnx.mpmd.divide.recut import recut
 from mmnnx.mpmd.divide.values import Cut, Key, Pieces, Value
 from mmnnx.mpmd.ir.equations import Atom, Equation, Var, is_var
 from mmnnx.mpmd.ir.rewrite import trace_equations
@@ -46,6 +47,7 @@ class Writer:
         self._whole: dict[Key, Atom] = {}  # of values that are in pieces, those that are there whole as well
         # How others could be, by the equation that first made them; not at all, what was given in pieces.
         self._made: dict[Key, tuple[Equation, list[Value]] | None] = {}
+        self._recuts: dict[Key, Pieces] = {}  # for values in other pieces than they were made in, these
         self._given: dict[
             tuple[int, int], Cut
         ] = {}  # by dimension and size: how a value is divided that was given
@@ -97,6 +99,7 @@ class Writer:
         """
         if not isinstance(value, Pieces):
             return value
+        value = self._recuts.get(value.key, value)
         if value.key in self._whole:
             return self._whole[value.key]
         if (maker := self._made.get(value.key)) is None:
@@ -112,15 +115,10 @@ class Writer:
         """A value in pieces.
 
         Raises:
-          PlacementError: for one that is in other pieces.
+          PlacementError: for one that is divided along another dimension.
         """
         if isinstance(value, Pieces):
-            if value.cut != cut:
-                raise PlacementError(
-                    f"{value.name or 'a value'} is divided along dimension {value.dim} into {value.cut}, and "
-                    f"a result that is made of it along dimension {cut.dim} into {cut}: divide both alike"
-                )
-            return value
+            return value if value.cut == cut else self._recut(value, cut, scope)
         if is_var(value) and (value, cut) in self._cuts:
             return self._cuts[value, cut]
         maker = self._maker.get(value) if is_var(value) else None
@@ -142,6 +140,21 @@ class Writer:
     def cut_given(self, dim: int, size: int) -> Cut | None:
         """How a dimension of this size is divided in what was given; None if it is not."""
         return self._given.get((dim, size))
+
+    def _recut(self, value: Pieces, cut: Cut, scope: str) -> Pieces:
+        """The same value in other pieces: rows go from one to another, and may have to be sent.
+
+        Raises:
+          PlacementError: for one that is divided along another dimension.
+        """
+        if value.dim != cut.dim:
+            raise PlacementError(
+                f"{value.name or 'a value'} is divided along dimension {value.dim} into {value.cut}, and a "
+                f"result that is made of it along dimension {cut.dim} into {cut}: divide both alike"
+            )
+        made = recut(value, cut.sizes, lambda fun, atoms: self.trace(fun, atoms, scope))
+        self._recuts[made.key] = self._recuts.get(value.key, value)
+        return made
 
     def line(self, node: Equation) -> str:
         """The line of the user's program that an equation is of, or the call that it is in."""
@@ -219,7 +232,7 @@ def by_parts(
     ]
     split = any(d is not None and c is None for d, c in zip(link.operands, cuts))
     split |= any(d is not None and c is None for d, c in zip(link.results, made_cuts))
-    if split or any(isinstance(v, Pieces) and v.cut != c for v, c in zip(operands, cuts)):
+    if split:
         return None
     columns = [v if c is None else writer.cut(v, c, node.scope) for v, c in zip(operands, cuts)]
     rows: list[list[Var]] = []

@@ -81,6 +81,7 @@ STAYS = {
     "concatenate": lambda: (lambda w, v: jnp.concatenate([w, v], axis=1), W, V),
     "stack": lambda: (lambda w, v: jnp.stack([w, v], axis=1), W, V),
     "pad": lambda: (lambda w: jnp.pad(w, ((0, 0), (1, 2), (0, 1))), W),
+    "fft": lambda: (lambda w: (jnp.fft.fft(w).real, jnp.fft.irfft(jnp.fft.rfft(w))), W),
     "split": lambda: (lambda w: jnp.split(w, 2, axis=1), W),
     "slice": lambda: (lambda w: w[:, 1:3, ::2], W),
     "reverse": lambda: (lambda w: w[:, ::-1], W),
@@ -163,10 +164,60 @@ def test_what_is_drawn_for_a_whole_stack_is_drawn_in_pieces():
 
 
 def test_what_is_divided_otherwise_is_said():
-    with pytest.raises(
-        mm.PlacementError, match="argument 0 is divided .* into pieces of 2, 2, 2, 2, .*4, 2, 2"
-    ):
-        check(lambda w: w + 1, W, cut=CUTS[0], wanted=CUTS[1])
+    message = (
+        "argument 0 is divided along dimension 0 into pieces of 2, 2, 2, 2, .*dimension 1 into pieces of 2, 2"
+    )
+    with pytest.raises(mm.PlacementError, match=message):
+        check(lambda w: w + 1, W, cut=CUTS[0], wanted=Cut(1, (2, 2)))
+
+
+def test_rows_go_to_other_pieces():
+    eqns, made = check(lambda w: w + 1, W, cut=CUTS[0], wanted=CUTS[1])
+    assert made == [CUTS[1]]
+    joined = [e for e in eqns if e.primitive.name == "concatenate"]
+    assert [v.aval.shape[0] for e in joined for v in e.invars] == [2, 2]  # the others stay as they are
+    check(lambda w: ((w[1:] - w[:-1]) ** 2).sum(), W, cut=CUTS[1])
+    check(lambda w: w[::2] * w[1::2], W, cut=CUTS[0])
+    check(lambda w: jnp.roll(w, 1, axis=0), W, cut=CUTS[0], wanted=CUTS[0])
+    check(lambda w, v: w * v, W, V, cut=CUTS[0], given=CUTS)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    "part", [slice(0, 4), slice(1, 3), slice(2, 7), slice(3, 4), slice(0, None, 3)], ids=str
+)
+def test_gradients_of_slices(part, cut):
+    _, made = check(jax.grad(lambda w: (w[part] ** 2).sum()), W, cut=cut)
+    assert made[0] in (cut, None)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_slice_is_not_the_value_that_its_first_piece_is_of(cut):
+    def draw(key):
+        v = jax.random.normal(key, (L, 4))
+        swapped = jnp.concatenate([v[:2], v[4:], v[2:4]])
+        return v, jnp.cumsum(swapped, 0), jnp.sort(v[:4], 0), jnp.cumsum(jnp.concatenate([v, v]), 0)
+
+    whole = jax.make_jaxpr(draw)(KEYS[0])
+    divided, made = divide_jaxpr(whole, [None], [cut, None, None, None], ["key"])
+    *pieces, swapped, first, twice = jex.jaxpr_as_fun(divided)(KEYS[0])
+    assert made == [cut, None, None, None]
+    found = jnp.concatenate(pieces), swapped, first, twice
+    for x, expected in zip(found, jax.jit(draw)(KEYS[0]), strict=True):
+        np.testing.assert_allclose(x, expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "fun", [lambda w: w[:2], lambda w: jnp.concatenate([w[:2], w[2:]])], ids=["slice", "join"]
+)
+def test_what_its_own_slices_are_made_of_is_refused(fun):
+    with pytest.raises(mm.PlacementError, match="'cumsum' needs all of it in one place"):
+        check(lambda w: (fun(w) + 1, jnp.cumsum(w, axis=0)), W, cut=CUTS[0])
+
+
+def test_strides():
+    for cut in CUTS:
+        check(lambda w: (w[:, ::2], w[::2], w[::-2], w[1::3]), W, cut=cut)
 
 
 REFUSED = {

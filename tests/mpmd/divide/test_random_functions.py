@@ -1,4 +1,4 @@
-"""Random functions over values in pieces compute what they compute over whole ones, or are refused by name."""
+"""Random functions over values in pieces compute what they do over whole ones, or are refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import mmnnx as mm
-import mmnnx.mpmd.divide.indexing  # noqa: F401  # rules of their own
+import mmnnx.mpmd.divide.indexing  # rules of their own
 from mmnnx.mpmd.divide.loops import divide_jaxpr
 from mmnnx.mpmd.divide.values import Cut
 
@@ -99,12 +99,11 @@ OPERATIONS = st.one_of(
 
 @settings(deadline=None, max_examples=100)
 @given(
-    cut=st.sampled_from(CUTS),
+    cuts=st.lists(st.sampled_from([*CUTS, None]), min_size=2, max_size=2),
     steps=st.lists(st.tuples(OPERATIONS, st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8),
-    divided=st.lists(st.booleans(), min_size=2, max_size=2),
-    asked=st.lists(st.booleans(), min_size=10, max_size=10),
+    asked=st.lists(st.sampled_from([*CUTS, None]), min_size=10, max_size=10),
 )
-def test_random_functions(cut, steps, divided, asked):
+def test_random_functions(cuts, steps, asked):
     def fun(*values):
         values = list(values)
         for (_, operation, arity), *picks in steps:
@@ -116,8 +115,7 @@ def test_random_functions(cut, steps, divided, asked):
     note(" ".join(f"{name}{picks[:arity]}" for (name, _, arity), *picks in steps))
     args = [jax.random.normal(jax.random.key(n), (L, 3)) for n in range(2)]
     whole = jax.make_jaxpr(fun)(*args)
-    cuts = [cut if d else None for d in divided]
-    wanted = [cut if w and aval.shape[0] == L else None for w, aval in zip(asked, whole.out_avals)]
+    wanted = [cut if aval.shape[0] == L else None for cut, aval in zip(asked, whole.out_avals)]
     wanted += [None] * (len(whole.out_avals) - len(wanted))
     try:
         jaxpr, made = divide_jaxpr(whole, cuts, wanted, ["a", "b"])
