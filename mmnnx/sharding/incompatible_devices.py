@@ -29,7 +29,9 @@ def advise(
       advice: one or more sentences that name mm.jit.
       tasks: returns, by the numbers of devices, the name of the task that has state there.
     """
-    if not isinstance(error, ValueError) or "incompatible devices" not in str(error):
+    plain = isinstance(error, ValueError) and "incompatible devices" in str(error)
+    in_transformation = type(error).__name__ == "DeviceAssignmentMismatchError"
+    if error is None or not (plain or in_transformation):
         return
     if any("mm.jit" in note for note in getattr(error, "__notes__", ())):
         return

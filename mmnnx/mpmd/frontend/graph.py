@@ -29,6 +29,34 @@ def nodes(trees: tuple) -> list[tuple[Path, Any]]:
     return [(path, value) for path, value in nnx.iter_graph(trees, graph=True) if is_node(value)]
 
 
+def changes(before: tuple, after: tuple) -> list[str]:
+    """What differs in the NNX objects of (args, kwargs), but for arrays: "argument 0.calls from 0 to 1"."""
+
+    def content(trees: tuple) -> dict[Path, Any]:
+        return {
+            path: type(value) if is_node(value) or isinstance(value, ARRAYS) else value
+            for path, value in nnx.iter_graph(trees, graph=True)
+            if len(path) > 1 and not str(path[-1]).startswith("_pytree__")  # Flax's own attributes
+        }
+
+    def name(path: Path) -> str:
+        return ".".join(map(str, (f"argument {path[1]}" if path[0] == 0 else path[1], *path[2:])))
+
+    old, new = content(before), content(after)
+    made = [path for path in new if path not in old and path[:-1] in old]
+    lost = [path for path in old if path not in new and path[:-1] in new]
+    both = [(path, old[path], new[path]) for path in old if path in new]
+    return [
+        *(f"{name(path)} (new)" for path in made),
+        *(f"{name(path)} (gone)" for path in lost),
+        *(
+            f"{name(path)} from {was!r} to {now!r}"
+            for path, was, now in both
+            if was is not now and was != now
+        ),
+    ]
+
+
 def arrays_with_paths(value: Any) -> list[tuple[Path, Any]]:
     """The arrays and references of a Variable, with their paths where it holds a pytree; or one itself."""
     if not isinstance(value, nnx.Variable):

@@ -16,10 +16,11 @@ from jax.extend import core as jex
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.batch_slices import constrain_slice, divide_batch, slice_batch
-from mmnnx.mpmd.frontend.graph import is_node
+from mmnnx.mpmd.frontend.graph import changes, is_node
 from mmnnx.mpmd.frontend.reductions import Reduction, reductions
 from mmnnx.mpmd.ir.forwarding import forwarded
 from mmnnx.mpmd.ir.loop_spec import LoopSpec, loop_scope
+from mmnnx.printable import printable
 from mmnnx.sharding.incompatible_devices import advise
 
 
@@ -95,6 +96,12 @@ class _Call:
         whole = [self.references[n] if n in self.references else next(arrays) for n in numbers]
         return jax.tree.unflatten(self.state_def, whole)
 
+    def _arguments(self, nodes: Sequence[Any]) -> tuple[Any, Any]:
+        """The arguments of `fun`, with these NNX objects."""
+        node = iter(nodes)
+        leaves = [next(node) if is_node(leaf) else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, leaves)
+
     def __call__(self, state: Sequence[Any], piece: Any) -> tuple[Any, list[Any]]:
         """(the results of `fun` for one microbatch, the state after it).
 
@@ -102,18 +109,17 @@ class _Call:
           ValueError: if `fun` changes the structure of an NNX object.
         """
         nodes = nnx.merge(self.graphdef, self.nnx_state(state))
-        node = iter(nodes)
-        leaves = [next(node) if is_node(leaf) else leaf for leaf in self.leaves]
-        args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+        args, kwargs = self._arguments(nodes)
         if self.arg_shardings is not None:
             piece = constrain_slice(piece, self.arg_shardings)
         results = self.fun(*args[: self.argnum], piece, *args[self.argnum + 1 :], **kwargs)
         graphdef, after = nnx.split(nodes, graph=True)
         if not _compat.same_graph(graphdef, self.graphdef):
+            before = self._arguments(nnx.merge(self.graphdef, self.nnx_state(state)))
+            found = ", ".join(changes(before, (args, kwargs))[:3]) or "the structure of its arguments"
             raise ValueError(
-                f"microbatch: {getattr(self.fun, '__name__', self.fun)!r} adds or removes Variables or "
-                "submodules of its arguments. Every microbatch must leave their structure as it was: "
-                "create them before the loop."
+                f"microbatch: the function changes {printable(found)}. Every microbatch must leave all but "
+                "arrays as it was: make modules and set attributes before the loop, and count in a Variable"
             )
         return results, [x for x in jax.tree.leaves(after) if not isinstance(x, jax.Ref)]
 

@@ -79,7 +79,7 @@ class FlatJit:
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             try:
                 return self.nested(*args, **kwargs)
-            except ValueError as error:
+            except Exception as error:
                 advise(error, OUTERMOST)
                 raise
         if ignoring.get() or _compat.jit_is_disabled():

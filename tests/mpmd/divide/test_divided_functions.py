@@ -133,6 +133,20 @@ def test_plain_arrays_of_a_function_without_modules():
     assert_same(found, grad((layers, head), x))
 
 
+@pytest.mark.parametrize("spec", [P("rows"), P(None, "rows")])
+def test_a_batch_that_another_mesh_of_these_devices_divides(spec):
+    mesh, tasks = pipeline(2)
+    rows = jax.sharding.Mesh(jax.devices()[:2], ("rows",))
+    x = models.vectors()["x"]
+    with mesh:
+        model = born(
+            make(models.MLP), mm.TaskSharding({mm.path("layers", range(2)): tasks[0], ...: tasks[1]})
+        )
+        given = jax.device_put(x, NamedSharding(rows, spec))
+        found = mm.jit(lambda m, x: m(x))(model, given)
+    np.testing.assert_allclose(found, make(models.MLP)()(x), rtol=1e-5, atol=1e-6)
+
+
 def test_an_empty_cache_is_divided_as_the_layers_are():
     """Its zeros depend on nothing."""
     mesh, tasks = pipeline(2)

@@ -5,6 +5,7 @@ jit.
 from __future__ import annotations
 
 import contextlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -396,13 +397,42 @@ def test_a_value_that_is_kept_from_inside():
         mm.jit(lambda x: mm.microbatch(f, 0, 2)(x) + kept[0].sum())(X)
 
 
-def test_a_structure_that_changes_in_the_loop_is_refused():
-    def grow(model, x):
-        model.new = nnx.Param(jnp.sum(x))
-        return x
+class Changed(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.dropout, self.calls = nnx.Dropout(0.5, deterministic=True), 0
 
-    with pytest.raises(ValueError, match="structure|Variables"):
-        mm.jit(lambda model, x: mm.microbatch(grow, 0, 2, argnum=1)(model, x))(Counter(), X)
+    def add(self):
+        self.new = nnx.Dict(bias=nnx.Param(jnp.zeros(4)))
+
+    def drop(self):
+        del self.linear
+
+    def count(self):
+        self.calls += 1
+
+
+CHANGES = {
+    "add": "argument 0.new (new)",
+    "drop": "argument 0.linear (gone)",
+    "count": "argument 0.calls from 0 to 1",
+    "train": "argument 0.dropout.deterministic from True to False",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_in_the_loop_but_arrays_is_named(change):
+    def fun(model, x):
+        getattr(model, change)()
+        return x.sum()
+
+    message = re.escape(
+        f"microbatch: the function changes {CHANGES[change]}. Every microbatch must leave all"
+    )
+    with pytest.raises(ValueError, match=message):
+        mm.jit(lambda model, x: mm.microbatch(nnx.value_and_grad(fun), 0, 2, argnum=1)(model, x))(
+            Changed(), X
+        )
 
 
 def test_shared_weights_in_bfloat16_are_summed_where_they_are_used():
