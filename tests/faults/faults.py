@@ -145,6 +145,34 @@ FAULTS: tuple[Fault, ...] = (
         what="A reverse scan that is unrolled begins with its first iteration.",
         tests=("tests/mpmd/place/test_tasks.py::test_a_scan_over_two_tasks_is_opened",),
     ),
+    # divide
+    Fault(
+        name="pieces-known-by-the-first",
+        file="mmnnx/mpmd/divide/values.py",
+        old="return self.dim, self.atoms",
+        new="return self.dim, self.atoms[:1]",
+        what="A slice of a value in pieces is taken for all of it, where both begin with the same piece.",
+        tests=(
+            "tests/mpmd/divide/test_links.py::test_a_slice_is_not_the_value_that_its_first_piece_is_of",
+            "tests/mpmd/divide/test_random_functions.py::test_random_functions",
+        ),
+    ),
+    Fault(
+        name="slice-of-a-piece-without-strides",
+        file="mmnnx/mpmd/divide/indexing.py",
+        old="and tuple(end) == tuple(atom.aval.shape) and set(strides) <= {1}",
+        new="and tuple(end) == tuple(atom.aval.shape)",
+        what="A slice that goes over a whole piece in steps takes all of it.",
+        tests=("tests/mpmd/divide/test_links.py::test_strides",),
+    ),
+    Fault(
+        name="padding-at-the-wrong-end",
+        file="mmnnx/mpmd/divide/recut.py",
+        old="edges = (there[0] - begin, end - 1 - there[-1], between)",
+        new="edges = (end - 1 - there[-1], there[0] - begin, between)",
+        what="The gradient of a slice of divided state goes to other layers of a piece.",
+        tests=("tests/mpmd/divide/test_links.py::test_gradients_of_slices",),
+    ),
     # place
     Fault(
         name="boundary-off-by-one",
