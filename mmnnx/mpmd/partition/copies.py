@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from jax.sharding import Mesh
+
 from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement
@@ -29,13 +31,16 @@ class Copies:
       nodes: all nodes, in order.
       placement: where they are.
       required: the results, which are made once.
+      in_loop: whether the nodes are the body of a loop: what that reads from outside is sent before, once.
     """
 
-    def __init__(self, nodes: Sequence[Node], placement: Placement, required: Iterable[Var]):
+    def __init__(self, nodes: Sequence[Node], placement: Placement, required: Iterable[Var], in_loop: bool):
         self.placement = placement
         self.maker: Mapping[Var, Node] = {v: n for n in nodes for v in n.outvars}
         self._index = {n: i for i, n in enumerate(nodes)}
         self._once = self._done_once(nodes, set(required))
+        if not in_loop:
+            self._once |= self._sent_slices(nodes)
 
     def is_copied(self, node: Equation) -> bool:
         """Whether an equation is repeated in every fragment that reads it."""
@@ -72,6 +77,24 @@ class Copies:
             if costly or node.kept or results & set(node.outvars) or node.eqn.effects:
                 once.add(node)
         return once
+
+    def _sent_slices(self, nodes: Sequence[Node]) -> set[Node]:
+        """Slices of state that another mesh reads: it is sent them, and not all of the state."""
+        found: set[Node] = set()
+        readers: dict[Var, set[Mesh]] = {}
+        for node in reversed(nodes):
+            if not isinstance(node, Equation):
+                continue
+            location = self.placement.locations.get(node)
+            there = {mesh for v in node.outvars for mesh in readers.get(v, ())}
+            is_state = any(self.placement.where[v].kind is Kind.STATE for v in node.outvars)
+            if location is not None and is_state and node.name == "slice" and there - {location.mesh}:
+                found.add(node)
+            if location is not None and (not is_state or node in found):
+                there = {location.mesh}
+            for v in filter(is_var, node.invars):
+                readers.setdefault(v, set()).update(there)
+        return found
 
 
 def _expands(node: Equation) -> bool:

@@ -46,7 +46,13 @@ def _as_tasks_say(nodes: Sequence[Node], placement: Placement) -> tuple[list[Nod
     return nodes, split_backward(nodes, placement, split_positions(placement))
 
 
-def _plan(nodes: Sequence[Node], placement: Placement, required: Iterable[PlacedVar], names: Names) -> Plan:
+def _plan(
+    nodes: Sequence[Node],
+    placement: Placement,
+    required: Iterable[PlacedVar],
+    names: Names,
+    in_loop: bool = False,
+) -> Plan:
     """The fragments and loops of nodes, as they are."""
     results = list(dict.fromkeys(required))
 
@@ -55,7 +61,7 @@ def _plan(nodes: Sequence[Node], placement: Placement, required: Iterable[Placed
             return _plan_while(loop, placement.bodies[loop], needs, names)
         return _plan_loop(loop, placement.bodies[loop], needs, names)
 
-    grouping = Grouping(nodes, placement, results, plan_loop)
+    grouping = Grouping(nodes, placement, results, plan_loop, in_loop)
     steps = _steps(grouping, results, names)
     maker = grouping.copies.maker
     homes = {v: m for v in maker if (m := placement.where[v].home) is not None}
@@ -139,7 +145,7 @@ def _plan_body(
     """
     while True:
         required = [(v, m) for v, meshes in zip(loop.carry_out, carried) for m in meshes]
-        plan = _plan(nodes, placement, [*required, *results], names)
+        plan = _plan(nodes, placement, [*required, *results], names, in_loop=True)
         grown = False
         for v, meshes in zip(loop.carry_in, carried):
             missing = [m for w, m in plan.needs if w is v and m not in meshes]

@@ -39,9 +39,10 @@ class Grouping:
         placement: Placement,
         required: Sequence[PlacedVar],
         plan_loop: Callable[[Loop | While, Needs], LoopPlan | WhilePlan],
+        in_loop: bool,
     ):
         self.placement = placement
-        self.copies = Copies(nodes, placement, (v for v, _ in required))
+        self.copies = Copies(nodes, placement, (v for v, _ in required), in_loop)
         self.needs: dict[Var, dict[Mesh, Group]] = {}
         self.groups: list[Group | LoopPlan | WhilePlan] = []
         self.contents: list[list[Equation]] = []
