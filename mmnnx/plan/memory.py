@@ -88,9 +88,11 @@ def buffer_kinds(program: Program, bound: BoundProgram) -> dict[int, Kind]:
     """What each buffer holds."""
     record, arguments = bound.record, bound.number
     of: dict[Var, Kind] = {}
+    given = {leaf.within for leaf in record.inputs if leaf is not None and leaf.within}
     for leaf, placed in zip(record.results, bound.results):
         if leaf is not None and leaf.within:
-            of |= dict.fromkeys((v for v, _ in placed), _kind(leaf))
+            returned = leaf.updates is None and leaf.within in given and not leaf.is_optimizer_state
+            of |= dict.fromkeys((v for v, _ in placed), "gradients" if returned else _kind(leaf))
     of |= {v: _kind(record.inputs[n] if n < len(record.inputs) else None) for v, n in arguments.items()}
     weights = {
         (v.aval.shape, mesh): v.aval.dtype for v, mesh in program.inputs.values() if of.get(v) == "weights"

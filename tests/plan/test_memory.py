@@ -13,6 +13,9 @@ import mmnnx as mm
 from mmnnx.modules import PRESETS
 from mmnnx.mpmd.runtime import prepare
 from mmnnx.mpmd.runtime.profile import measurer
+from tests import models
+from tests.models import make
+from tests.mpmd.parity import born, pipeline
 from tests.plan.conftest import devices_of, plan_here, small, tokens
 from tests.slow import all_but
 
@@ -85,6 +88,20 @@ def test_what_is_not_donated_is_there_twice():
         state = memory.peak_of["weights"] + memory.peak_of["optimizer state"]
         once = less.peak_of["weights"] + less.peak_of["optimizer state"]
         assert state == pytest.approx(2 * once, rel=0.01)
+
+
+def test_gradients_that_are_returned_are_gradients():
+    mesh, tasks = pipeline(2)
+    with mesh:
+        model = born(
+            make(models.MLP), mm.TaskSharding({mm.path("layers", range(2)): tasks[0], ...: tasks[1]})
+        )
+        loss = nnx.value_and_grad(models.squared_error)
+        step = mm.jit(lambda m, batch: mm.microbatch(loss, dim=0, size=2, argnum=1)(m, batch))
+        plan = mm.plan(step, model, models.vectors())
+    for n, memory in enumerate(plan.memory):
+        own = jax.tree.leaves(nnx.state(model.layers[2 * n : 2 * n + 2]))
+        assert memory.peak_of["gradients"] == pytest.approx(sum(x.nbytes for x in own), abs=16)  # the loss
 
 
 def step_shardings(job, model):

@@ -90,15 +90,10 @@ def _scan(
     along |= {cut: "" for cut in wanted[num_carry:] if cut is not None and cut.dim == 0 and not along}
     if not along:
         return _scan_inside(writer, node, consts, carry, xs, wanted)
-    cut, *others = along
+    cut = next(iter(along))  # what is divided otherwise follows it
     if loop_spec(node.scope) is not None and (name := along[cut]):
         raise PlacementError(
             f"mm.microbatch slices {name} along the dimension that is divided between tasks: a batch is not"
-        )
-    if others:
-        said = " and ".join(f"{name} in {c}" for c, name in along.items())
-        raise PlacementError(
-            f"a scan goes over {said}: divide them alike. It was traced at {_compat.source_line(node.eqn)}"
         )
     columns = [writer.cut(x, cut, node.scope) for x in xs]
     rows: dict[int, list[Value]] = {}

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx import _compat
@@ -99,17 +100,37 @@ class Writer:
         """
         if not isinstance(value, Pieces):
             return value
+        if (divided := self._made_of(value)) is not None:
+            raise PlacementError(_refusal(divided, reader, self.line(reader)))
         value = self._recuts.get(value.key, value)
         if value.key in self._whole:
             return self._whole[value.key]
-        if (maker := self._made.get(value.key)) is None:
-            raise PlacementError(_refusal(value, reader, self.line(reader)))
+        maker = self._made[value.key]
+        assert maker is not None
         node, operands = maker
         made = self.emit(node, [self.whole(v, reader) for v in operands])
         for v, atom in zip(node.outvars, made):
             if isinstance(pieces := self._values.get(v), Pieces):
                 self._whole[pieces.key] = atom
         return self._whole[value.key]
+
+    def _made_of(self, value: Pieces) -> Pieces | None:
+        """What was given in pieces, and is not there whole, of which a value is made: floats before keys."""
+        found: list[Pieces] = []
+        seen, left = {value.key}, [value]
+        while left:
+            v = left.pop()
+            v = self._recuts.get(v.key, v)
+            if v.key in self._whole:
+                continue
+            if (maker := self._made.get(v.key)) is None:
+                found.append(v)
+                continue
+            more = [x for x in maker[1] if isinstance(x, Pieces) and x.key not in seen]
+            seen.update(x.key for x in more)
+            left += more
+        floats = (v for v in found if jnp.issubdtype(v.atoms[0].aval.dtype, jnp.floating))
+        return next(floats, next(iter(found), None))
 
     def cut(self, value: Value, cut: Cut, scope: str) -> Pieces:
         """A value in pieces.

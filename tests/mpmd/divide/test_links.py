@@ -180,6 +180,8 @@ def test_rows_go_to_other_pieces():
     check(lambda w: w[::2] * w[1::2], W, cut=CUTS[0])
     check(lambda w: jnp.roll(w, 1, axis=0), W, cut=CUTS[0], wanted=CUTS[0])
     check(lambda w, v: w * v, W, V, cut=CUTS[0], given=CUTS)
+    both = lambda w: lax.scan(lambda c, rows: (c + rows[0] * rows[1], c), w[0] * 0, (w, w[::-1]))
+    check(both, W, cut=CUTS[1])
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -228,6 +230,14 @@ REFUSED = {
     "dot_general": lambda w: jnp.einsum("li,mi->lm", w[:, 0], w[:, 1]),
     "argmax": lambda w: jnp.argmax(w, axis=0),
 }
+
+
+def test_a_refusal_names_weights_rather_than_keys():
+    noise = lambda keys: jax.vmap(lambda key: jax.random.normal(key, (4, 6)))(keys)
+    with pytest.raises(
+        mm.PlacementError, match="argument 1 is divided between tasks.*'argmin' needs all of it"
+    ):
+        check(lambda keys, w: jnp.argmin(noise(keys) * w, axis=0), KEYS, W, cut=CUTS[0])
 
 
 @pytest.mark.parametrize("name", REFUSED)
