@@ -49,9 +49,8 @@ class Writer:
         # How others could be, by the equation that first made them; not at all, what was given in pieces.
         self._made: dict[Key, tuple[Equation, list[Value]] | None] = {}
         self._recuts: dict[Key, Pieces] = {}  # for values in other pieces than they were made in, these
-        self._given: dict[
-            tuple[int, int], Cut
-        ] = {}  # by dimension and size: how a value is divided that was given
+        # By dimension and size, how values are divided that were given.
+        self._given: dict[tuple[int, int], Cut] = {}
         self._maker: dict[Var, Any] = {}  # of variables that were written
         self._calls: dict[Var, Any] = {}  # for results of equations, the call that these are in
         self._cuts: dict[tuple[Var, Cut], Pieces] = {}
