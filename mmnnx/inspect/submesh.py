@@ -76,7 +76,7 @@ class Submesh:
         return f"{text}, {self.peak / memory:.0%} of {bytes_text(memory)}"
 
     def main_parts(self) -> tuple[Part, ...]:
-        """The largest `PARTS` parts; or less, and last all others and those below a thousandth as one."""
+        """At most `PARTS` parts, in order: the largest; others, and those below a thousandth, are one."""
         large = [part for part in self.parts if 1000 * part.bytes >= self.most]
         if len(large) < len(self.parts) or len(large) > PARTS:
             large = sorted(large, key=lambda part: -part.bytes)[: PARTS - 1]

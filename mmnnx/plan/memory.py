@@ -91,6 +91,7 @@ def buffer_kinds(program: Program, bound: BoundProgram) -> dict[int, Kind]:
     given = {leaf.within for leaf in record.inputs if leaf is not None and leaf.within}
     for leaf, placed in zip(record.results, bound.results):
         if leaf is not None and leaf.within:
+            # State by the path of an argument's, but not its new value.
             returned = leaf.updates is None and leaf.within in given and not leaf.is_optimizer_state
             of |= dict.fromkeys((v for v, _ in placed), "gradients" if returned else _kind(leaf))
     of |= {v: _kind(record.inputs[n] if n < len(record.inputs) else None) for v, n in arguments.items()}

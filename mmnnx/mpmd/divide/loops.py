@@ -90,7 +90,7 @@ def _scan(
     along |= {cut: "" for cut in wanted[num_carry:] if cut is not None and cut.dim == 0 and not along}
     if not along:
         return _scan_inside(writer, node, consts, carry, xs, wanted)
-    cut = next(iter(along))  # what is divided otherwise follows it
+    cut = next(iter(along))  # what is divided differently is divided like this first
     if loop_spec(node.scope) is not None and (name := along[cut]):
         raise PlacementError(
             f"mm.microbatch slices {name} along the dimension that is divided between tasks: a batch is not"

@@ -1,7 +1,8 @@
 """Which equations are done once, and which again in every fragment that reads their results.
 
 Work that depends on no placed state is repeated where it is read. What costs more to compute than to keep
-(random bits, products) is done once on each mesh.
+(random bits, products) is done once on each mesh. What only lays out state anew is repeated as well; but a
+slice of state that goes to another mesh is made once, and sent.
 """
 
 from __future__ import annotations

@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
 import mmnnx as mm
 import mmnnx.mpmd.divide.indexing  # rules of their own
-from mmnnx import _compat
-from mmnnx.mpmd.divide.loops import divide_jaxpr
 from mmnnx.mpmd.divide.values import Cut
+from tests.mpmd.divide.compare import assert_same_in_pieces
 from tests.slow import grid
 
 L = 8  # layers
@@ -35,30 +32,13 @@ SQUARE = normal(L, 4, 4) + 3 * jnp.eye(4)
 def check(fun: Any, *args: Any, cut: Cut, given: Any = None, wanted: Any = None) -> Any:
     """Runs a function over the pieces of those arguments that have the divided dimension, and compares.
 
-    Returns:
-      The equations over pieces.
+    Args:
+      wanted: for all results, or a list with one for each.
     """
     given = [cut if x.ndim and x.shape[0] == L else None for x in args] if given is None else given
     whole = jax.make_jaxpr(lambda *args: jax.tree.leaves(fun(*args)))(*args)
-    wanted = [wanted] * len(whole.out_avals)
-    divided, made = divide_jaxpr(whole, given, wanted, [f"argument {n}" for n in range(len(args))])
-    pieces = [piece for x, c in zip(args, given) for piece in split(x, c)]
-    results = iter(jex.jaxpr_as_fun(divided)(*pieces))
-    for expected, c in zip(jex.jaxpr_as_fun(whole)(*args), made):
-        row = [next(results) for _ in (c.sizes if c else [1])]
-        found = row[0] if c is None else jnp.concatenate(row, axis=c.dim)
-        if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
-            found, expected = jax.random.key_data(found), jax.random.key_data(expected)
-        assert found.shape == expected.shape and found.dtype == expected.dtype
-        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
-    return _compat.open_jaxpr(divided)[2], made
-
-
-def split(x: jax.Array, cut: Cut | None) -> list[jax.Array]:
-    if cut is None:
-        return [x]
-    ends = np.cumsum(cut.sizes)
-    return [lax.slice_in_dim(x, e - n, e, axis=cut.dim) for e, n in zip(ends, cut.sizes)]
+    wanted = wanted if isinstance(wanted, list) else [wanted] * len(whole.out_avals)
+    return assert_same_in_pieces(whole, args, given, wanted, 2e-5)
 
 
 STAYS = {
@@ -200,13 +180,7 @@ def test_a_slice_is_not_the_value_that_its_first_piece_is_of(cut):
         swapped = jnp.concatenate([v[:2], v[4:], v[2:4]])
         return v, jnp.cumsum(swapped, 0), jnp.sort(v[:4], 0), jnp.cumsum(jnp.concatenate([v, v]), 0)
 
-    whole = jax.make_jaxpr(draw)(KEYS[0])
-    divided, made = divide_jaxpr(whole, [None], [cut, None, None, None], ["key"])
-    *pieces, swapped, first, twice = jex.jaxpr_as_fun(divided)(KEYS[0])
-    assert made == [cut, None, None, None]
-    found = jnp.concatenate(pieces), swapped, first, twice
-    for x, expected in zip(found, jax.jit(draw)(KEYS[0]), strict=True):
-        np.testing.assert_allclose(x, expected, rtol=2e-5)
+    check(draw, KEYS[0], cut=cut, given=[None], wanted=[cut, None, None, None])
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import mmnnx as mm
-import mmnnx.mpmd.divide.indexing  # rules of their own
-from mmnnx.mpmd.divide.loops import divide_jaxpr
 from mmnnx.mpmd.divide.values import Cut
+from tests.mpmd.divide.compare import assert_same_in_pieces
 
 L = 6  # layers
 CUTS = [Cut(0, (2, 2, 2)), Cut(0, (3, 2, 1)), Cut(0, (6,)), Cut(0, (1, 5))]
@@ -118,19 +115,6 @@ def test_random_functions(cuts, steps, asked):
     wanted = [cut if aval.shape[0] == L else None for cut, aval in zip(asked, whole.out_avals)]
     wanted += [None] * (len(whole.out_avals) - len(wanted))
     try:
-        jaxpr, made = divide_jaxpr(whole, cuts, wanted, ["a", "b"])
+        assert_same_in_pieces(whole, args, cuts, wanted, 1e-4)
     except mm.PlacementError as error:
-        assert "divide" in str(error)
-        return
-    pieces = [p for x, c in zip(args, cuts) for p in (split(x, c) if c is not None else [x])]
-    results = iter(jex.jaxpr_as_fun(jaxpr)(*pieces))
-    for expected, c, w in zip(jex.jaxpr_as_fun(whole)(*args), made, wanted):
-        assert w is None or c == w
-        row = [next(results) for _ in (c.sizes if c is not None else [1])]
-        found = row[0] if c is None else jnp.concatenate(row, axis=c.dim)
-        assert found.shape == expected.shape and found.dtype == expected.dtype
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def split(x: jax.Array, cut: Cut) -> list[jax.Array]:
-    return jnp.split(x, np.cumsum(cut.sizes)[:-1].tolist(), axis=cut.dim)
+        assert "argument" in str(error)  # which is named
