@@ -3,7 +3,8 @@
 Two tables of CPU time of the calling thread, four stages of one device each:
 
 - a training step over microbatches, for stages of few and of many arrays: the sum of the bare compiled calls
-  and copies in it, the program that dispatches them, and the whole call, which takes the NNX state apart too;
+  and copies in it; the same written out, a line of Python for each, which also drops the arrays that it has
+  used; the program that dispatches them; and the whole call, which takes the NNX state apart too;
 - a model of many small Variables: the call under `mm.jit` and under `nnx.jit`, with and without what the
   compiled calls take.
 
@@ -15,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -26,6 +28,7 @@ import tyro
 from flax import nnx
 
 import mmnnx as mm
+from mmnnx.mpmd.compile.compile_program import Compiled
 from mmnnx.mpmd.runtime import prepare
 from mmnnx.mpmd.runtime import steps as program_steps
 
@@ -93,14 +96,13 @@ class Watch:
         return call
 
     @contextlib.contextmanager
-    def watching_program(self) -> Iterator[None]:
-        """As `watching`, of the whole program that dispatches them."""
-        runner = prepare.runner
-        prepare.runner = lambda *args: self.timed(runner(*args))
+    def watching_program(self, runner: Callable[..., Any] = prepare.runner) -> Iterator[None]:
+        """As `watching`, of the whole program that dispatches them, made by `runner`."""
+        before, prepare.runner = prepare.runner, lambda *args: self.timed(runner(*args))
         try:
             yield
         finally:
-            prepare.runner = runner
+            prepare.runner = before
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -145,10 +147,32 @@ def on_stages(each: int) -> tuple[mm.MultiMesh, Pile]:
         return mesh, mm.jit(lambda: Pile(each), out_shardings=placement)()
 
 
+def written_out(compiled: Compiled, *_: Any) -> Callable[[list[jax.Array]], Sequence[jax.Array]]:
+    """In the place of mmnnx's loop: a function with a line for each call and copy, and for what it frees."""
+    program, functions = compiled.program, {}
+    outputs = [*itertools.chain.from_iterable(program.outputs)]
+    lasting = program.moved({*program.inputs, *outputs})
+    lines = [f"{names(program.inputs)} = arrays", "arrays.clear()"]
+    for n, group in enumerate(program_steps.group_transfers(program.instructions)):
+        step = program_steps.make_step(compiled, group, lasting)
+        functions[f"f{n}"] = step.execute
+        lines.append(f"{names(step.outputs)} = f{n}({names(step.inputs)})")
+        if step.frees:
+            lines.append(f"del {names(step.frees)}")
+    lines.append(f"return {names(outputs)}")
+    exec("def run(arrays):\n    " + "\n    ".join(lines), functions)
+    return functions["run"]
+
+
+def names(buffers: Iterable[int]) -> str:
+    return "".join(f"v{b}, " for b in buffers)
+
+
 def steps(each: int, options: Options) -> str:
     """One line of the first table."""
     mesh, model = on_stages(each)
-    batch, bare, dispatch = np.ones((options.microbatches, 4), np.float32), Watch(), Watch()
+    batch = np.ones((options.microbatches, 4), np.float32)
+    bare, by_hand, dispatch = Watch(), Watch(), Watch()
 
     def step(model: Pile, batch: Any) -> jax.Array:
         grad_fn = nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))
@@ -156,16 +180,18 @@ def steps(each: int, options: Options) -> str:
         nnx.update(model, jax.tree.map(lambda p, g: p - 1e-6 * g, nnx.state(model), grads))
         return loss
 
-    plain, program, watched = (mm.jit(step, donate_argnums=0, mesh=mesh) for _ in range(3))
+    plain, lines, program, watched = (mm.jit(step, donate_argnums=0, mesh=mesh) for _ in range(4))
+    with by_hand.watching_program(written_out):
+        lines(model, batch)
     with dispatch.watching_program():
         program(model, batch)
     with bare.watching():
         watched(model, batch)
-    calls = [functools.partial(fun, model, batch) for fun in (plain, program, watched)]
-    total, *_ = least(options.calls, *calls, watches=(bare, dispatch))
-    alone = bare.least
+    calls = [functools.partial(fun, model, batch) for fun in (plain, lines, program, watched)]
+    total, *_ = least(options.calls, *calls, watches=(bare, by_hand, dispatch))
+    alone = by_hand.least
     return (
-        f"{each:15}{bare.count:15}{alone:9.2f} ms{1e3 * alone / bare.count:9.1f} us"
+        f"{each:15}{bare.count:15}{bare.least:9.2f} ms{1e3 * bare.least / bare.count:9.1f} us{alone:12.2f} ms"
         f"{dispatch.least:9.2f} ms{dispatch.least / alone:8.2f}{total:9.2f} ms{total / alone:8.2f}"
     )
 
@@ -218,7 +244,7 @@ def main() -> None:
     print(f"jax {jax.__version__}; CPU time of the calling thread, the least of {options.calls} calls")
     print(
         f"a training step, {STAGES} stages, {options.microbatches} microbatches\n"
-        f"{'arrays a stage':>15}{'calls, copies':>15}{'bare':>12}{'each':>12}"
+        f"{'arrays a stage':>15}{'calls, copies':>15}{'bare':>12}{'each':>12}{'written out':>15}"
         f"{'dispatch':>12}{'ratio':>8}{'mm.jit':>12}{'ratio':>8}"
     )
     for each in options.arrays:
