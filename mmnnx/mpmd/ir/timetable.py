@@ -108,11 +108,19 @@ class Stages:
         self._check_chain(name)
         down = tuple(range(self.num_meshes))
         if self.meshes != (*down, *reversed(down)):
+            advice = (
+                "Two stages in a row on one mesh are told apart by their tasks: give each a Task of its own "
+                "name in the TaskSharding, or a mm.task in the model"
+            )
+            if self.num_stages > 2 * self.num_meshes:
+                advice = (
+                    "A further stage begins wherever a later stage waits for what another mesh computes. "
+                    "The program for schedule='1f1b', printed, shows what that is; compute it in an earlier "
+                    "stage, or add it to the loss"
+                )
             raise ValueError(
                 f"schedule {name!r} needs two stages on each mesh, in a V, such as 0, 1, 1, 0 on two meshes; "
-                f"here they are on meshes {', '.join(map(str, self.meshes))}. Two stages in a row on one "
-                "mesh are told apart by their tasks: give each a Task of its own name in the TaskSharding, "
-                "or a mm.task in the model"
+                f"here they are on meshes {', '.join(map(str, self.meshes))}. {advice}"
             )
         if interleave not in (None, 2):
             raise ValueError(f"interleave={interleave}, but schedule {name!r} has two stages on each mesh")

@@ -352,6 +352,12 @@ def test_dualpipe_v_with_few_microbatches():
     assert played("dualpipe-v", vee(4), 8).bubble == pytest.approx(3 / 51)
 
 
+@pytest.mark.parametrize("name", VEES)
+def test_more_stages_than_a_v_has_are_explained(name):
+    with pytest.raises(ValueError, match="on meshes 0, 1, 1, 0, 1. A further stage begins wherever"):
+        get_schedule(name).table(Stages.chain((0, 1, 1, 0, 1)), 4)
+
+
 def test_an_unknown_name():
     with pytest.raises(ValueError, match="'zigzag'; there are '1f1b', 'dualpipe-v'"):
         get_schedule("zigzag")
