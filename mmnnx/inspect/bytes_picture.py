@@ -41,6 +41,7 @@ def draw_bytes(
             where="post",
             color=mesh_colour(k, len(shown), dark),
             linewidth=1.1,
+            clip_on=False,
             label=f"{name}: peak {bytes_text(max(n for _, n in held[name]))}" if k % every == 0 else "_",
         )
     axes.set(xlim=(0, scale.span), ylabel=f"{unit} of arrays\nof each mesh")

@@ -201,6 +201,7 @@ def _draw_transfers(axes: Axes, timeline: Timeline, rows: list[str], scale: Scal
             linewidths=0.7 if len(arrows) <= MAX_ARROWS else 0.3,
             label="transfer",
             rasterized=len(arrows) > MAX_VECTOR_EVENTS,
+            clip_on=False,  # some are at the very end
             zorder=1,
         )
     )
@@ -208,5 +209,5 @@ def _draw_transfers(axes: Axes, timeline: Timeline, rows: list[str], scale: Scal
         for marker, down in (("v", True), ("^", False)):
             heads = [(x1, y1 - 0.05 if down else y1 + 0.05) for _, y0, x1, y1 in arrows if (y1 > y0) == down]
             xs, ys = [x for x, _ in heads], [y for _, y in heads]
-            axes.scatter(xs, ys, s=5, marker=marker, color=look.faint, lw=0, zorder=3)
+            axes.scatter(xs, ys, s=5, marker=marker, color=look.faint, lw=0, clip_on=False, zorder=3)
     return True
