@@ -34,9 +34,14 @@ def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.Ta
     embedding, the last the output layer. Inside a stage, axes are split over its devices as the options say.
 
     Raises:
-      UserError: for a schedule that does not go with so many stages and microbatches.
+      UserError: for a schedule that does not go with so many stages and microbatches, and for attention that
+        these devices do not have.
     """
     sizes = model_config(config)
+    if config.attention == "cudnn" and (platform := devices.flat[0].platform) != "gpu":
+        raise UserError(
+            f"--attention cudnn is for GPUs, and the devices of this run are {platform}: leave it out"
+        )
     names, shape = zip(*config.mesh_axes.items())
     mesh = mm.MultiMesh(axis_sizes=shape, axis_names=names, devices=devices.reshape(shape))
     rules = rules_of(sizes, config.mesh_axes, config.fsdp)

@@ -218,6 +218,11 @@ def test_sequences_longer_than_learned_positions(folder, tmp_path):
         train(config(folder, tmp_path / "run", model=tmp_path / "model", stages=2))
 
 
+def test_cudnn_is_for_gpus(folder, tmp_path):
+    with pytest.raises(UserError, match="--attention cudnn is for GPUs, and the devices of this run are cpu"):
+        train(config(folder, tmp_path / "run", attention="cudnn"))
+
+
 def test_bounded_scores_have_no_cudnn(folder, tmp_path):
     sizes = dict(vocab=256, layers=2, width=16, heads=2, kv_heads=2, mlp=64, window=(4, None))
     model = build(GemmaConfig(**sizes, attention_softcap=3.0, logits_softcap=5.0))
