@@ -66,21 +66,40 @@ def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
         return [(job % count, job // count) for _, job in play(jobs)]
     except Stuck as stuck:
         heads, waiting = list(map(name, stuck.heads)), []
+        advice = ""
         for job in stuck.heads:
             missing = [j for j in jobs.waits[job] if j in stuck.left]
             for other in missing:
+                f, awaited = fragments[job % count], fragments[other % count]
                 if job // count > other // count and not plan.loop.spec.rows:
                     raise ValueError(
                         f"schedule {plan.timetable.schedule!r} needs microbatches in an order in which they "
-                        f"cannot run: {name(job)} waits for {name(other)}. State that the loop updates takes "
-                        "them in order, and so does a sum of gradients that two stages of one mesh add to: "
-                        "'1f1b' and 'gpipe' do, or give the stages weights of their own"
+                        f"cannot run: {name(job)} waits for {name(other)}. {_in_turn(f, awaited)}"
                     ) from None
+                if f.phase == "backward-weight" and f.position != awaited.position:
+                    advice = (
+                        ". In each microbatch the gradients of a stage's weights wait for other stages, as "
+                        "they do where their common norm scales them: '1f1b' runs that, and all schedules "
+                        "do where gradients are scaled after the loop"
+                    )
             waiting += [f"{name(job)} waits for {', '.join(map(name, missing))}"] if missing else []
         raise ValueError(
             f"schedule {plan.timetable.schedule!r} cannot run: each TaskMesh waits for another. "
-            f"Next on each: {'; '.join(heads)}. And {'; '.join(waiting)}"
+            f"Next on each: {'; '.join(heads)}. And {'; '.join(waiting)}{advice}"
         ) from None
+
+
+def _in_turn(f: Fragment, awaited: Fragment) -> str:
+    """Why a fragment waits for one of an earlier microbatch, and what to do."""
+    if f.phase == "forward" != awaited.phase:
+        return (
+            "Each microbatch reads what the backward of the one before leaves: schedule='sequential' runs "
+            "them one after the other"
+        )
+    return (
+        "State that the loop updates takes them in order, and so does a sum of gradients that two stages of "
+        "one mesh add to: '1f1b' and 'gpipe' do, or give the stages weights of their own"
+    )
 
 
 Asked = list[tuple[list[int], int]]  # (the fragments that an action is made of, microbatch), in order
