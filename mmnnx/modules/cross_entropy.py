@@ -30,19 +30,23 @@ def mean_cross_entropy(
         weight. Default: equal weights with a sum of one, the mean.
 
     Raises:
-      ValueError: if `chunks` does not divide the length.
+      ValueError: if `chunks` does not divide the length, and for labels or weights of another shape than
+        [batch, length].
 
     Example:
       >>> lm = LM(LMConfig(layers=1), rngs=nnx.Rngs(0))
       >>> mean_cross_entropy(lm.logits, lm.hidden(batch[:, :-1]), batch[:, 1:], chunks=4).shape
       ()
     """
+    for name, given in (("labels", labels), ("weights", weights)):
+        if given is not None and given.shape != x.shape[:2]:
+            raise ValueError(f"{name} are {list(given.shape)}, and what they are for {list(x.shape[:2])}")
     if weights is None:
         weights = jnp.full(labels.shape, 1 / labels.size, jnp.float32)
     if chunks == 1:
         return (optax.softmax_cross_entropy_with_integer_labels(logits(x), labels) * weights).sum()
     batch, length = labels.shape
-    if length % chunks:
+    if chunks < 1 or length % chunks:
         raise ValueError(f"a sequence of {length} is not divisible into {chunks} chunks of the loss")
 
     @jax.checkpoint
@@ -53,5 +57,6 @@ def mean_cross_entropy(
 
     # Every position that is `chunks` further on: where devices have parts of the sequence, all have some.
     parts = [jnp.moveaxis(a.reshape(batch, -1, chunks, *a.shape[2:]), 2, 0) for a in (x, labels, weights)]
-    total, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), tuple(parts))
+    zero = jnp.zeros((), jnp.promote_types(weights.dtype, jnp.float32))
+    total, _ = jax.lax.scan(add, zero, tuple(parts))
     return total

@@ -16,7 +16,7 @@ class Embed(nnx.Embed):
     """`nnx.Embed` whose table has named axes: int [...] to [..., features].
 
     `embed.attend(x)` is the tied output layer: [..., features] to logits [..., num_embeddings]. A token
-    outside of the table becomes NaN.
+    beyond the table becomes NaN; one below 0 counts from its end, as in NumPy.
 
     Args:
       num_embeddings: the number of rows of the table.

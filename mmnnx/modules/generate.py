@@ -76,7 +76,7 @@ def generate(
 
     Raises:
       ValueError: arguments out of range or that do not go together, a row of no tokens, or a token below 0 or
-        beyond the `model.config.vocab` of a model that has it.
+        beyond the `model.config.vocab` of a model that has it; more tokens than its `config.positions`.
       TypeError: a prompt that is not of integers; a model without `init_cache`; lengths for a model with
         other caches than `KVCache`s.
 
@@ -93,6 +93,7 @@ def generate(
     check_choice(temperature, top_k, top_p, key)
     batch, length = prompt.shape
     capacity = _check_sizes(batch, length, max_new_tokens, capacity, in_flight, prefill_chunk)
+    _check_positions(model, length, max_new_tokens)
     choice: dict[str, Any] = dict(
         key=jax.random.key(0) if key is None else key,
         temperature=np.float32(temperature or 1),
@@ -146,6 +147,16 @@ def _check_sizes(
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk={chunk}: at least one token is read at once")
     return needed if capacity is None else capacity
+
+
+def _check_positions(model: Any, length: int, new: int) -> None:
+    """Refuses more tokens than a model with learned positions has."""
+    positions: Any = getattr(getattr(model, "config", None), "positions", None)
+    if isinstance(positions, int) and length + new - 1 > positions:
+        raise ValueError(
+            f"a prompt of {length} tokens and {new} new ones need {length + new - 1} positions, and "
+            f"{type(model).__name__} has {positions} (model.config.positions)"
+        )
 
 
 def _check_prompt(model: Any, prompt: np.ndarray, lengths: Any) -> None:

@@ -61,6 +61,9 @@ class GPT2Block(Block):
 class GPT2(LM):
     """Next-token model of the shape of GPT-2. A position beyond the last one becomes NaN.
 
+    Raises:
+      ValueError: when called with more tokens than positions.
+
     Example:
       >>> GPT2(GPT2Config(layers=2), rngs=nnx.Rngs(0))(jnp.zeros((1, 16), jnp.int32)).shape
       (1, 16, 256)
@@ -86,5 +89,9 @@ class GPT2(LM):
             if first is not None and self.config.scan:
                 first = jax.tree.map(lambda stacked: stacked[0], first)
             count = tokens.shape[1]
+            if count > self.config.positions:
+                raise ValueError(
+                    f"{count} tokens are more than the {self.config.positions} learned positions"
+                )
             positions = jnp.arange(count) if first is None else first.positions(count)
         return constrain(self.embed(tokens) + self.positions(positions), "batch", "sequence", "embed")

@@ -28,7 +28,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
       sizes: int32 [groups], how many of the rows each group has, in order; all of them or fewer.
 
     Returns:
-      [rows, out], in the dtype of `x`; summed in float32. Rows in no group get zeros.
+      [rows, out], in the dtype of `x`; summed in float32, or float64 if `x` is. Rows in no group get zeros.
 
     Example:
       >>> grouped_matmul(jnp.ones((5, 2)), jnp.ones((3, 2, 4)), jnp.array([2, 0, 1])).sum(1)
@@ -50,13 +50,19 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def _product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    made = lax.platform_dependent(x, w, sizes, tpu=product_by_kernel, default=product_by_blocks)
+    made = _by_platform(product_by_kernel, product_by_blocks, x, w, sizes)
     return jnp.where(jnp.arange(x.shape[0])[:, None] < sizes.sum(), made, 0)
 
 
 def _outer_product(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
     """For each group the product of its rows of x, transposed, with those of y: [groups, in, out]."""
-    return lax.platform_dependent(x, y, sizes, tpu=outer_product_by_kernel, default=outer_product_by_blocks)
+    return _by_platform(outer_product_by_kernel, outer_product_by_blocks, x, y, sizes)
+
+
+def _by_platform(by_kernel: Any, by_blocks: Any, x: jax.Array, *operands: jax.Array) -> jax.Array:
+    if x.dtype not in (jnp.bfloat16, jnp.float32):  # the kernels know no others
+        return by_blocks(x, *operands)
+    return lax.platform_dependent(x, *operands, tpu=by_kernel, default=by_blocks)
 
 
 # --------------------------------------------------------------------------------------------- block by block
@@ -70,7 +76,7 @@ def product_by_blocks(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array
 
     def step(n: Any, y: jax.Array) -> jax.Array:
         own = lax.dynamic_slice_in_dim(rows, start_of(n), block)
-        made = jnp.dot(own, w[group_of(n)], preferred_element_type=jnp.float32)
+        made = jnp.dot(own, w[group_of(n)], preferred_element_type=_sum_dtype(x))
         # Beyond the end of its group a block writes what the next one overwrites.
         return lax.dynamic_update_slice_in_dim(y, made.astype(y.dtype), start_of(n), 0)
 
@@ -87,11 +93,15 @@ def outer_product_by_blocks(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax
     def step(n: Any, sums: jax.Array) -> jax.Array:
         a, b = (lax.dynamic_slice_in_dim(rows, start_of(n), block) for rows in (left, right))
         own = start_of(n) + jnp.arange(block)[:, None] < end_of(n)
-        made = jnp.dot(jnp.where(own, a, 0).T, b, preferred_element_type=jnp.float32)
+        made = jnp.dot(jnp.where(own, a, 0).T, b, preferred_element_type=_sum_dtype(x))
         return sums.at[group_of(n)].add(made)
 
-    sums = jnp.zeros((sizes.shape[0], x.shape[1], y.shape[1]), jnp.float32)
+    sums = jnp.zeros((sizes.shape[0], x.shape[1], y.shape[1]), _sum_dtype(x))
     return lax.fori_loop(0, count, step, sums).astype(x.dtype)
+
+
+def _sum_dtype(x: jax.Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _block(rows: int, groups: int) -> int:

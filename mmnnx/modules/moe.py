@@ -133,8 +133,10 @@ class MoE(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, MoEAux]:
         """The experts' weighted outputs, of the shape of `x`, and the `MoEAux` of the router."""
-        if x.ndim != 3 or x.shape[-1] != self.width:
-            raise ValueError(f"MoE: x is [batch, sequence, {self.width}], not {list(x.shape)}")
+        if x.ndim != 3 or x.shape[-1] != self.width or not x.size:
+            raise ValueError(
+                f"MoE: x is [batch, sequence, {self.width}], of a token at least, not {list(x.shape)}"
+            )
         logits = self.router(x)
         probabilities = jax.nn.softmax(logits)
         weights, chosen = self.route(probabilities)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -51,8 +52,8 @@ def check_choice(temperature: float, top_k: int | None, top_p: float | None, key
       ValueError: one out of range, a key that is lacking, or options for drawing where nothing is drawn.
       TypeError: `key` is not a key.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature}: it is 0 (the likeliest token) or above")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: it is 0 (the likeliest token) or above, and finite")
     if temperature > 0 and key is None:
         raise ValueError(f"temperature={temperature} draws tokens, and needs a key: key=jax.random.key(0)")
     if temperature == 0 and (top_k is not None or top_p is not None):

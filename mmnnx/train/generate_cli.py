@@ -77,6 +77,10 @@ def write(config: GenerateConfig, console: Console) -> None:
     """
     if not config.prompt:
         raise UserError("--prompt: give at least one text")
+    if config.tokens < 1:
+        raise UserError(f"--tokens {config.tokens}: generate at least one")
+    if config.top_p is not None and not config.temperature:
+        raise UserError("--top-p is for drawing, and --temperature 0 takes the likeliest token")
     mesh = stage_mesh(config.stages, config.tensor)
     with mesh:
         model, codec = read_model(config.model, config.stages, config.precision)
@@ -87,8 +91,7 @@ def write(config: GenerateConfig, console: Console) -> None:
         padded = np.stack([np.pad(row, (0, max(lengths) - len(row))) for row in rows])
         stream = None
         if len(rows) == 1:
-            stream = Stream(codec, console)
-            console.print("" if config.chat else config.prompt[0], end="", markup=False, soft_wrap=True)
+            stream = Stream(codec, console, "" if config.chat else config.prompt[0])
         began = time.perf_counter()
         made = generate(
             model,
@@ -136,15 +139,17 @@ def until(tokens: np.ndarray, end: int | None) -> list[int]:
 
 
 class Stream:
-    """Prints tokens as they come: text that is whole, since a character may be several tokens."""
+    """Prints a prompt, and tokens as they come: whole characters, which may be several tokens."""
 
-    def __init__(self, codec: Codec, console: Console):
-        self._codec, self._console = codec, console
+    def __init__(self, codec: Codec, console: Console, prompt: str):
+        self._codec, self._console, self._prompt = codec, console, prompt
         self._tokens: list[int] = []
         self._shown = 0
         self._ended = False
 
     def __call__(self, tokens: np.ndarray) -> None:
+        self._console.print(self._prompt, end="", markup=False, soft_wrap=True)
+        self._prompt = ""
         self._ended |= int(tokens[0]) == self._codec.end
         if self._ended:
             return

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 import mmnnx as mm
@@ -255,12 +256,47 @@ def test_fields_as_they_once_were(folder, tmp_path):
         (dict(num_hidden_layers=5), "it has no model.layers.4.self_attn.k_proj.weight, .* and 5 more"),
         (dict(num_hidden_layers=3), "it has model.layers.3.*, which the model has not"),
         (dict(tie_word_embeddings=True, num_hidden_layers=3), "which the model has not"),
+        (dict(num_attention_heads=0), "num_attention_heads is 0, and not a whole number above 0"),
+        (dict(hidden_size="16"), "hidden_size is '16', and not a whole number above 0"),
+        (dict(head_dim=8.0), "head_dim is 8.0, and not a whole number above 0"),
+        (dict(rms_norm_eps=-1), "rms_norm_eps is -1, and not a number above 0"),
+        (dict(rope_parameters=dict(rope_theta=0)), "rope_theta is 0, and not a number above 0"),
+        (dict(rope_parameters=[1]), r"rotary positions are \[1\], and not an object"),
+        (dict(rope_parameters=dict(rope_type="linear", factor="2")), "factor of rotary .* is '2', and not a"),
+        (dict(dtype="x"), "dtype is 'x'; there are float64, float32, float16, bfloat16"),
     ],
 )
 def test_what_does_not_fit_is_named(folder, changes, said):
     reconfigure(folder, **changes)
     with pytest.raises(ValueError, match=said):
         hf.load(folder, placement=lambda model: pytest.fail("nothing is placed before it is checked"))
+
+
+@pytest.mark.parametrize("fields", [dict(norm_topk_prob=True), dict(model_type="mixtral")])
+def test_one_normalized_expert_is_refused(fields, tmp_path):
+    """Its weight would always be 1; ours is the router's probability."""
+    hf.save(model_of("qwen3_moe"), tmp_path / "moe")
+    reconfigure(tmp_path / "moe", **fields, num_experts_per_tok=1, num_local_experts=3)
+    with pytest.raises(ValueError, match="num_experts_per_tok is 1, and the weight of the one expert"):
+        hf.read_config(tmp_path / "moe")
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [("{", "is damaged"), (b"\xff{}", "is damaged"), ("[1]", "holds no JSON object, but a list")],
+)
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_json_that_is_damaged(folder, file, text, said):
+    (folder / file).write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ValueError, match=f"{file} {said}"):
+        hf.load(folder)
+
+
+def test_an_index_of_other_things(folder):
+    for found in ({"a": 1}, [1]):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": found}))
+        with pytest.raises(ValueError, match="index.json: weight_map is to name the file of each tensor"):
+            hf.load(folder)
 
 
 def test_files_that_are_not_as_they_should_be(folder, tmp_path):
@@ -298,9 +334,56 @@ def test_where_it_cannot_be_written(folder, tmp_path):
         ValueError, match="not of the shape of the one in .*: there is no model.layers.0.self_attn.k_norm"
     ):
         hf.save(model_of("qwen3"), tmp_path / "new", like=folder)
-    with pytest.raises(ValueError, match="no published architecture has all of LMConfig"):
-        hf.save(build(LMConfig(**SIZES, bias=True, qk_norm=True)), tmp_path / "new")
+    with pytest.raises(ValueError, match="dtype=int32: weights are float64, float32, float16, bfloat16"):
+        hf.save(model, tmp_path / "new", dtype=jnp.int32)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["llama"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LMConfig(**SIZES, bias=True, qk_norm=True),
+        LMConfig(**SIZES, bias=True, window=(2, None, 3, 3)),
+        LMConfig(**SIZES, window=(2, None, 2, 2)),
+        MoELMConfig(**SIZES, **MOE, window=(2, None, 2, 2)),
+        MoELMConfig(**SIZES, **MOE | dict(top_k=1)),
+        GemmaConfig(**SIZES, window=(2, 3, 2, None)),
+        GemmaConfig(**SIZES, attention_scale=0.3),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_what_is_not_published(config, tmp_path):
+    with pytest.raises(ValueError, match="no published architecture has all of"):
+        hf.save(build(config), tmp_path / "new")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_whole_numbers_that_scale_attention(tmp_path):
+    config = GemmaConfig(**SIZES, attention_scale=144**-0.5)
+    hf.save(build(config), tmp_path / "gemma")
+    assert hf.read_config(tmp_path / "gemma") == config
+
+
+def test_one_expert_that_is_not_normalized(tmp_path):
+    model = build(MoELMConfig(**SIZES, **MOE | dict(top_k=1), qk_norm=True))
+    hf.save(model, tmp_path / "moe")
+    tokens = jnp.arange(8)[None]
+    np.testing.assert_array_equal(hf.load(tmp_path / "moe")(tokens)[0], model(tokens)[0])
+
+
+def test_a_capacity_is_left_out_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="capacity_factor=0.5 is not saved"):
+        hf.save(build(MoELMConfig(**SIZES, **MOE, capacity_factor=0.5)), tmp_path / "moe")
+
+
+def test_nothing_is_left_of_what_did_not_go_on_the_disk(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(saving, "save_file", full)
+    with pytest.raises(OSError, match="cannot write model.safetensors: No space left"):
+        hf.save(model_of("llama"), tmp_path / "new")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_placement_that_leaves_weights_out(folder):

@@ -15,6 +15,7 @@ from flax import nnx
 import mmnnx as mm
 from mmnnx.modules import decode
 from mmnnx.modules.generate import generate
+from mmnnx.modules.gpt2 import GPT2, GPT2Config
 from mmnnx.modules.lm import LM, LMConfig
 from mmnnx.modules.moe_lm import MoELM, MoELMConfig
 from mmnnx.modules.sampling import filter_logits
@@ -374,6 +375,8 @@ def test_any_model_with_a_cache_will_do():
         (ValueError, dict(temperature=1.0, key=0, top_k=0), "top_k=0: at least one"),
         (ValueError, dict(temperature=1.0, key=0, top_p=0.0), "top_p=0.0: it is a probability"),
         (ValueError, dict(temperature=1.0, key=0, top_p=1.5), "top_p=1.5: it is a probability"),
+        (ValueError, dict(temperature=float("nan"), key=0), "temperature=nan: it is 0"),
+        (ValueError, dict(temperature=float("inf"), key=0), "temperature=inf: it is 0"),
         (ValueError, dict(lengths=[1, 2]), r"lengths= is int \[3\].*it is int64\[2\]"),
         (ValueError, dict(lengths=[1.0, 2.0, 3.0]), r"it is float64\[3\]"),
         (ValueError, dict(lengths=[0, 2, 3]), "lengths= are from 1 to 6"),
@@ -397,6 +400,15 @@ def test_arguments_that_will_not_do(error, options, says):
     given = dict(model=build(layers=1), prompt=prompts(), max_new_tokens=4) | options
     with pytest.raises(error, match=says):
         generate(given.pop("model"), given.pop("prompt"), given.pop("max_new_tokens"), **given)
+
+
+def test_tokens_beyond_learned_positions():
+    model = GPT2(GPT2Config(layers=1, width=16, heads=2, kv_heads=2, mlp=16, positions=8), rngs=nnx.Rngs(0))
+    assert generate(model, prompts(), 3).shape == (3, 3)
+    with pytest.raises(ValueError, match="6 tokens and 4 new ones need 9 positions, and GPT2 has 8"):
+        generate(model, prompts(), 4)
+    with pytest.raises(ValueError, match="9 tokens are more than the 8 learned positions"):
+        model(jnp.zeros((1, 9), jnp.int32))
 
 
 def test_the_smallest_capacity_is_enough():

@@ -13,6 +13,7 @@ from flax import nnx
 
 from mmnnx.modules import LM, GemmaConfig, GPT2Config, LMConfig, MoELMConfig
 from mmnnx.modules.build import build as build_model
+from mmnnx.modules.cross_entropy import mean_cross_entropy
 from mmnnx.modules.lm import Block
 from mmnnx.modules.mlp import MLP, SwiGLU
 from mmnnx.modules.presets import PRESETS
@@ -89,6 +90,28 @@ def test_a_key_value_head_serves_neighbouring_query_heads():
             block["attention"][name]["kernel"] = jnp.repeat(kernel, 2, axis=1).reshape(16, 16)
     nnx.update(full, state)
     np.testing.assert_allclose(full(tokens()), grouped(tokens()), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_the_loss_in_float64():
+    with jax.enable_x64(True):
+        x, labels, weights = jnp.ones((2, 4, 3)), jnp.ones((2, 4), int), jnp.full((2, 4), 0.125, jnp.float64)
+        values = [mean_cross_entropy(lambda x: x, x, labels, chunks, weights) for chunks in (1, 2)]
+    assert values[1].dtype == jnp.float64
+    np.testing.assert_allclose(*values, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (dict(chunks=0), "4 is not divisible into 0 chunks"),
+        (dict(chunks=-1), "4 is not divisible into -1 chunks"),
+        (dict(labels=jnp.ones((1, 4), int)), r"labels are \[1, 4\], and what they are for \[2, 4\]"),
+        (dict(weights=jnp.ones((2, 1))), r"weights are \[2, 1\], and what they are for \[2, 4\]"),
+    ],
+)
+def test_losses_that_make_no_sense(changes, said):
+    with pytest.raises(ValueError, match=said):
+        mean_cross_entropy(lambda x: x, jnp.ones((2, 4, 3)), **dict(labels=jnp.ones((2, 4), int)) | changes)
 
 
 def test_loss_is_the_mean_cross_entropy_of_the_next_token():

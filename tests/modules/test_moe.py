@@ -70,6 +70,27 @@ def test_dropless_is_the_loop(top_k):
     assert aux.dropped == 0
 
 
+@pytest.mark.parametrize("dtype, atol", [(jnp.float16, 2e-2), (jnp.float64, 1e-12)])
+def test_other_dtypes(dtype, atol):
+    with jax.enable_x64(True):
+        moe, x = build(param_dtype=dtype), inputs().astype(dtype)
+        loss = lambda moe, x: (moe(x)[0] ** 2).sum()
+        y, _ = moe(x)
+        grads = nnx.grad(loss)(moe, x)
+        # The router computes in float32.
+        expected, _ = by_hand(moe, x)
+    assert y.dtype == dtype and grads.up[...].dtype == dtype
+    np.testing.assert_allclose(y, expected, atol=max(atol, 1e-6))
+    assert np.isfinite(np.asarray(grads.up[...], np.float64)).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 3, WIDTH), (2, 0, WIDTH)])
+@pytest.mark.parametrize("factor", [None, 1.25])
+def test_no_tokens(shape, factor):
+    with pytest.raises(ValueError, match="of a token at least, not"):
+        build(capacity_factor=factor)(jnp.zeros(shape))
+
+
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("factor", [0.3, 0.75, 1.25])
 def test_capacity_drops_as_the_loop_does(top_k, factor):
@@ -326,5 +347,5 @@ def test_what_cannot_be_is_refused(options, said):
 
 @pytest.mark.parametrize("shape", [(3, WIDTH), (2, 3, WIDTH + 1)])
 def test_other_shapes_are_refused(shape):
-    with pytest.raises(ValueError, match=r"x is \[batch, sequence, 8\], not"):
+    with pytest.raises(ValueError, match=r"x is \[batch, sequence, 8\], of a token at least, not"):
         build()(jnp.ones(shape))

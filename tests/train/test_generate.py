@@ -75,15 +75,19 @@ def test_mistakes_are_told(folder, tmp_path, capsys):
     for options, said in [
         ([str(tmp_path), "--prompt", "a"], "there is no config.json in"),
         ([str(folder / "new"), "--prompt", ""], "the text is empty"),
-        ([str(folder / "new"), "--prompt", "a", "--top-p", "2"], "top_p"),
+        ([str(folder / "new"), "--prompt", "a", "--top-p", "2"], "--top-p is for drawing"),
+        ([str(folder / "new"), "--prompt", "a", "--tokens", "0"], "--tokens 0: generate at least one"),
+        ([str(folder / "new"), "--prompt", "a", "--temperature", "nan"], "temperature=nan"),
         ([str(folder / "new"), "--prompt", "a", "b", "--in-flight", "4"], "in_flight=4 groups do not divide"),
     ]:
         assert main(["generate", *options]) == 2
-        assert said in capsys.readouterr().err
+        shown = capsys.readouterr()
+        assert said in shown.err
+        assert not shown.out
 
 
 def test_a_character_shows_when_all_of_it_is_there(capsys):
-    stream = Stream(Bytes(), Console(highlight=False))
+    stream = Stream(Bytes(), Console(highlight=False), "")
     for byte in "hé!".encode():
         stream(np.array([byte]))
     assert capsys.readouterr().out == "hé!"

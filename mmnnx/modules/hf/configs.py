@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from mmnnx.modules.moe_lm import MoELMConfig
 from mmnnx.modules.rotary import LinearScaling, RotaryScaling, Scaling, YarnScaling
 
 CONFIG = "config.json"
+
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The dtypes of weights, by their names in safetensors."""
 
 
 def read_config(folder: str | Path, **changes: Any) -> LMConfig:
@@ -45,7 +49,7 @@ def read_config(folder: str | Path, **changes: Any) -> LMConfig:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
         raise FileNotFoundError(f"there is no {CONFIG} in {folder}: it is no folder of a published model")
-    found = _Json(json.loads(file.read_text()), file)
+    found = _Json(read_json(file), file)
     kind = found.need("model_type")
     if kind not in READERS:
         raise ValueError(
@@ -53,6 +57,21 @@ def read_config(folder: str | Path, **changes: Any) -> LMConfig:
         )
     config = READERS[kind](found)
     return dataclasses.replace(config, **changes)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The fields of a JSON file.
+
+    Raises:
+      ValueError: for one that is damaged, or no object; names it.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:  # no JSON, or no text
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no JSON object, but a {type(found).__name__}")
+    return found
 
 
 def write_config(config: LMConfig) -> dict[str, Any]:
@@ -86,7 +105,7 @@ def write_config(config: LMConfig) -> dict[str, Any]:
         intermediate_size=config.mlp,
         rms_norm_eps=config.norm_eps,
     )
-    windows = config.window if isinstance(config.window, tuple) else (config.window,) * config.layers
+    windows = _windows_of(config)
     window = next((w for w in windows if w is not None), None)
     rope: dict[str, Any] = _write_rope(config.rotary_base, config.rotary_scaling)
     if kind in ("llama", "mistral", "mixtral"):
@@ -103,14 +122,12 @@ def write_config(config: LMConfig) -> dict[str, Any]:
         if kind == "mixtral":
             shared |= dict(num_local_experts=config.experts)
         else:
-            shared |= dict(num_experts=config.experts, norm_topk_prob=config.normalize)
+            shared |= dict(num_experts=config.experts, norm_topk_prob=config.normalize and config.top_k > 1)
             shared |= dict(moe_intermediate_size=config.mlp, decoder_sparse_step=1, mlp_only_layers=[])
     if isinstance(config, GemmaConfig):
         shared |= dict(hidden_activation="gelu_pytorch_tanh", final_logit_softcapping=config.logits_softcap)
         shared |= dict(attn_logit_softcapping=config.attention_softcap)
-        scale = config.attention_scale
-        head_dim = config.head_dim or config.width // config.heads
-        shared |= dict(query_pre_attn_scalar=head_dim if scale is None else round(scale**-2))
+        shared |= dict(query_pre_attn_scalar=_query_scalar(config))
         if kind == "gemma3_text":
             local = config.rotary_base if config.local_rotary_base is None else config.local_rotary_base
             rope = dict(full_attention=rope, sliding_attention=_write_rope(local, None))
@@ -123,23 +140,43 @@ def model_type(config: LMConfig) -> str:
     Raises:
       ValueError: if it is of none.
     """
+    windows = set(_windows_of(config))
     if isinstance(config, GPT2Config):
         kind, fits = "gpt2", config.bias and config.window is None and config.heads == config.kv_heads
     elif isinstance(config, GemmaConfig):
-        kind, fits = "gemma3_text" if config.qk_norm else "gemma2", not config.bias
+        kind = "gemma3_text" if config.qk_norm else "gemma2"
+        fits = not config.bias and _has_scalar(config)
     elif isinstance(config, MoELMConfig):
         kind = "qwen3_moe" if config.qk_norm else "mixtral"
-        fits = not config.bias and config.every == 1 and (config.qk_norm or config.normalize)
+        as_mixtral = config.normalize and config.top_k > 1 and len(windows) == 1
+        fits = not config.bias and config.every == 1 and (config.qk_norm or as_mixtral)
     elif config.bias:
         kind, fits = "qwen2", not config.qk_norm
     elif config.qk_norm:
         kind, fits = "qwen3", True
     else:
         kind = "llama" if config.window is None else "mistral"
-        fits = not isinstance(config.window, tuple) or len(set(config.window)) == 1
-    if not fits:
+        fits = len(windows) == 1
+    if not fits or len(windows - {None}) > 1:
         raise ValueError(f"no published architecture has all of {config}")
     return kind
+
+
+def _windows_of(config: LMConfig) -> tuple[int | None, ...]:
+    """The window of each layer."""
+    return config.window if isinstance(config.window, tuple) else (config.window,) * config.layers
+
+
+def _query_scalar(config: GemmaConfig) -> int:
+    """What the scale of attention is the inverse root of: a whole number in published models."""
+    head_dim = config.head_dim or config.width // config.heads
+    return head_dim if config.attention_scale is None else round(config.attention_scale**-2)
+
+
+def _has_scalar(config: GemmaConfig) -> bool:
+    """Whether the scale of attention is that of a whole number."""
+    scale = config.attention_scale
+    return scale is None or (scale > 0 and math.isclose(_query_scalar(config) ** -0.5, scale, rel_tol=1e-6))
 
 
 class _Json:
@@ -159,6 +196,25 @@ class _Json:
                 return self.fields[name]
         raise ValueError(f"{self.file} has no field {names[0]!r}")
 
+    def size(self, *names: str, default: int | None = None) -> int:
+        """As `need` or, with a default, `get`: a whole number above 0.
+
+        Raises:
+          ValueError: for anything else.
+        """
+        found = self.need(*names) if default is None else self.get(names[0], default)
+        if type(found) is not int or found < 1:
+            raise ValueError(f"{self.file}: {names[0]} is {found!r}, and not a whole number above 0")
+        return found
+
+    def positive(self, name: str, default: float, within: Mapping[str, Any] | None = None) -> float:
+        """A number above 0, of the fields or of an object within them."""
+        found = (self.fields if within is None else within).get(name, default)
+        found = default if found is None else found
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
+            raise ValueError(f"{self.file}: {name} is {found!r}, and not a number above 0")
+        return found
+
     def only(self, name: str, *allowed: Any) -> None:
         """Raises ValueError if a field is there and says what the modules do not do."""
         found = self.fields.get(name)
@@ -168,7 +224,10 @@ class _Json:
 
 
 def _dtype(json: _Json) -> Any:
-    return jnp.dtype(json.get("dtype", json.get("torch_dtype", "float32")))
+    name = json.get("dtype", json.get("torch_dtype", "float32"))
+    if name not in DTYPES.values():
+        raise ValueError(f"{json.file}: dtype is {name!r}; there are {', '.join(DTYPES.values())}")
+    return jnp.dtype(name)
 
 
 def _shared(
@@ -185,18 +244,18 @@ def _shared(
     json.only("mlp_bias", False)
     json.only("hidden_act", activation)
     json.only("partial_rotary_factor", 1.0)
-    width, heads = json.need("hidden_size"), json.need("num_attention_heads")
+    width, heads = json.size("hidden_size"), json.size("num_attention_heads")
     base, scaling = _read_rope(json, rope)
     return dict(
-        vocab=json.need("vocab_size"),
-        layers=json.need("num_hidden_layers"),
+        vocab=json.size("vocab_size"),
+        layers=json.size("num_hidden_layers"),
         width=width,
         heads=heads,
-        kv_heads=json.get("num_key_value_heads", heads),
-        mlp=json.need("intermediate_size"),
-        head_dim=json.get("head_dim", head_dim or width // heads),
+        kv_heads=json.size("num_key_value_heads", default=heads),
+        mlp=json.size("intermediate_size"),
+        head_dim=json.size("head_dim", default=head_dim or width // heads),
         tied=json.get("tie_word_embeddings", tied),
-        norm_eps=json.get("rms_norm_eps", rms_norm_eps),
+        norm_eps=json.positive("rms_norm_eps", rms_norm_eps),
         rotary_base=base,
         rotary_scaling=scaling,
         dtype=_dtype(json),
@@ -207,8 +266,10 @@ def _shared(
 def _read_rope(json: _Json, kind: str | None = None) -> tuple[float, Scaling | None]:
     """Base and scaling of rotary positions; `kind` is the kind of layer, where kinds differ."""
     said = json.get("rope_parameters", json.get("rope_scaling", {}))
-    said = said.get(kind, {}) if kind else said
-    base = float(said.get("rope_theta", json.get("rope_theta", 10_000.0)))
+    said = said.get(kind, {}) if kind and isinstance(said, Mapping) else said
+    if not isinstance(said, Mapping):
+        raise ValueError(f"{json.file}: rotary positions are {said!r}, and not an object with fields")
+    base = float(json.positive("rope_theta", json.positive("rope_theta", 10_000.0), said))
     name = said.get("rope_type", said.get("type", "default"))
     if name != "default" and name not in SCALINGS:
         raise ValueError(
@@ -231,6 +292,9 @@ def _read_rope(json: _Json, kind: str | None = None) -> tuple[float, Scaling | N
     for field in known if scaling is RotaryScaling else ["factor"]:
         if field not in fields:
             raise ValueError(f"{json.file}: rotary positions of the kind {name!r} have no {field}")
+    for field, value in fields.items():
+        if isinstance(value, str):
+            raise ValueError(f"{json.file}: {field} of rotary positions is {value!r}, and not a number")
     return base, scaling(**fields)
 
 
@@ -260,7 +324,7 @@ def _write_rope(base: float, scaling: Scaling | None) -> dict[str, Any]:
 
 def _windows(json: _Json, default: Callable[[int], str]) -> tuple[int | None, ...] | None:
     """The window of each layer, by the kinds of layers."""
-    layers, window = json.need("num_hidden_layers"), json.get("sliding_window")
+    layers, window = json.size("num_hidden_layers"), json.get("sliding_window")
     kinds = json.get("layer_types", [default(n) for n in range(layers)])
     if window is None or "sliding_attention" not in kinds:
         return None
@@ -279,11 +343,22 @@ def _mixtral(json: _Json) -> MoELMConfig:
     return MoELMConfig(
         **_shared(json, rms_norm_eps=1e-5),
         window=json.get("sliding_window"),
-        experts=json.need("num_local_experts"),
-        top_k=json.need("num_experts_per_tok"),
+        experts=json.size("num_local_experts"),
+        top_k=_top_k(json, normalized=True),
         load_balancing=json.get("router_aux_loss_coef", 0.001),
         router_z=0.0,
     )
+
+
+def _top_k(json: _Json, *, normalized: bool) -> int:
+    """Experts of a token."""
+    top_k = json.size("num_experts_per_tok")
+    if top_k == 1 and normalized:
+        raise ValueError(
+            f"{json.file}: num_experts_per_tok is 1, and the weight of the one expert always 1; in "
+            "mmnnx.modules it is the router's probability"
+        )
+    return top_k
 
 
 def _qwen_windows(json: _Json) -> tuple[int | None, ...] | None:
@@ -304,14 +379,15 @@ def _qwen3(json: _Json) -> LMConfig:
 def _qwen3_moe(json: _Json) -> MoELMConfig:
     json.only("decoder_sparse_step", 1)
     json.only("mlp_only_layers", [])
-    shared = _shared(json, head_dim=128) | dict(mlp=json.need("moe_intermediate_size"))
+    shared = _shared(json, head_dim=128) | dict(mlp=json.size("moe_intermediate_size"))
+    normalized = json.get("norm_topk_prob", False)
     return MoELMConfig(
         **shared,
         window=_qwen_windows(json),
         qk_norm=True,
-        experts=json.need("num_experts", "num_local_experts"),
-        top_k=json.need("num_experts_per_tok"),
-        normalize=json.get("norm_topk_prob", False),
+        experts=json.size("num_experts", "num_local_experts"),
+        top_k=_top_k(json, normalized=normalized),
+        normalize=normalized,
         load_balancing=json.get("router_aux_loss_coef", 0.001),
         router_z=0.0,
     )
@@ -356,16 +432,16 @@ def _gpt2(json: _Json) -> GPT2Config:
     json.only("scale_attn_weights", True)
     json.only("scale_attn_by_inverse_layer_idx", False)
     json.only("add_cross_attention", False)
-    width, heads = json.need("n_embd"), json.need("n_head")
+    width, heads = json.size("n_embd"), json.size("n_head")
     return GPT2Config(
-        vocab=json.need("vocab_size"),
-        layers=json.need("n_layer"),
+        vocab=json.size("vocab_size"),
+        layers=json.size("n_layer"),
         width=width,
         heads=heads,
         kv_heads=heads,
-        mlp=json.get("n_inner", 4 * width),
-        positions=json.need("n_positions"),
-        norm_eps=json.get("layer_norm_epsilon", 1e-5),
+        mlp=json.size("n_inner", default=4 * width),
+        positions=json.size("n_positions"),
+        norm_eps=json.positive("layer_norm_epsilon", 1e-5),
         tied=json.get("tie_word_embeddings", True),
         dtype=_dtype(json),
         param_dtype=_dtype(json),

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
@@ -14,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from mmnnx.modules.hf.configs import CONFIG, read_config, write_config
+from mmnnx.modules.hf.configs import CONFIG, DTYPES, read_config, read_json, write_config
 from mmnnx.modules.hf.tensors import Path, Piece, pieces_of, tensor_shapes
 from mmnnx.modules.hf.weights import INDEX, ONE_FILE, Weights
 from mmnnx.modules.lm import LM
@@ -35,7 +37,8 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
     Names of tensors, their dtypes, the files that they are in, and the fields of `config.json` are those of
     the folder that the model was loaded from, whose tokenizer is copied as well. What was loaded and not
     changed is equal byte by byte. Of a model that was not loaded, files hold up to 5 GB. Low-rank additions
-    (`lora`) are merged into the kernels that they are for.
+    (`lora`) are merged into the kernels that they are for. Published models have no `capacity_factor` of
+    experts: it is left out, with a warning.
 
     In several processes each must call it; the first writes.
 
@@ -43,17 +46,24 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
       model: an `LM`, `MoELM`, `Gemma` or `GPT2`, wherever its weights live.
       folder: a new or empty one. It is there when all of it is.
       like: another folder to take these from than the one that it was loaded from (`model.source`).
-      dtype: what all weights are written in. Default: as in `like`, else as they are kept.
+      dtype: what all weights are written in: float64, float32, float16 or bfloat16. Default: as in `like`,
+        else as they are kept.
 
     Raises:
       FileExistsError: for a folder that holds something.
-      ValueError: for a model that is none of a published architecture, or another one than that of `like`.
+      OSError: if it cannot be written. Nothing is left of it then.
+      ValueError: for a model that is none of a published architecture, or another one than that of `like`,
+        and for another dtype.
 
     Example:
       >>> save(mm.modules.LM(mm.modules.LMConfig(layers=1), rngs=nnx.Rngs(0)), "fine-tuned")
       >>> sorted(file.name for file in Path("fine-tuned").iterdir())
       ['config.json', 'model.safetensors']
     """
+    if dtype is not None and jnp.dtype(dtype).name not in DTYPES.values():
+        raise ValueError(f"dtype={jnp.dtype(dtype).name}: weights are {', '.join(DTYPES.values())}")
+    if (factor := getattr(model.config, "capacity_factor", None)) is not None:
+        warnings.warn(f"capacity_factor={factor} is not saved: published models drop no tokens", stacklevel=2)
     target = _new(folder)
     source = like if like is not None else getattr(model, "source", None)
     weights = None if source is None else Weights(source)
@@ -77,7 +87,7 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
             names = [name for name in shapes if files[name] == file]
             tensors = dict(_tensors(model, pieces, names, shapes, dtypes))
             if first:
-                save_file(tensors, written / file, metadata={"format": "pt"})
+                _write(tensors, written / file)
         if not first:
             return
         if set(files.values()) != {ONE_FILE}:
@@ -137,8 +147,15 @@ def save_adapter(model: LM, folder: str | FilePath) -> None:
     config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, bias="none")
     config |= dict(target_modules=sorted(names), base_model_name_or_path=model.source, fan_in_fan_out=False)
     target.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    _write(tensors, target / "adapter_model.safetensors")
     (target / "adapter_config.json").write_text(_json(config))
+
+
+def _write(tensors: dict[str, np.ndarray], file: FilePath) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, say
+        raise OSError(f"cannot write {file.name}: {error}") from error
 
 
 def _new(folder: str | FilePath) -> FilePath:
@@ -172,7 +189,7 @@ def _config(model: LM, source: Any, dtypes: Mapping[str, np.dtype]) -> dict[str,
     written = jnp.dtype(max(dtypes.values(), key=list(dtypes.values()).count)).name
     if source is None:
         return write_config(model.config) | {"dtype": written}
-    found = json.loads((FilePath(source) / CONFIG).read_text())
+    found = read_json(FilePath(source) / CONFIG)
     if jnp.dtype(read_config(source).param_dtype).name == written:
         return found
     return found | {"torch_dtype" if "torch_dtype" in found else "dtype": written}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from mmnnx.modules.hf.configs import DTYPES, read_json
+
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class Weights:
@@ -35,8 +34,10 @@ class Weights:
         self._open: dict[str, Any] = {}
         index = self.folder / INDEX
         if index.is_file():
-            said = json.loads(index.read_text())
-            self.files: dict[str, str] = said["weight_map"]
+            said = read_json(index)
+            self.files: dict[str, str] = said.get("weight_map", {})
+            if not isinstance(self.files, dict) or not {str}.issuperset(map(type, self.files.values())):
+                raise ValueError(f"{index}: weight_map is to name the file of each tensor")
             self.metadata = said.get("metadata", {})
             for file in dict.fromkeys(self.files.values()):
                 held = set(self._handle(file).keys())

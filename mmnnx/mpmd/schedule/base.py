@@ -113,7 +113,8 @@ def get_schedule(name: str) -> Schedule:
     """
     if name not in _schedules:
         raise ValueError(
-            f"unknown schedule {name!r}; there are {', '.join(map(repr, [*sorted(_schedules), 'custom']))}"
+            f"unknown schedule {name!r}; there are {', '.join(map(repr, sorted(_schedules)))}, and 'custom' "
+            "with custom_schedule="
         )
     return _schedules[name]
 

@@ -158,6 +158,19 @@ def test_the_function_is_traced_once(run):
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit, mm.jit])
+def test_a_model_that_is_closed_over_in_a_transformation_of_jax(jit):
+    """It is read alone, so that nothing is to be written to it."""
+    model, x = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.arange(16.0).reshape(4, 4)
+    f = lambda model, x: (model(x) ** 2).sum()
+
+    @jit
+    def gradients(model, x):
+        return jax.grad(lambda x: mm.microbatch(f, dim=0, size=2, argnum=1)(model, x))(x)
+
+    np.testing.assert_allclose(gradients(model, x), jax.grad(lambda x: f(model, x))(x), rtol=1e-4)
+
+
 def test_what_the_function_closes_over_is_differentiated():
     """The loop's body is traced ahead of the loop: what it closes over are then tracers from around it."""
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import optax
 import pytest
 from flax import nnx
 
@@ -441,6 +442,41 @@ def test_options_that_are_right():
 def test_options_that_are_wrong(schedule, options, message):
     with pytest.raises(ValueError, match=message):
         chain_program([0, 1, 0, 1], 4, schedule, **options)
+
+
+def loop_program(fun: Callable[..., Any], meshes: tuple[int, ...], schedule: str) -> mm.Program:
+    """The program of a loop over 4 microbatches that runs a function on a chain of layers."""
+    mesh, _ = pipeline(2)
+    tasks = [mm.Task(f"t{n}", mesh_slice={"stage": m}) for n, m in enumerate(meshes)]
+    with mesh:
+        model = born(make(models.MLP, layers=len(meshes), width=8), place(tasks, *layers(len(meshes))))
+    loop = lambda model, x: mm.microbatch(fun, dim=0, size=ROWS, argnum=1, schedule=schedule)(model, x)
+    return mm.jit(loop, mesh=mesh).program(model, jax.numpy.ones((4 * ROWS, 8)))
+
+
+def gradients(model: nnx.Module, x: jax.Array) -> Any:
+    return nnx.grad(lambda model, x: (model(x) ** 2).mean())(model, x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_step_in_each_microbatch_is_for_sequential(schedule):
+    def step(model, x):
+        nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model), gradients(model, x)))
+
+    with pytest.raises(ValueError, match="what the backward of the one before leaves: schedule='sequential'"):
+        loop_program(step, (0, 1), schedule)
+    assert loop_program(step, (0, 1), "sequential").loops[0].schedule == "sequential"
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe-v"])
+def test_gradients_of_a_microbatch_that_their_norm_scales(schedule):
+    def scaled(model, x):
+        grads = gradients(model, x)
+        return jax.tree.map(lambda g: g / optax.tree.norm(grads), grads)
+
+    with pytest.raises(ValueError, match="wait for other stages, as they do where their common norm"):
+        loop_program(scaled, (0, 1, 1, 0), schedule)
+    assert loop_program(scaled, (0, 1, 1, 0), "1f1b").loops[0].schedule == "1f1b"
 
 
 def test_a_custom_schedule_has_no_options():
