@@ -371,6 +371,11 @@ def set_note(variable: nnx.Variable, note: Any) -> None:
         object.__setattr__(variable, "_trace_state", _Noted(variable._trace_state, note))
 
 
+def can_update(variable: nnx.Variable) -> bool:
+    """Whether a Variable is of the trace that runs now. Flax finds out when it has begun to write."""
+    return variable.hijax or variable._trace_state.is_valid()
+
+
 def note(variable: nnx.Variable) -> Any:
     """What `set_note` keeps with a Variable; None without."""
     return getattr(variable._trace_state, "note", None)

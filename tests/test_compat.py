@@ -596,10 +596,12 @@ def test_set_note():
 
     @jax.jit
     def inside(x):
+        assert not _compat.can_update(variable)
         variable.set_value(x)
 
     with pytest.raises(errors.TraceContextError):
         inside(jnp.zeros(2))
+    assert _compat.can_update(variable)
     for copied in (nnx.clone(variable), pickle.loads(pickle.dumps(variable))):
         assert _compat.note(copied) is None and copied._trace_state == trace
         copied.set_value(jnp.zeros(2))

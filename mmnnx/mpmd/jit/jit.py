@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, Unp
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.observe import Observer
@@ -24,6 +25,7 @@ from mmnnx.mpmd.jit.inner_jit import FlatJit
 from mmnnx.mpmd.jit.stage_objects import Lowered, Traced
 from mmnnx.mpmd.jit.stages import FlatTraced
 from mmnnx.mpmd.jit.static_arguments import static_arguments
+from mmnnx.mpmd.runtime.prepare import OUTERMOST
 from mmnnx.mpmd.runtime.profile import measuring
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task
@@ -196,6 +198,8 @@ class Jit(Generic[P, R]):
                     arguments, path = self._find(args, kwargs)
             if arguments is not None and path is not None:
                 return path(arguments)
+        if self._updates_graphs:
+            self._check_trace(variables_in(args, kwargs))
         with hijax_refused((args, kwargs)):
             out = self._nnx_jit(*args, **kwargs)
         call = self._inner.take_call()
@@ -215,6 +219,15 @@ class Jit(Generic[P, R]):
     ) -> tuple[Arguments | None, FastPath | None]:
         """The arguments of a call, taken apart, and how to repeat one that had arguments like these."""
         return self._fast_paths.find(*self._inner.static.separate(args, kwargs))
+
+    def _check_trace(self, variables: Iterable[nnx.Variable]) -> None:
+        """Refuses what Flax would begin to write to, lose, and then refuse."""
+        for v in variables:
+            if not _compat.can_update(v):
+                raise TraceContextError(
+                    f"{self!r} is given a {type(v).__name__} from outside of the transformation that it is "
+                    f"called in, and could not update it. {OUTERMOST}"
+                )
 
     def __repr__(self) -> str:
         return f"mm.jit({getattr(self, '__qualname__', 'function')})"

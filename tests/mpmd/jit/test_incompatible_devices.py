@@ -1,6 +1,5 @@
 """A placed model outside of mm.jit: JAX's error gets one sentence more, on what to do."""
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -44,7 +43,6 @@ CALLS = {
     "nnx.jit of mm.jit": lambda model: nnx.jit(mm.jit(loss))(model, X),
     "nnx.grad of mm.jit": lambda model: nnx.grad(mm.jit(loss))(model, X),
     "nnx.grad of nnx.remat of mm.jit": lambda model: nnx.grad(nnx.remat(mm.jit(loss)))(model, X),
-    "jax.vmap of mm.jit": lambda model: jax.vmap(lambda x: mm.jit(loss)(model, x))(X),
     "mm.microbatch": lambda model: microbatched(model, X),
     "mm.microbatch in nnx.jit": lambda model: nnx.jit(microbatched)(model, X),
     "mm.task": lambda model: mm.task(loss, "whole")(model, X),
@@ -69,7 +67,7 @@ def test_inside_of_a_multimesh(call):
         assert "mm.jit(nnx.grad(f))" in note
 
 
-@pytest.mark.parametrize("name", ["nnx.grad of mm.jit", "jax.vmap of mm.jit", "mm.microbatch", "mm.task"])
+@pytest.mark.parametrize("name", ["nnx.grad of mm.jit", "mm.microbatch", "mm.task"])
 def test_where_none_is_current(name):
     """What mmnnx runs says it by itself."""
     assert len(notes(lambda: CALLS[name](placed()[2]))) == 1

@@ -12,13 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.sharding.mesh import current_multimesh
+from tests import models
+from tests.models import make
 from tests.mpmd.modes import Pair
-from tests.mpmd.parity import assert_same, born, homes, pipeline
+from tests.mpmd.parity import assert_same, born, homes, pipeline, place
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 
@@ -432,3 +435,28 @@ def test_a_task_around_a_call_is_no_part_of_the_function():
     with mesh:
         out = mm.task(double, task=mm.Task("a", mesh_slice={"stage": 0}))(jnp.ones((8, 4)))
     np.testing.assert_array_equal(out, 2)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: jax.eval_shape(f, x),
+        lambda f, x: jax.jit(f)(x),
+        lambda f, x: jax.grad(f)(x),
+        lambda f, x: jax.lax.map(f, x[None]),
+        lambda f, x: jax.vmap(f)(x[None]),
+    ],
+    ids=["eval_shape", "jit", "grad", "map", "vmap"],
+)
+@pytest.mark.parametrize("placed", [True, False])
+def test_nothing_is_lost_of_a_model_that_is_closed_over(transform, placed):
+    """Flax begins to write to the model, and finds out then that it must not."""
+    mesh, tasks = pipeline(2)
+    placement = place(tasks, [("layers", 0)], [("layers", 1)]) if placed else None
+    with mesh:
+        model, x = born(make(models.MLP, layers=2, width=8), placement), jnp.ones((2, 8))
+        forward = mm.jit(lambda model, x: model(x).sum())
+        before = forward(model, x)
+        with pytest.raises(TraceContextError, match="Put mm.jit around all of it"):
+            transform(lambda x: mm.jit(lambda model, x: model(x).sum())(model, x), x)
+        assert forward(model, x) == before
