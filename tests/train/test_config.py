@@ -31,6 +31,7 @@ def test_defaults_are_valid():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (dict(learning_rate=float("inf")), "--learning-rate must be above zero and finite, not inf"),
         (dict(steps=0), "--steps must be above zero, not 0"),
         (dict(learning_rate=float("nan")), "--learning-rate must be above zero, not nan"),
         (dict(warmup=-1), "--warmup must not be below zero, not -1"),
