@@ -135,7 +135,7 @@ class MoE(nnx.Module):
         """The experts' weighted outputs, of the shape of `x`, and the `MoEAux` of the router."""
         if x.ndim != 3 or x.shape[-1] != self.width or not x.size:
             raise ValueError(
-                f"MoE: x is [batch, sequence, {self.width}], of a token at least, not {list(x.shape)}"
+                f"MoE: x is [batch, sequence, {self.width}] with at least one token, not {list(x.shape)}"
             )
         logits = self.router(x)
         probabilities = jax.nn.softmax(logits)

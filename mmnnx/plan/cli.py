@@ -111,7 +111,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     try:
         job = config.job()
         if config.compile_best < 1:
-            raise ValueError(f"--compile-best {config.compile_best}: a search compiles one at least")
+            raise ValueError(f"--compile-best {config.compile_best}: a search compiles at least one")
         if config.search:
             with progress(console, f"searching for {job.model} on {job.target}"):
                 found = search(job, config.given(), config.compile_best)

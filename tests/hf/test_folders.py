@@ -295,7 +295,7 @@ def test_json_that_is_damaged(folder, file, text, said):
 def test_an_index_of_other_things(folder):
     for found in ({"a": 1}, [1]):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": found}))
-        with pytest.raises(ValueError, match="index.json: weight_map is to name the file of each tensor"):
+        with pytest.raises(ValueError, match="index.json: weight_map must name the file of each tensor"):
             hf.load(folder)
 
 
@@ -349,6 +349,7 @@ def test_where_it_cannot_be_written(folder, tmp_path):
         MoELMConfig(**SIZES, **MOE | dict(top_k=1)),
         GemmaConfig(**SIZES, window=(2, 3, 2, None)),
         GemmaConfig(**SIZES, attention_scale=0.3),
+        GemmaConfig(**SIZES, attention_scale=2.0),
     ],
     ids=lambda config: type(config).__name__,
 )

@@ -176,7 +176,7 @@ def _query_scalar(config: GemmaConfig) -> int:
 def _has_scalar(config: GemmaConfig) -> bool:
     """Whether the scale of attention is that of a whole number."""
     scale = config.attention_scale
-    return scale is None or (scale > 0 and math.isclose(_query_scalar(config) ** -0.5, scale, rel_tol=1e-6))
+    return scale is None or (scale > 0 and math.isclose(_query_scalar(config) * scale**2, 1, rel_tol=1e-6))
 
 
 class _Json:

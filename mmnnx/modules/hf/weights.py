@@ -37,7 +37,7 @@ class Weights:
             said = read_json(index)
             self.files: dict[str, str] = said.get("weight_map", {})
             if not isinstance(self.files, dict) or not {str}.issuperset(map(type, self.files.values())):
-                raise ValueError(f"{index}: weight_map is to name the file of each tensor")
+                raise ValueError(f"{index}: weight_map must name the file of each tensor")
             self.metadata = said.get("metadata", {})
             for file in dict.fromkeys(self.files.values()):
                 held = set(self._handle(file).keys())

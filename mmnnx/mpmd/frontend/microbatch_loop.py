@@ -64,7 +64,7 @@ def run_loop(
     body = _trace(call, state, slices)
     reduced = reductions(reduce, body.results)
     after, accumulators, stacks = _scan(body, state, slices, count, reduced, spec)
-    if any(body.changes):  # what is closed over in a transformation of JAX can be read, and not updated
+    if any(body.changes):  # a model that a transformation of JAX closes over can only be read
         nnx.update(nodes, call.nnx_state(after))
     finished = [r.finish(a, s, count, dim) for r, a, s in zip(reduced, accumulators, stacks)]
     return jax.tree.unflatten(jax.tree.structure(body.results), finished)

@@ -194,12 +194,12 @@ class Jit(Generic[P, R]):
             arguments, path = self._find(args, kwargs)
             if path is None or path.homeless:
                 variables = variables_in(args, kwargs) if arguments is None else arguments.variables
+                if self._updates_graphs:
+                    self._check_trace(variables)
                 if bring_home(variables):
                     arguments, path = self._find(args, kwargs)
             if arguments is not None and path is not None:
                 return path(arguments)
-        if self._updates_graphs:
-            self._check_trace(variables_in(args, kwargs))
         with hijax_refused((args, kwargs)):
             out = self._nnx_jit(*args, **kwargs)
         call = self._inner.take_call()

@@ -74,7 +74,7 @@ def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
                 if job // count > other // count and not plan.loop.spec.rows:
                     raise ValueError(
                         f"schedule {plan.timetable.schedule!r} needs microbatches in an order in which they "
-                        f"cannot run: {name(job)} waits for {name(other)}. {_in_turn(f, awaited)}"
+                        f"cannot run: {name(job)} waits for {name(other)}. {_advice_on_order(f, awaited)}"
                     ) from None
                 if f.phase == "backward-weight" and f.position != awaited.position:
                     advice = (
@@ -89,7 +89,7 @@ def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
         ) from None
 
 
-def _in_turn(f: Fragment, awaited: Fragment) -> str:
+def _advice_on_order(f: Fragment, awaited: Fragment) -> str:
     """Why a fragment waits for one of an earlier microbatch, and what to do."""
     if f.phase == "forward" != awaited.phase:
         return (

@@ -160,7 +160,7 @@ def test_the_function_is_traced_once(run):
 
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit, mm.jit])
 def test_a_model_that_is_closed_over_in_a_transformation_of_jax(jit):
-    """It is read alone, so that nothing is to be written to it."""
+    """The model is only read, so nothing is written back."""
     model, x = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.arange(16.0).reshape(4, 4)
     f = lambda model, x: (model(x) ** 2).sum()
 
