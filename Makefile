@@ -2,6 +2,7 @@
 #   make train ARGS="--steps 200 --stages 2"      make test ARGS="tests/mpmd -k dropout"
 #   make test-all runs what is slow as well, and ten times as many of the random examples that are
 #   make test-cuda compiles for GPUs, which need not be here, in a .venv-cuda with their compiler (3 GB)
+#   make test-gpu runs on a GPU, in the same .venv-cuda
 #   make test-hf compares published models with transformers, in a .venv-hf with it and torch
 #   make fuzz N=1000 SEED=7 compares random train steps under mm.jit with nnx.jit
 #   make docs builds the site of the pages in docs/, strictly: build/site/index.html
@@ -25,7 +26,7 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-8
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 endif
 
-.PHONY: train test test-all test-cuda test-hf fuzz lint docs bench clean
+.PHONY: train test test-all test-cuda test-gpu test-hf fuzz lint docs bench clean
 
 train: $(INSTALLED)
 	$(BIN)/mmnnx train --profile 1 $(ARGS)
@@ -34,13 +35,17 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not cuda and not hf" --hypothesis-profile=all $(ARGS)
+	$(BIN)/python -m pytest -m "not cuda and not gpu and not hf" --hypothesis-profile=all $(ARGS)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --examples $(N) --seed $(SEED) $(ARGS)
 
 test-cuda: .venv-cuda/installed
 	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -m cuda tests/plan $(ARGS)
+
+test-gpu: .venv-cuda/installed
+	JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
+	.venv-cuda/bin/python -m pytest -m "gpu or not slow" tests/gpu tests/mpmd/test_every_schedule.py $(ARGS)
 
 test-hf: $(INSTALLED) .venv-hf/installed
 	$(BIN)/python -m pytest -m hf tests/hf $(ARGS)

@@ -6,7 +6,8 @@
 Nothing runs side by side here, so the tasks can gain nothing: what is measured is what they lose. Each
 microbatch goes through all tasks, forward and backward, before the next one begins, which needs the least
 memory; in a round steps follow each other without a wait, as in training, so that dispatch can hide behind
-the device. Peak memory is measured first, in a process for each. Anything with a device will do: on a CPU, or
+the device. Peak memory is measured first, in a process for each; how long the GPU works, last, under
+`jax.profiler`. Anything with a device will do: on a CPU, or
 with `--size tiny`, it is a test of the script alone.
 
     python benchmarks/gpu.py
@@ -19,6 +20,7 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -47,8 +49,11 @@ STEPS = 3
 class Options:
     """Time a language model's training step on one device: in four tasks, and whole."""
 
-    size: Literal["tiny", "full"] | None = None
-    """Full: 0.9 billion parameters, 33,000 tokens a step. Default: that on a GPU, tiny on a CPU."""
+    size: Literal["tiny", "small", "full"] | None = None
+    """Full: 0.9 billion parameters, 33,000 tokens a step, which fills a GPU. Small: 34 million parameters,
+    4,096 tokens, which does not. Default: full on a GPU, tiny on a CPU."""
+    attention: Literal["xla", "cudnn"] = "xla"
+    """How attention is computed: cudnn is flash attention on GPUs, in bfloat16."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What to compute in. Weights, gradients and optimizer state are float32."""
     rounds: int = 10
@@ -68,11 +73,14 @@ class Options:
 
 def make_problem(options: Options) -> Problem:
     size = options.size or ("tiny" if jax.default_backend() == "cpu" else "full")
-    dtype = jnp.dtype(options.dtype)
+    how: dict[str, Any] = dict(dtype=jnp.dtype(options.dtype), attention=options.attention)
     if size == "tiny":
-        config = LMConfig(layers=4, width=32, mlp=64, dtype=dtype)
+        config = LMConfig(layers=4, width=32, mlp=64, **how)
         return problems.lm("tiny", TASKS, 4, rows=2, length=32, config=config)
-    config = LMConfig(vocab=32_000, layers=16, width=2048, heads=16, kv_heads=8, mlp=5632, dtype=dtype)
+    if size == "small":
+        config = LMConfig(vocab=8192, layers=8, width=512, heads=8, kv_heads=8, mlp=1536, **how)
+        return problems.lm("small", TASKS, 8, rows=2, length=256, config=config)
+    config = LMConfig(vocab=32_000, layers=16, width=2048, heads=16, kv_heads=8, mlp=5632, **how)
     return problems.lm("full", TASKS, 8, rows=2, length=2048, config=config)
 
 
@@ -129,8 +137,36 @@ def turn(contender: Contender, problem: Problem, steps: int) -> tuple[float, flo
     return tuple(x / steps for x in (time.perf_counter() - start, returned - start, host))
 
 
+def busy(contender: Contender, problem: Problem, steps: int) -> float | None:
+    """Seconds of a step in which the GPU computes or copies, as `jax.profiler` saw it; None without a GPU."""
+    jax.block_until_ready((contender.step(problem.batch), contender.state()))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                loss = contender.step(problem.batch)
+            jax.block_until_ready((loss, contender.state()))
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
+    lines = [line for plane in planes if "/device:GPU" in plane.name for line in plane.lines]
+    spans = sorted(
+        (e.start_ns, e.start_ns + e.duration_ns)
+        for line in lines
+        if line.name.startswith("Stream")
+        for e in line.events
+    )
+    total, end = 0.0, 0.0
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / steps / 1e9 if spans else None
+
+
 def summarize(
-    options: Options, problem: Problem, turns: dict[str, Any], peaks: dict[str, Any]
+    options: Options,
+    problem: Problem,
+    turns: dict[str, Any],
+    peaks: dict[str, Any],
+    busy_seconds: dict[str, float | None],
 ) -> dict[str, Any]:
     """Times of a step in milliseconds, medians over the rounds; bytes in MiB."""
     model = jax.eval_shape(problem.make)
@@ -144,6 +180,7 @@ def summarize(
             "returned_ms": 1e3 * returned,
             "host_cpu_ms": 1e3 * host,
             "tflops": 6 * parameters * tokens / total / 1e12,
+            "busy_ms": None if (seconds := busy_seconds[name]) is None else 1e3 * seconds,
             "peak_mib": None if peaks[name] is None else peaks[name] / 2**20,
         }
     ratios = [mine[0] / whole[0] for mine, whole in zip(turns["mm.jit"], turns["nnx.jit"])]
@@ -152,6 +189,7 @@ def summarize(
         "versions": f"Python {platform.python_version()}, jax {jax.__version__}, flax {flax.__version__}",
         "size": problem.name,
         "dtype": options.dtype,
+        "attention": options.attention,
         "parameters": parameters,
         "tokens": tokens,
         "microbatches": problem.microbatches,
@@ -166,16 +204,18 @@ def render(summary: dict[str, Any]) -> str:
     lines = [
         f"{summary['device']}; {summary['versions']}",
         f"{summary['size']}: {summary['parameters']:,} parameters, {summary['tokens']:,} tokens a step in "
-        f"{summary['microbatches']} microbatches, {summary['dtype']}; {summary['rounds']} rounds of "
-        f"{summary['steps']} steps",
+        f"{summary['microbatches']} microbatches, {summary['dtype']}, attention by {summary['attention']}; "
+        f"{summary['rounds']} rounds of {summary['steps']} steps",
         "",
-        f"{'':8}{'step':>12}{'returned':>12}{'host CPU':>12}{'TFLOP/s':>10}{'peak memory':>16}",
+        f"{'':8}{'step':>12}{'GPU busy':>14}{'returned':>12}{'host CPU':>12}{'TFLOP/s':>10}"
+        f"{'peak memory':>16}",
     ]
     for name, row in summary["rows"].items():
         memory = "not reported" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f} MiB"
+        works = "not reported" if row["busy_ms"] is None else f"{row['busy_ms']:,.1f} ms"
         lines.append(
-            f"{name:8}{row['step_ms']:>9.1f} ms{row['returned_ms']:>9.1f} ms{row['host_cpu_ms']:>9.1f} ms"
-            f"{row['tflops']:>10.2f}{memory:>16}"
+            f"{name:8}{row['step_ms']:>9.1f} ms{works:>14}{row['returned_ms']:>9.1f} ms"
+            f"{row['host_cpu_ms']:>9.1f} ms{row['tflops']:>10.2f}{memory:>16}"
         )
     return "\n".join([*lines, "", f"mm.jit / nnx.jit: {summary['mm_jit_over_nnx_jit']:.3f}"])
 
@@ -193,7 +233,8 @@ def main() -> None:
     for n in range(options.rounds):
         for contender in contenders if n % 2 else contenders[::-1]:
             turns[contender.name].append(turn(contender, problem, options.steps))
-    summary = summarize(options, problem, turns, peaks)
+    busy_seconds = {contender.name: busy(contender, problem, options.steps) for contender in contenders}
+    summary = summarize(options, problem, turns, peaks, busy_seconds)
     print(render(summary))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

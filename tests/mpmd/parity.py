@@ -37,10 +37,32 @@ def pipeline(
     """A MultiMesh of `stages` stages, each a mesh of `per_stage` devices along `axes`; and a task for each
     stage.
     """
-    sizes = (stages, *per_stage)
-    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
-    mesh = mm.MultiMesh(axis_sizes=sizes, axis_names=("stage", *axes[: len(per_stage)]), devices=devices)
-    return mesh, [mm.Task(f"stage{i}", mesh_slice={"stage": i}) for i in range(stages)]
+    return on_meshes(range(stages), *per_stage, axes=axes)
+
+
+def on_meshes(
+    meshes: Sequence[int], *per_stage: int, axes: Sequence[str] = ("model",)
+) -> tuple[mm.MultiMesh, list[mm.Task]]:
+    """The same where stage n is on mesh `meshes[n]`, and another one may be there too.
+
+    With too few devices, as on a machine with one GPU, all axes have one device, which is in all meshes.
+    """
+    sizes, names = (max(meshes) + 1, *per_stage), ("stage", *axes[: len(per_stage)])
+    devices = np.array(jax.devices())
+    if devices.size < np.prod(sizes):
+        mesh = mm.MultiMesh(axis_sizes=(1,) * len(names), axis_names=names, devices=devices[:1])
+        found = [dict(mesh=_of_first_device(m, names[1:])) for m in meshes]
+    else:
+        devices = devices[: np.prod(sizes)].reshape(sizes)
+        mesh = mm.MultiMesh(axis_sizes=sizes, axis_names=names, devices=devices)
+        found = [dict(mesh_slice={"stage": m}) for m in meshes]
+    return mesh, [mm.Task(f"stage{n}", **where) for n, where in enumerate(found)]
+
+
+def _of_first_device(number: int, axes: Sequence[str]) -> mm.TaskMesh:
+    """Meshes of one device with as many axes are one mesh: each has another number of them."""
+    names = (*axes, *(f"alone{n}" for n in range(number + 1)))
+    return mm.TaskMesh(devices=[0], axis_sizes=(1,) * len(names), axis_names=names)
 
 
 def place(tasks: Sequence[mm.Task], *paths: Iterable[Any], spec: P | None = P()) -> mm.TaskSharding:

@@ -22,7 +22,7 @@ import mmnnx as mm
 from mmnnx.mpmd.schedule import Action, Stages, get_schedule, schedule_names
 from tests import models
 from tests.models import in_tasks, make
-from tests.mpmd.parity import assert_parity, born, pipeline, place
+from tests.mpmd.parity import assert_parity, born, on_meshes, pipeline, place
 from tests.slow import all_but, grid
 
 LOOPING = ["interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble"]
@@ -114,12 +114,6 @@ def mlp(num_layers: int) -> Case:
 def laid_out(name: str) -> tuple[int, ...]:
     """On which mesh each of four stages lies: where the schedule wants them."""
     return (0, 1, 0, 1) if name in LOOPING else (0, 1, 1, 0) if name in VEES else (0, 1, 2, 3)
-
-
-def on_meshes(meshes: Sequence[int], *per_stage: int) -> tuple[mm.MultiMesh, list[mm.Task]]:
-    """A MultiMesh, and a task for each stage, of which several may be on one mesh."""
-    mesh, _ = pipeline(max(meshes) + 1, *per_stage)
-    return mesh, [mm.Task(f"stage{n}", mesh_slice={"stage": m}) for n, m in enumerate(meshes)]
 
 
 def check(

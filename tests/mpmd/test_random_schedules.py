@@ -23,7 +23,7 @@ from mmnnx.mpmd.schedule import Action, Stages
 from mmnnx.mpmd.schedule.list_scheduling import Jobs, Stuck, play
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import assert_same, born, pipeline, place
+from tests.mpmd.parity import assert_same, born, on_meshes, place
 from tests.slow import examples
 
 ROWS, WIDTH = 2, 4
@@ -134,8 +134,7 @@ def tables(draw):
 
 @functools.cache
 def meshes_of(stages: Stages) -> tuple[mm.MultiMesh, list[mm.Task]]:
-    mesh, _ = pipeline(stages.num_meshes)
-    return mesh, [mm.Task(f"stage{s}", mesh_slice={"stage": m}) for s, m in enumerate(stages.meshes)]
+    return on_meshes(stages.meshes)
 
 
 def step_of(stages: Stages, table: Sequence[Sequence[Action]]):
