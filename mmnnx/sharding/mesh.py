@@ -39,6 +39,11 @@ def program_devices() -> list[jax.Device]:
     return list(multimesh.devices.flat) if multimesh is not None else jax.devices()
 
 
+def devices_key(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    """A key for the devices of a mesh; each platform numbers its own from 0."""
+    return tuple((d.platform, d.id) for d in mesh.devices.flat)
+
+
 @contextmanager
 def resolve_specs_on(mesh: Mesh) -> Iterator[None]:
     """Make bare PartitionSpecs mean axes of `mesh`, and retrace functions that were traced for another mesh.

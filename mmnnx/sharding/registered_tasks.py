@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh, Sharding
 
-from mmnnx.sharding.mesh import MultiMesh, current_multimesh
+from mmnnx.sharding.mesh import MultiMesh, current_multimesh, devices_key
 from mmnnx.sharding.path_filter import Path
 from mmnnx.sharding.registry import Matcher, Registry, Rule
 from mmnnx.sharding.task import Task
@@ -110,7 +110,7 @@ def _text(path: Path) -> Path:
 
 
 def _devices(mesh: Mesh) -> tuple[Any, ...]:
-    return mesh.devices.shape, *(d.id for d in mesh.devices.flat)
+    return mesh.devices.shape, *devices_key(mesh)
 
 
 def registrations() -> Hashable:

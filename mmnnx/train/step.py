@@ -42,6 +42,8 @@ def place(config: TrainConfig, devices: np.ndarray) -> tuple[mm.MultiMesh, mm.Ta
         raise UserError(
             f"--attention cudnn is for GPUs, and the devices of this run are {platform}: leave it out"
         )
+    if config.attention == "cudnn" and config.precision == "float32":
+        raise UserError("--attention cudnn computes in bfloat16: add --precision bfloat16, or leave it out")
     names, shape = zip(*config.mesh_axes.items())
     mesh = mm.MultiMesh(axis_sizes=shape, axis_names=names, devices=devices.reshape(shape))
     rules = rules_of(sizes, config.mesh_axes, config.fsdp)

@@ -6,7 +6,11 @@ import dataclasses
 import importlib.util
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.plan import targets
@@ -86,3 +90,17 @@ def test_the_axes_of_a_mesh():
     said = "stages x data x context x expert x tensor = 2 x 1 x 4 x 2 x 1 = 16"
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(job, context=4).mesh(jax.devices())
+
+
+def test_devices_of_two_platforms_may_have_the_same_number():
+    """They are two meshes, though each platform numbers its own from 0."""
+    devices = np.array([jax.devices()[0], mm.target("v5e:2x2")[0]])
+    assert devices[0].id == devices[1].id
+    mesh = mm.MultiMesh(axis_sizes=(2,), axis_names=("stage",), devices=devices)
+    with mesh:
+        tasks = [mm.Task(f"stage{n}", mesh_slice={"stage": n}) for n in range(2)]
+        placed = tuple(NamedSharding(task.to_mesh(), P()) for task in tasks)
+        program = mm.jit(lambda a, b: jnp.sin(a) + b, in_shardings=placed).program(
+            *[jax.ShapeDtypeStruct((8,), jnp.float32)] * 2
+        )
+    assert len(program.names) == 2 and len(program.transfers) == 1

@@ -223,6 +223,12 @@ def test_cudnn_is_for_gpus(folder, tmp_path):
         train(config(folder, tmp_path / "run", attention="cudnn"))
 
 
+def test_cudnn_computes_in_bfloat16(folder, tmp_path):
+    gpu = type("Gpu", (), {"platform": "gpu"})()
+    with pytest.raises(UserError, match="cudnn computes in bfloat16: add --precision bfloat16"):
+        place(config(folder, tmp_path / "run", attention="cudnn"), np.array([gpu]))
+
+
 def test_bounded_scores_have_no_cudnn(folder, tmp_path):
     sizes = dict(vocab=256, layers=2, width=16, heads=2, kv_heads=2, mlp=64, window=(4, None))
     model = build(GemmaConfig(**sizes, attention_softcap=3.0, logits_softcap=5.0))

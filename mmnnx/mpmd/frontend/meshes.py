@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from mmnnx.mpmd.ir.shardings import DividedSharding, mesh_of, transferred
 from mmnnx.sharding.division import has_layout, ways_to_divide
-from mmnnx.sharding.mesh import MultiMesh, auto_mesh
+from mmnnx.sharding.mesh import MultiMesh, auto_mesh, devices_key
 from mmnnx.sharding.registered_tasks import placed_tasks
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import scope_name
@@ -29,7 +29,9 @@ class Meshes:
 
     def __init__(self, multimesh: MultiMesh | None):
         self.multimesh = multimesh
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Mesh] = {}  # by shape and devices
+        self._known: dict[
+            tuple[tuple[int, ...], tuple[tuple[str, int], ...]], Mesh
+        ] = {}  # by shape and devices
         self.explicit: dict[Mesh, Mesh] = {}
         self._names: dict[Mesh, str] = {}
         self._scoped: set[Mesh] = set()  # of tasks that have scopes
@@ -38,7 +40,7 @@ class Meshes:
 
     def canonical(self, mesh: Mesh, name: str | None = None) -> Mesh:
         """The one Mesh with the devices of `mesh`, with Auto axes; the first name given to it stays."""
-        key = mesh.devices.shape, tuple(d.id for d in mesh.devices.flat)
+        key = mesh.devices.shape, devices_key(mesh)
         given, mesh = mesh, self._known.setdefault(key, auto_mesh(mesh))
         if AxisType.Explicit in given.axis_types:
             self.explicit.setdefault(mesh, given)
@@ -87,7 +89,7 @@ class Meshes:
 
     def _is_used(self, mesh: Mesh) -> bool:
         """Whether something of this function names a mesh, or a task has state there."""
-        known = (mesh.devices.shape, tuple(d.id for d in mesh.devices.flat)) in self._known
+        known = (mesh.devices.shape, devices_key(mesh)) in self._known
         return known or bool(placed_tasks(mesh, self.multimesh))
 
     def spanning(self) -> set[Mesh]:
@@ -95,12 +97,12 @@ class Meshes:
 
         A mesh with devices that no other has is none of them, nor is one where a task has state or a scope.
         """
-        groups = [(frozenset(ids), mesh) for (_, ids), mesh in self._known.items()]
-        whole = frozenset(d.id for d in self.multimesh.devices.flat) if self.multimesh else None
+        groups = [(frozenset(devices), mesh) for (_, devices), mesh in self._known.items()]
+        whole = frozenset(devices_key(self.multimesh.mesh)) if self.multimesh else None
         found = set()
-        for ids, mesh in groups:
-            parts = [other for other, _ in groups if other < ids]
-            if parts and not self._is_task(mesh) and ids in (whole, frozenset().union(*parts)):
+        for devices, mesh in groups:
+            parts = [other for other, _ in groups if other < devices]
+            if parts and not self._is_task(mesh) and devices in (whole, frozenset().union(*parts)):
                 found.add(mesh)
         return found
 

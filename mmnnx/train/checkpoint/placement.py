@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from mmnnx import __version__
 from mmnnx.inspect.locations import Homes
 from mmnnx.inspect.model_state import list_state
 from mmnnx.sharding.divided_array import named_sharding
@@ -63,7 +64,8 @@ def describe_placement(arrays: Mapping[Path, Any]) -> dict[str, Any]:
         if getattr(x, "weak_type", False):
             state["/".join(path)]["weak_type"] = True
     return {
-        "versions": {name: version(name) for name in ("mmnnx", "jax", "flax", "orbax-checkpoint")},
+        "versions": {name: version(name) for name in ("jax", "flax", "orbax-checkpoint")}
+        | {"mmnnx": __version__},
         "processes": jax.process_count(),
         "mesh": dict(multimesh.mesh.shape) if multimesh is not None else None,
         "homes": places,
