@@ -13,10 +13,12 @@ from mmnnx.mpmd.ir.timeline import DISPATCH, UNIT_COSTS
 from mmnnx.mpmd.schedule.choose import Durations
 
 # (operations a second, bytes a second, seconds of the host to start a call and a transfer). A virtual CPU
-# device shares its cores with the host: as measured with benchmarks/side_by_side.py on two cores. Others are
-# taken to be as fast as a TPU v5e is at half of its speed.
+# device shares its cores with the host: as measured with benchmarks/side_by_side.py on two cores. A GPU is
+# given kernel by kernel: as measured with benchmarks/gpu.py on an H100. Others are taken to be as fast as a TPU
+# v5e is at half of its speed.
 _CPU = 2e10, 2e10, 260e-6
-_ACCELERATOR = 1e14, 4e11, 2 * DISPATCH
+_GPU = 2e14, 1.5e12, 500e-6
+_TPU = 1e14, 4e11, 2 * DISPATCH
 
 
 def estimate_durations(loop: Loop, placement: Placement) -> Durations:
@@ -45,4 +47,4 @@ def estimate_durations(loop: Loop, placement: Placement) -> Durations:
 
 
 def _rates(platform: str) -> tuple[float, float, float]:
-    return _CPU if platform == "cpu" else _ACCELERATOR
+    return {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU}.get(platform, _TPU)
