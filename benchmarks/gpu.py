@@ -7,9 +7,9 @@
   one begins, which needs the least memory.
 
 Nothing runs side by side here, so the tasks can gain nothing: what is measured is what they lose. In a round
-steps follow each other without a wait, as in training, so that dispatch can hide behind the device. Peak memory
-is measured first, in a process for each; how long the GPU works, last, under `jax.profiler`. Anything with a
-device will do: on a CPU, or with `--size tiny`, it is a test of the script alone.
+steps follow each other without a wait, as in training, so that dispatch can hide behind the device. Peak
+memory is measured first, in a process for each; how long the GPU works, last, under `jax.profiler`. Anything
+with a device will do: on a CPU, or with `--size tiny`, it is a test of the script alone.
 
     python benchmarks/gpu.py
 """

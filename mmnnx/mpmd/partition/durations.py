@@ -14,8 +14,8 @@ from mmnnx.mpmd.schedule.choose import Durations
 
 # (operations a second, bytes a second, seconds of the host to start a call and a transfer). A virtual CPU
 # device shares its cores with the host: as measured with benchmarks/side_by_side.py on two cores. A GPU gets
-# its work kernel by kernel: as measured with benchmarks/gpu.py on an H100. Others are taken to be as fast as a
-# TPU v5e is at half of its speed.
+# its work kernel by kernel: as measured with benchmarks/gpu.py on an H100. Others are taken to be as fast as
+# a TPU v5e is at half of its speed.
 _CPU = 2e10, 2e10, 260e-6
 _GPU = 2e14, 1.5e12, 500e-6
 _TPU = 1e14, 4e11, 2 * DISPATCH
