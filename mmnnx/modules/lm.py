@@ -281,7 +281,9 @@ class LM(nnx.Module):
         weights: jax.Array | None = None,
         **options: Any,
     ) -> jax.Array:
-        """Mean cross-entropy of what follows each token, in nats.
+        """What training minimises: mean cross-entropy of what follows each token, in nats.
+
+        A `MoELM` adds the losses of its routers; see `cross_entropy`.
 
         Args:
           tokens: int [batch, length].
@@ -304,12 +306,31 @@ class LM(nnx.Module):
             tokens, labels = tokens[:, :-1], tokens[:, 1:]
         return self.loss_of_labels(tokens, labels, weights, **options)
 
+    def cross_entropy(
+        self,
+        tokens: jax.Array,
+        *,
+        labels: jax.Array | None = None,
+        weights: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """The cross-entropy alone, of the arguments of `loss`: what perplexity is made of.
+
+        Example:
+          >>> lm = LM(LMConfig(layers=1), rngs=nnx.Rngs(0))
+          >>> lm.cross_entropy(jnp.array([[5, 6, 7, 8]])).shape
+          ()
+        """
+        if labels is None:
+            tokens, labels = tokens[:, :-1], tokens[:, 1:]
+        x = self.hidden(tokens, **options)
+        return mean_cross_entropy(self.logits, x, labels, self.config.loss_chunks, weights)
+
     def loss_of_labels(
         self, tokens: jax.Array, labels: jax.Array, weights: jax.Array | None, **options: Any
     ) -> jax.Array:
         """What `loss` returns, with the labels there."""
-        x = self.hidden(tokens, **options)
-        return mean_cross_entropy(self.logits, x, labels, self.config.loss_chunks, weights)
+        return self.cross_entropy(tokens, labels=labels, weights=weights, **options)
 
 
 def causal_attention(config: LMConfig, rngs: nnx.Rngs, **options: Any) -> Attention:

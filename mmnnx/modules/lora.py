@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mmnnx import _compat
 from mmnnx.modules.linear import Linear
 from mmnnx.sharding.divided_array import DividedArray, named_sharding, sharding_of
 from mmnnx.sharding.held_parts import array_of_parts, held_parts
@@ -75,7 +76,8 @@ def lora(
       model: concrete and placed, or abstract; it is changed in place.
       rank: of the additions.
       filter: which layers, by `filter(path, layer)`, such as `mm.path(..., {"query", "value"})`. Default: all
-        `nnx.Linear` but those called "head" and "router".
+        `nnx.Linear` but those called "head" and "router". A layer that is in several places is chosen by the
+        first, and stays one.
       alpha: the additions count `alpha / rank` times. Default: twice the rank.
       seed: of the initial values. Those of a layer depend on it and on the layer's path.
 
@@ -84,6 +86,7 @@ def lora(
 
     Raises:
       ValueError: a rank below one, no such layer, or layers that have additions already.
+      TypeError: for a layer of a class with a `__call__` of its own, which the addition would replace.
 
     Example:
       >>> model = lora(nnx.List([nnx.Linear(8, 16, rngs=nnx.Rngs(0))]), rank=2)
@@ -97,19 +100,29 @@ def lora(
     chosen = [(path, layer) for path, layer in modules if wanted(path, layer)]
     if not chosen:
         known = sorted({str(path[-1]) for path, _ in modules})
-        raise ValueError(f"lora: there is no such layer; the linear layers are called {', '.join(known)}")
+        there = (
+            f"the linear layers are called {', '.join(known)}" if known else "the model has no linear layers"
+        )
+        raise ValueError(f"lora: there is no such layer; {there}")
+    own: dict[int, LoRALinear] = {}
     for path, layer in chosen:
-        name = ".".join(map(str, path))
+        name, cls = ".".join(map(str, path)), type(layer)
         if isinstance(layer, LoRALinear):
             raise ValueError(f"lora: {name} has an addition already")
-        own = LoRALinear(layer, rank, 2 * rank if alpha is None else alpha, zlib.crc32(name.encode(), seed))
-        parent: Any = model
-        for key in path[:-1]:
-            parent = parent[key] if isinstance(key, int) else getattr(parent, str(key))
-        if isinstance(path[-1], int):
-            parent[path[-1]] = own
-        else:
-            setattr(parent, str(path[-1]), own)
+        if cls.__call__ not in (nnx.Linear.__call__, Linear.__call__):
+            raise TypeError(
+                f"lora: {name} is a {cls.__name__}, whose __call__ an addition would replace: leave it out "
+                "with filter="
+            )
+        own[id(layer)] = LoRALinear(
+            layer, rank, 2 * rank if alpha is None else alpha, zlib.crc32(name.encode(), seed)
+        )
+    for node in [node for _, node in nnx.iter_graph(model)]:
+        for key, child in _compat.children(node):
+            if id(child) in own and isinstance(node, nnx.List | nnx.Dict | list | dict):
+                node[key] = own[id(child)]
+            elif id(child) in own:
+                setattr(node, key, own[id(child)])
     return model
 
 

@@ -218,7 +218,10 @@ _LAYOUT = re.compile(r"(.*)\[((?:\d+@\d+ ?)+)\]")
 
 @functools.lru_cache(maxsize=4096)  # each step asks for each array
 def ways_to_divide(sharding: NamedSharding) -> tuple[Way, ...]:
-    """The ways in which an array may be divided between tasks: it is, if the slices are meshes of tasks."""
+    """The ways in which an array may be divided between tasks: it is, if the slices are meshes of tasks.
+
+    If the name of an axis has the layout of a `DividedArray`, that is the only way.
+    """
     mesh, found = sharding.mesh, []
     if not isinstance(mesh, Mesh):  # an AbstractMesh has no devices
         return ()
@@ -233,7 +236,7 @@ def ways_to_divide(sharding: NamedSharding) -> tuple[Way, ...]:
         spec = PartitionSpec(*sharding.spec[:dim], tuple(rest) or None, *sharding.spec[dim + 1 :])
         slices = [_slice(mesh, name, axis, i) for i in range(mesh.shape[name])]
         found.append(Way(dim, axis, tuple(slices[i] for i in order), spec, sizes))
-    return tuple(found)
+    return tuple([way for way in found if way.sizes is not None] or found)
 
 
 def has_layout(sharding: NamedSharding) -> bool:

@@ -21,7 +21,7 @@ from mmnnx.train.errors import UserError, above_zero
 from mmnnx.train.local_processes import MISTAKE
 from mmnnx.train.read_model import read_model, stage_mesh
 from mmnnx.train.rows import Packing, rows_of
-from mmnnx.train.step import loss_fn
+from mmnnx.train.step import cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         model, codec = read_model(config.model, config.stages, config.precision)
         corpus = load_corpus(config.data, codec, config.loss_on)
         texts = [corpus.train, corpus.valid] if config.all else [corpus.valid]
-        loss_of = mm.jit(loss_fn)
+        loss_of = mm.jit(cross_entropy)
         total = tokens = 0.0
         for text in texts:
             rows = rows_of(text, config.sequence, config.packing)

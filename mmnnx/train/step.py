@@ -200,6 +200,11 @@ def loss_fn(model: LM, batch: Row) -> jax.Array:
     return model.loss(**batch)
 
 
+def cross_entropy(model: LM, batch: Row) -> jax.Array:
+    """Without the losses of routers, which are no nats of a token."""
+    return model.cross_entropy(**batch)
+
+
 def make_train_step(config: TrainConfig) -> Jit:
     """``train_step(model, optimizer, batch) -> {"loss", "grad_norm"}``, the sum over microbatches.
 
@@ -228,8 +233,8 @@ def make_train_step(config: TrainConfig) -> Jit:
 
 
 def make_validate(held_out: Sequence[Row]) -> Callable[[LM], float]:
-    """``validate(model)``: mean loss over the labels of these batches, in nats per token."""
-    eval_step = mm.jit(loss_fn)
+    """``validate(model)``: mean cross-entropy over the labels of these batches, in nats per token."""
+    eval_step = mm.jit(cross_entropy)
     labels = sum(float(batch["weights"].sum()) for batch in held_out)
 
     def validate(model: LM) -> float:

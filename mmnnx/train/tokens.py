@@ -106,6 +106,8 @@ class HubTokenizer:
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises nothing more special
             raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
+        self._tokenizer.no_truncation()  # a file may ask for both, of which a text in training knows nothing
+        self._tokenizer.no_padding()
         self.vocab = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._fields = _json(folder / "tokenizer_config.json")
         end = self._special("eos_token")

@@ -113,3 +113,33 @@ def test_mistakes_are_told():
         lora(make(), 2, mm.path(..., "dense"))
     with pytest.raises(ValueError, match=r"blocks.0.attention.key has an addition already"):
         lora(lora(make(), 2), 2)
+
+
+def test_a_layer_in_several_places_stays_one():
+    class Twice(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(4, 4, rngs=rngs)
+            self.others = nnx.List([self.first, nnx.Linear(4, 4, rngs=rngs)])
+            self.data = nnx.data({"in": [self.first]})
+
+    model = lora(Twice(nnx.Rngs(0)), 2)
+    assert type(model.first).__name__ == type(model.others[1]).__name__ == "LoRALinear"
+    assert model.first is model.others[0] is model.data["in"][0] is not model.others[1]
+
+
+def test_a_layer_with_a_call_of_its_own_is_refused():
+    class Scaled(nnx.Linear):
+        def __call__(self, x):
+            return 10 * super().__call__(x)
+
+    model = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)), Scaled(4, 4, rngs=nnx.Rngs(1))])
+    with pytest.raises(TypeError, match="lora: 1 is a Scaled, whose __call__ an addition would replace"):
+        lora(model, 2)
+    assert [type(layer) for layer in model] == [nnx.Linear, Scaled]
+    lora(model, 2, mm.path(0))
+    assert type(model[1]) is Scaled and type(model[0]).__name__ == "LoRALinear"
+
+
+def test_a_model_without_linear_layers():
+    with pytest.raises(ValueError, match="no such layer; the model has no linear layers"):
+        lora(nnx.List([nnx.Conv(2, 2, (3,), rngs=nnx.Rngs(0))]), 2)

@@ -6,6 +6,7 @@ import json
 import math
 
 import numpy as np
+import optax
 import pytest
 
 from mmnnx.cli import main
@@ -13,6 +14,7 @@ from mmnnx.modules import hf
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.data import load_corpus
 from mmnnx.train.loop import train
+from mmnnx.train.rows import rows_of
 from mmnnx.train.run_folder import RunFolder
 from mmnnx.train.tokens import HubTokenizer
 from tests.slow import all_but
@@ -100,3 +102,22 @@ def test_mistakes_are_told(folder, tmp_path, capsys):
     ]:
         assert main(["eval", *options]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_losses_of_routers_are_no_nats_of_a_token(tmp_path, capsys):
+    """Those of a model with experts come to less than its training loss, and depend on no batch."""
+    folder = publish(tmp_path / "experts", experts=4, top_k=2, tied=False, load_balancing=0.5)
+    records(tmp_path / "data.jsonl")
+    options = (str(folder), "--data", str(tmp_path / "data.jsonl"), "--sequence", "16")
+    found_by = [found(capsys, *options, "--batch", str(rows))["loss"] for rows in (16, 2)]
+    corpus = load_corpus(tmp_path / "data.jsonl", HubTokenizer(folder))
+    model = hf.load(folder)
+    rows = rows_of(corpus.valid, 16, "auto")
+    total = labels = 0.0
+    for row in (rows[n] for n in range(len(rows))):
+        logits = model(
+            row["tokens"][None], positions=row["positions"][None], segment_ids=row["segment_ids"][None]
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, row["labels"][None])
+        total, labels = total + float((losses * row["weights"]).sum()), labels + row["weights"].sum()
+    assert found_by == pytest.approx([total / labels] * 2, rel=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -44,6 +46,31 @@ def test_a_template_in_a_file_of_its_own(folder, tmp_path):
     assert HubTokenizer(other).chat(CHAT) == "[the cat][sat]"
     (other / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}")
     assert HubTokenizer(other).chat(CHAT) == "user"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}},
+        {
+            "padding": {
+                "strategy": {"Fixed": 50},
+                "direction": "Right",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "<s>",
+            }
+        },
+    ],
+)
+def test_a_text_is_not_cut_or_padded(tokenizer, folder, tmp_path, field):
+    """Whatever the file asks for: transformers takes no notice of it either."""
+    other = publish(tmp_path / "model")
+    file = other / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | field))
+    text = TEXT[0].encode()
+    np.testing.assert_array_equal(HubTokenizer(other).encode(text), tokenizer.encode(text))
 
 
 def test_what_a_template_refuses(tokenizer):

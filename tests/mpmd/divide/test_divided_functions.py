@@ -216,3 +216,15 @@ def test_what_cannot_be_done_in_pieces_is_named_with_its_line():
         with pytest.raises(mm.PlacementError, match=r"linear.kernel is divided .*'sort'.*test_divided_func"):
             sort(model)
         assert values(model)  # nothing is lost
+
+
+@pytest.mark.parametrize("sizes", [None, (1, 3)])
+def test_divided_along_one_dimension_and_sharded_along_another(sizes):
+    mesh, tasks = pipeline(2, 2)
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    where = mm.TaskSharding({mm.path(): (mm.Division(tasks, dim=1, sizes=sizes), P("model"))})
+    with mesh:
+        weight = mm.jit(lambda: nnx.Param(jnp.asarray(x)), out_shardings=where)()
+        added = mm.jit(lambda w: mm.task(lambda w: w + 1, task=tasks[0])(w[...]))(weight)
+        np.testing.assert_array_equal(weight[...], x)
+        np.testing.assert_array_equal(added, x + 1)
