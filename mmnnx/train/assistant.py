@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -13,7 +14,6 @@ from mmnnx.train.tokens import Codec
 
 LossOn = Literal["all", "assistant"]
 ROLES = ("assistant", "model")
-MARKS = ("\ufdd0", "\ufdd1")  # noncharacters of Unicode, which no text has
 ADVICE = (
     "Put {% generation %} and {% endgeneration %} around what the assistant writes in the chat template, or "
     "give --loss-on all"
@@ -60,11 +60,14 @@ def conversation(codec: Codec, messages: list[Mapping[str, Any]]) -> tuple[bytes
 
 def _marked(codec: Codec, messages: list[Mapping[str, Any]], text: str) -> list[tuple[int, int]]:
     """From where to where the template's `{% generation %}` blocks are in the text, in characters."""
-    pieces = re.split(f"([{''.join(MARKS)}])", codec.chat(messages, marks=MARKS))
+    # Noncharacters of Unicode, which hardly any text has; one that has them has no such number between them.
+    tries = ((f"\ufdd0{n}\ufdd1", f"\ufdd2{n}\ufdd3") for n in itertools.count())
+    start, end = next(marks for marks in tries if not any(mark in text for mark in marks))
+    pieces = re.split(f"({start}|{end})", codec.chat(messages, marks=(start, end)))
     marks = pieces[1::2]
     if not marks:
         return []
-    if "".join(pieces[::2]) != text or marks != [*MARKS] * (len(marks) // 2):
+    if "".join(pieces[::2]) != text or marks != [start, end] * (len(marks) // 2):
         raise UserError(
             f"the {{% generation %}} blocks of the chat template cannot be found in its text. {ADVICE}"
         )

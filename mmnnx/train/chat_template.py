@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -26,6 +27,7 @@ def read_template(source: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda text: datetime.now().strftime(text)
     environment.filters["tojson"] = _to_json
     return environment.from_string(source)
 

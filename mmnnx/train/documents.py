@@ -111,7 +111,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{where}: this is no JSON ({error})") from error
             yield where, record
 
@@ -136,7 +136,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
                 for record in batch.to_pylist():
                     row += 1
                     yield f"--data {file}, row {row}", _without_nulls(record)
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"--data {file}: cannot be read as Parquet after row {row} ({error})") from error
 
 

@@ -109,9 +109,10 @@ class HubTokenizer:
         self._tokenizer.no_truncation()  # a file may ask for both, of which a text in training knows nothing
         self._tokenizer.no_padding()
         self.vocab = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self._fields = _json(folder / "tokenizer_config.json")
-        end = self._special("eos_token")
-        self.end = None if end is None else self._tokenizer.token_to_id(end)
+        files = ("special_tokens_map.json", "tokenizer_config.json")
+        fields = [field for file in files for field in _json(folder / file).items()]
+        self._fields = {name: value for name, value in fields if value is not None}
+        self.end = self._end()
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special = tuple(token.content for token in added if token.special)
 
@@ -155,8 +156,10 @@ class HubTokenizer:
         Raises:
           UserError: without a template, or for messages that it refuses.
         """
-        given: dict[str, Any] = {name: self._special(name) or "" for name in ("bos_token", "eos_token")}
+        given: dict[str, Any] = {"bos_token": "", "eos_token": ""}
+        given |= {name: self._special(name) for name in self._fields if name.endswith("_token")}
         given |= dict(messages=messages, add_generation_prompt=answer, marks=marks)
+        given |= dict(tools=None, documents=None)
         try:
             return self._template.render(**given)
         except UserError:
@@ -169,10 +172,24 @@ class HubTokenizer:
         from mmnnx.train.chat_template import read_template
 
         file, template = self.folder / "chat_template.jinja", self._fields.get("chat_template")
+        if isinstance(template, list):  # of several, each with a name
+            template = {one["name"]: one["template"] for one in template}.get("default")
         template = file.read_text() if file.is_file() else template
         if not isinstance(template, str):
             raise UserError(f"{self.folder} has no chat template, which records with messages need")
         return read_template(template)
+
+    def _end(self) -> int | None:
+        """The token that ends a text, as the tokenizer names it; else as the model numbers it."""
+        name = self._special("eos_token")
+        if name is not None and (number := self._tokenizer.token_to_id(name)) is not None:
+            return number
+        for file in ("generation_config.json", "config.json"):
+            found = _json(self.folder / file).get("eos_token_id")
+            found = found[0] if isinstance(found, list) and found else found
+            if isinstance(found, int) and 0 <= found < self.vocab:
+                return found
+        return None
 
     def _special(self, name: str) -> str | None:
         found = self._fields.get(name)

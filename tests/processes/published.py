@@ -21,7 +21,9 @@ def main(coordinator: str, count: str, number: str, source: str, target: str) ->
             model = hf.load(source, placement=place, scan=scan)
             logits = mm.fetch(mm.jit(lambda model, tokens: model(tokens))(model, tokens))
             hf.save(model, f"{target}/scan-{scan}")
+            assert (Path(target) / f"scan-{scan}" / "config.json").exists(), "in every process"
             hf.save_adapter(lora(model, 2), f"{target}/adapter-{scan}")
+            assert (Path(target) / f"adapter-{scan}" / "adapter_config.json").exists()
             if number == "0":
                 np.save(Path(target) / f"logits-{scan}.npy", logits)
 

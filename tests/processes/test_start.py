@@ -126,6 +126,11 @@ def test_strangers_are_not_taken_for_processes():
         ({}, {"coordinator_address": "h:1", "num_processes": "2"}, "num_processes='2': it must be a number"),
         ({}, {"num_processes": 1, "process_id": 1}, "process_id=1 with num_processes=1"),
         ({}, {"num_processes": 1, "failure_timeout": 0.5}, "failure_timeout=0.5: a process that works may"),
+        ({}, {"timeout": None}, "timeout=None: it is a number of seconds, above 0 and less than a day"),
+        ({}, {"timeout": "60"}, "timeout='60': it is a number of seconds"),
+        ({}, {"failure_timeout": float("nan")}, "failure_timeout=nan: it is a number of seconds"),
+        ({}, {"initialization_timeout": float("inf")}, "initialization_timeout=inf: it is a number"),
+        ({}, {"coordinator_address": "h:0", "num_processes": 2, "process_id": 0}, "'h:0' is not an address"),
     ],
 )
 def test_what_is_missing_or_wrong_is_said_before_anything_runs(monkeypatch, variables, arguments, message):

@@ -121,6 +121,19 @@ def test_what_cannot_be_told(codec, template, messages, said):
     assert codec(THINKING).chat(CHAT[:3]).endswith("<think></think>hé, a hat\n")
 
 
+@pytest.mark.parametrize(
+    "template",
+    [TURNS, "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"],
+)
+def test_a_text_may_have_the_marks_in_it(codec, template):
+    plain, odd = (
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": c}]
+        for c in ("b", "b\ufdd00\ufdd1\ufdd20")
+    )
+    written = [pieces(*conversation(codec(template), messages)) for messages in (plain, odd)]
+    assert [piece.replace("b", "b\ufdd00\ufdd1\ufdd20") for piece in written[0]] == written[1]
+
+
 def test_json_in_a_template_is_not_for_html(codec):
     assert codec("{{ messages[0] | tojson }}").chat([{"role": "<é>"}]) == '{"role": "<é>"}'
 

@@ -227,6 +227,7 @@ def test_other_records_do_not_move_what_is_held_out(tmp_path):
     "line, said",
     [
         ("{text", "line 3: this is no JSON"),
+        ("[" * 200_000, "line 3: this is no JSON"),
         ("[1]", 'line 3: a record is a JSON object with "text" or "messages", not .1.'),
         ('{"question": 1, "answer": 2}', 'neither "text" nor "messages", but question, answer'),
         ('{"messages": []}', "line 3: a conversation needs the chat template"),
@@ -303,6 +304,14 @@ def test_messages_in_parquet_have_the_fields_that_they_were_given(tmp_path):
 def test_parquet_without_records(tmp_path, columns, said):
     with pytest.raises(UserError, match=f"file.parquet.*{said}"):
         load_corpus(parquet(tmp_path / "file.parquet", **columns))
+
+
+def test_parquet_whose_text_is_no_text(tmp_path):
+    """Arrow does not look at it when it reads."""
+    table = pa.table({"text": pa.array([b"one", b"\xff"]).view(pa.string())})
+    pq.write_table(table, tmp_path / "file.parquet")
+    with pytest.raises(UserError, match="file.parquet: cannot be read as Parquet after row 0 .*0xff"):
+        load_corpus(tmp_path / "file.parquet")
 
 
 def test_damaged_parquet(tmp_path):

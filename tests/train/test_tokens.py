@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,6 +73,39 @@ def test_a_text_is_not_cut_or_padded(tokenizer, folder, tmp_path, field):
     file.write_text(json.dumps(json.loads(file.read_text()) | field))
     text = TEXT[0].encode()
     np.testing.assert_array_equal(HubTokenizer(other).encode(text), tokenizer.encode(text))
+
+
+def rewritten(folder: Path, **fields) -> HubTokenizer:
+    """The tokenizer with other fields in its tokenizer_config.json, or without those that are None."""
+    file = folder / "tokenizer_config.json"
+    kept = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({name: value for name, value in kept.items() if value is not None}))
+    return HubTokenizer(folder)
+
+
+def test_a_template_gets_what_transformers_gives_it(tmp_path):
+    """No tools or documents, every token with a name, the time, and of named templates the default one."""
+    template = (
+        "{% if tools is not none or documents is not none %}tools{% endif %}{{ unk_token }}{{ pad_token }}"
+        "{{ strftime_now('%Y') }}{{ messages[0].content }}"
+    )
+    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]
+    other = rewritten(publish(tmp_path / "model"), unk_token="<unk>", chat_template=several)
+    year = datetime.now().strftime("%Y")
+    assert other.chat([{"role": "user", "content": "hi"}]) == f"<unk>{year}hi"
+
+
+def test_where_the_token_is_named_that_ends_a_text(tmp_path):
+    folder = publish(tmp_path / "model")
+    (end,) = (HubTokenizer(folder).end,)
+    assert rewritten(folder, eos_token=None).end is None
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
+    assert HubTokenizer(folder).end == 7
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5]}))
+    assert HubTokenizer(folder).end == 9
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
+    assert HubTokenizer(folder).end == end
 
 
 def test_what_a_template_refuses(tokenizer):

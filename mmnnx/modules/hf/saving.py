@@ -23,6 +23,7 @@ from mmnnx.modules.hf.tensors import Path, Piece, pieces_of, tensor_shapes
 from mmnnx.modules.hf.weights import INDEX, ONE_FILE, Weights
 from mmnnx.modules.lm import LM
 from mmnnx.mpmd.distributed.fetch import fetch
+from mmnnx.mpmd.distributed.key_value import wait_for_first
 from mmnnx.sharding.held_parts import held_row
 
 FILE_BYTES = 5 * 10**9
@@ -88,8 +89,9 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
             tensors = dict(_tensors(model, pieces, names, shapes, dtypes))
             if first:
                 _write(tensors, written / file)
+            wait_for_first(f"written {file}")  # or the others would send all that they have at once
         if not first:
-            return
+            return wait_for_first("saved")
         if set(files.values()) != {ONE_FILE}:
             total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
             metadata = ({} if weights is None else weights.metadata) | {"total_size": total}
@@ -99,6 +101,7 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
             if path.suffix in COMPANIONS and path.name not in (CONFIG, INDEX):
                 shutil.copy(path, written / path.name)
         written.replace(target)
+    wait_for_first("saved")
 
 
 def save_adapter(model: LM, folder: str | FilePath) -> None:
@@ -142,13 +145,14 @@ def save_adapter(model: LM, folder: str | FilePath) -> None:
     if len(settings) != 1:
         raise ValueError(f"PEFT has one rank and alpha for all layers; this model has {sorted(settings)}")
     if jax.process_index():
-        return
+        return wait_for_first("saved adapter")
     ((rank, alpha),) = settings
     config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, bias="none")
     config |= dict(target_modules=sorted(names), base_model_name_or_path=model.source, fan_in_fan_out=False)
     target.mkdir(parents=True, exist_ok=True)
     _write(tensors, target / "adapter_model.safetensors")
     (target / "adapter_config.json").write_text(_json(config))
+    wait_for_first("saved adapter")
 
 
 def _write(tensors: dict[str, np.ndarray], file: FilePath) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ipaddress
+import numbers
 import os
 import sys
 from collections.abc import Sequence
@@ -73,6 +74,13 @@ def initialize(
     """
     if jax.distributed.is_initialized():
         raise RuntimeError("mm.initialize was called before: call it once")
+    for name, seconds in (
+        ("initialization_timeout", initialization_timeout),
+        ("failure_timeout", failure_timeout),
+        ("timeout", timeout),
+    ):
+        if not isinstance(seconds, numbers.Real) or not 0 < float(seconds) < _DAY:
+            raise ValueError(f"{name}={seconds!r}: it is a number of seconds, above 0 and less than a day")
     if failure_timeout < 2:
         raise ValueError(f"failure_timeout={failure_timeout:g}: a process that works may be silent for 2 s")
     for name, value in (("num_processes", num_processes), ("process_id", process_id)):

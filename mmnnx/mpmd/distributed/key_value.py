@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -11,6 +12,9 @@ from mmnnx import _compat
 from mmnnx.mpmd.distributed.waits import waiting
 
 _SLICE = 2.0  # seconds between two looks at whether to go on waiting, at which Ctrl-C gets through
+_PIECE = 2**20  # bytes: some MB of a value are through in a second, and a get that takes a slice begins anew
+
+_waits = itertools.count()
 
 
 @functools.cache
@@ -20,15 +24,35 @@ def store() -> Any:
 
 
 def put(key: str, value: bytes) -> None:
-    """Puts a value of this process, once."""
-    store().key_value_set_bytes(f"mmnnx/{jax.process_index()}/{key}", value)
+    """Puts a value of this process, once. A large one is put in pieces, the first of which says how many."""
+    pieces = [value[start : start + _PIECE] for start in range(0, len(value), _PIECE)] or [b""]
+    names = [key, *(f"{key}/{n}" for n in range(1, len(pieces)))]
+    pieces[0] = len(pieces).to_bytes(4) + pieces[0]
+    for name, piece in zip(names, pieces):
+        store().key_value_set_bytes(f"mmnnx/{jax.process_index()}/{name}", piece)
+
+
+def wait_for_first(what: str) -> None:
+    """Process 0 goes on; the others do when it has come here. All call it, as often, with the same words."""
+    if jax.process_count() == 1:
+        return
+    key = f"{what} {next(_waits)}"
+    if jax.process_index() == 0:
+        put(key, b"")
+    else:
+        get(0, key)
 
 
 def get(process: int, key: str) -> bytes:
     """The value that a process puts, or has put; it is waited for.
 
-    Where that takes longer than the `timeout` of `mm.initialize`, all processes end.
+    Where a piece of it takes longer than the `timeout` of `mm.initialize`, all processes end.
     """
+    first = _get(process, key)
+    return b"".join([first[4:], *(_get(process, f"{key}/{n}") for n in range(1, int.from_bytes(first[:4])))])
+
+
+def _get(process: int, key: str) -> bytes:
     with waiting(process, lambda: f"its {key!r}"):
         while True:
             try:

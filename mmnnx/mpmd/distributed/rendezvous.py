@@ -26,7 +26,7 @@ def split_address(address: str) -> tuple[str, int]:
       ValueError: if it is not of that form.
     """
     host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdecimal() and int(port) < 65536):
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError(f"{address!r} is not an address of the form host:port, such as 10.0.0.1:1234")
     return host.strip("[]"), int(port)
 
