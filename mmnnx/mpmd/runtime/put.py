@@ -21,7 +21,7 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
     In several processes what has a NamedSharding is one array of them all; of anything else (NumPy, numbers,
     arrays that JAX put on its default device) each process has the same value.
     """
-    if jax.process_count() == 1 or isinstance(x, jax.core.Tracer):
+    if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     here = is_here(sharding)
     if isinstance(x, jax.Array) and x.committed and isinstance(x.sharding, NamedSharding):
