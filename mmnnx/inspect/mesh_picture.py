@@ -10,7 +10,7 @@ import jax
 
 from mmnnx.inspect.colours import mesh_colour, text_colour
 from mmnnx.inspect.figure_style import TEXT, WIDTH, settle_ticks, styled
-from mmnnx.sharding.mesh import MultiMesh, idle_text
+from mmnnx.sharding.mesh import MultiMesh, devices_key, idle_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,9 +83,9 @@ def title_of(mesh: MultiMesh) -> str:
 def tasks_of_devices(mesh: MultiMesh) -> Mapping[jax.Device, str]:
     """For each device that has state of tasks, their names."""
     found: dict[jax.Device, dict[str, None]] = {}
-    by_id = {device.id: device for device in mesh.devices.flat}
-    for ids, names in mesh.registry.tasks_by_devices().items():
-        for number in ids:
-            if number in by_id:
-                found.setdefault(by_id[number], {})[names] = None
+    known = dict(zip(devices_key(mesh.mesh), mesh.devices.flat))
+    for devices, names in mesh.registry.tasks_by_devices().items():
+        for device in devices:
+            if device in known:
+                found.setdefault(known[device], {})[names] = None
     return {device: ", ".join(found[device]) for device in mesh.devices.flat if device in found}

@@ -20,14 +20,14 @@ CALL_IN_JIT = (
 def advise(
     error: BaseException | None,
     advice: str = CALL_IN_JIT,
-    tasks: Callable[[], Mapping[tuple[int, ...], str]] = dict,
+    tasks: Callable[[], Mapping[tuple[tuple[str, int], ...], str]] = dict,
 ) -> None:
     """Adds advice to an error, if it is that one of JAX and has none yet.
 
     Args:
       error: what was raised.
       advice: one or more sentences that name mm.jit.
-      tasks: returns, by the numbers of devices, the name of the task that has state there.
+      tasks: returns, by the platforms and numbers of devices, the name of the task that has state there.
     """
     plain = isinstance(error, ValueError) and "incompatible devices" in str(error)
     in_transformation = type(error).__name__ == "DeviceAssignmentMismatchError"
@@ -37,7 +37,7 @@ def advise(
         return
     found = re.findall(r"device ids \[([\d, ]+)\]", str(error))
     groups = dict.fromkeys(tuple(map(int, ids.split(", "))) for ids in found)
-    names = tasks()
+    names = {tuple(number for _, number in devices): name for devices, name in tasks().items()}
     whose = [f"devices {list(ids)} are those of task {names[ids]!r}" for ids in groups if ids in names]
     error.add_note(f"{advice}. Here {' and '.join(whose)}" if whose else advice)
 

@@ -122,8 +122,8 @@ class Registry:
         """Whether a task of the same name, but not this one, has state somewhere."""
         return any(tasks.get(task.name, task) != task for tasks in self._placed.values())
 
-    def tasks_by_devices(self) -> dict[tuple[int, ...], str]:
-        """Names of the tasks that have state somewhere, by the numbers of the devices."""
+    def tasks_by_devices(self) -> dict[tuple[tuple[str, int], ...], str]:
+        """Names of the tasks that have state somewhere, by the platforms and numbers of the devices."""
         named = {where: [name for name in tasks if name] for where, tasks in self._placed.items()}
         return {where[1:]: " and ".join(names) for where, names in named.items() if names}
 
