@@ -45,7 +45,7 @@ test-cuda: .venv-cuda/installed
 
 test-gpu: .venv-cuda/installed
 	JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
-	.venv-cuda/bin/python -m pytest -m "gpu or not slow" tests/gpu tests/mpmd/test_every_schedule.py $(ARGS)
+	.venv-cuda/bin/python -m pytest -m "gpu or not slow" tests/gpu tests/mpmd/test_every_schedule.py tests/mpmd/test_parity.py $(ARGS)
 
 test-hf: $(INSTALLED) .venv-hf/installed
 	$(BIN)/python -m pytest -m hf tests/hf $(ARGS)

@@ -51,7 +51,7 @@ class Options:
     """Time a language model's training step on one device: in four tasks, and whole."""
 
     size: Literal["tiny", "small", "full"] | None = None
-    """Full: 0.9 billion parameters, 33,000 tokens a step, which fills a GPU. Small: 34 million parameters,
+    """Full: 0.9 billion parameters, 33,000 tokens a step, which fills a GPU. Small: 36 million parameters,
     4,096 tokens, which does not. Default: full on a GPU, tiny on a CPU."""
     attention: Literal["xla", "cudnn"] = "xla"
     """How attention is computed: cudnn is flash attention on GPUs, in bfloat16."""

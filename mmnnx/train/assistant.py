@@ -60,7 +60,7 @@ def conversation(codec: Codec, messages: list[Mapping[str, Any]]) -> tuple[bytes
 
 def _marked(codec: Codec, messages: list[Mapping[str, Any]], text: str) -> list[tuple[int, int]]:
     """From where to where the template's `{% generation %}` blocks are in the text, in characters."""
-    # Noncharacters of Unicode, which hardly any text has; one that has them has no such number between them.
+    # Noncharacters of Unicode around a number: the first for which the text has no such marks of its own.
     tries = ((f"\ufdd0{n}\ufdd1", f"\ufdd2{n}\ufdd3") for n in itertools.count())
     start, end = next(marks for marks in tries if not any(mark in text for mark in marks))
     pieces = re.split(f"({start}|{end})", codec.chat(messages, marks=(start, end)))

@@ -17,6 +17,7 @@ from mmnnx.modules.grouped_matmul import grouped_matmul
 from mmnnx.modules.lm import LM, LMConfig
 from mmnnx.modules.moe_lm import MoELM, MoELMConfig
 from mmnnx.train.checkpoint import Checkpoints
+from tests.modules.test_grouped_matmul import assert_close, by_rows, computed, operands
 from tests.mpmd.parity import assert_same, on_meshes
 
 pytestmark = pytest.mark.gpu
@@ -38,23 +39,33 @@ def tokens(rows: int = 8, length: int = 128) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 512, (rows, length + 1), np.int32)
 
 
-def train(kind, config, tasks=None, steps: int = 3):
-    """Losses, the model and its optimizer after steps of four microbatches; in tasks, or whole."""
-    make = lambda: kind(config, rngs=nnx.Rngs(0))
+def loss_of(model, tokens):
+    return model.loss(tokens)
+
+
+def step(model, optimizer, tokens):
+    """A step of microbatches of two rows."""
+    grad_fn = mm.microbatch(nnx.value_and_grad(loss_of), dim=0, size=2, argnum=1, reduce="mean")
+    loss, gradients = grad_fn(model, tokens)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def born(kind, config, tasks=None, seed: int = 0):
+    """A model and its optimizer, in tasks or whole."""
+    make = lambda: kind(config, rngs=nnx.Rngs(seed))
     jit = nnx.jit if tasks is None else mm.jit
     where = {} if tasks is None else {"out_shardings": mm.pipeline_sharding(nnx.eval_shape(make), tasks)}
     model = jit(make, **where)()
-    optimizer = jit(lambda model: nnx.Optimizer(model, optax.adamw(1e-3, eps=1e-3), wrt=nnx.Param))(model)
-    loss_fn = lambda model, tokens: model.loss(tokens)
+    rule = optax.adamw(1e-3, eps=1e-3)
+    return model, jit(lambda model: nnx.Optimizer(model, rule, wrt=nnx.Param))(model)
 
-    @jit(donate_argnums=(0, 1))
-    def step(model, optimizer, tokens):
-        grad_fn = mm.microbatch(nnx.value_and_grad(loss_fn), dim=0, size=2, argnum=1, reduce="mean")
-        loss, gradients = grad_fn(model, tokens)
-        optimizer.update(model, gradients)
-        return loss
 
-    losses = [float(step(model, optimizer, tokens())) for _ in range(steps)]
+def train(kind, config, tasks=None, steps: int = 3):
+    """Losses, the model and its optimizer after some steps, in tasks or whole."""
+    model, optimizer = born(kind, config, tasks)
+    jitted = (nnx.jit if tasks is None else mm.jit)(step, donate_argnums=(0, 1))
+    losses = [float(jitted(model, optimizer, tokens())) for _ in range(steps)]
     return losses, model, optimizer
 
 
@@ -80,8 +91,8 @@ def test_language_models_train_as_whole(name):
 
 @pytest.mark.parametrize("implementation", ["xla", "cudnn", "flash"])
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(causal=True, window=32), dict(segments=2)])
-def test_attention_is_that_of_float64(implementation, options):
-    """Values and gradients, in bfloat16, of four heads that share two keys and values."""
+def test_attention_in_bfloat16_is_near_that_in_float32(implementation, options):
+    """Values and gradients of four heads that share two keys and values."""
     options = dict(options)
     segments = options.pop("segments", None)
     ids = None if segments is None else jnp.repeat(jnp.arange(segments), 128 // segments)[None].repeat(2, 0)
@@ -105,8 +116,6 @@ def test_attention_is_that_of_float64(implementation, options):
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 2**-8)])
 @pytest.mark.parametrize("sizes", [(300, 0, 212), (0, 1, 0, 500, 11), (0, 0, 0)])
 def test_grouped_products_are_those_of_rows(sizes, dtype, tolerance):
-    from tests.modules.test_grouped_matmul import assert_close, by_rows, computed, operands
-
     given = operands(sizes, 5, 64, 96, dtype)
     assert_close(jax.jit(computed)(*given), by_rows(*given), tolerance)
     assert grouped_matmul(*given[:3]).dtype == dtype
@@ -170,40 +179,29 @@ def test_checkpoints(tmp_path, there):
         checkpoints.save(1, {"model": model, "optimizer": optimizer})
     mesh = mm.MultiMesh(axis_sizes=(1,), axis_names=("stage",), devices=np.array(jax.devices(there)[:1]))
     tasks = [mm.Task(f"other{n}", mesh=mm.TaskMesh(devices=[0], axis_sizes=(1,) * n)) for n in (1, 2)]
-    make = lambda: LM(LMS["dense"][1], rngs=nnx.Rngs(1))
     with mesh:
-        other = mm.jit(make, out_shardings=mm.pipeline_sharding(nnx.eval_shape(make), tasks))()
-        its_optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.adamw(1e-3, eps=1e-3), wrt=nnx.Param))(other)
+        other, its_optimizer = born(*LMS["dense"], tasks, seed=1)
         Checkpoints(tmp_path).restore({"model": other, "optimizer": its_optimizer})
     assert_same(other, model, 0)
     assert_same(its_optimizer, optimizer, 0)
     assert {d.platform for x in jax.tree.leaves(nnx.state(other)) for d in x.devices()} == {there}
 
 
-def test_planned_bytes_are_measured_bytes():
-    kind, config = LMS["dense"]
-    _, model, optimizer = train(kind, config, TASKS, steps=1)
-
-    @mm.jit(donate_argnums=(0, 1))
-    def step(model, optimizer, tokens):
-        grad_fn = nnx.value_and_grad(lambda model, tokens: model.loss(tokens))
-        loss, gradients = mm.microbatch(grad_fn, dim=0, size=2, argnum=1, reduce="mean")(model, tokens)
-        optimizer.update(model, gradients)
-        return loss
-
-    plan = mm.plan(step, model, optimizer, tokens())
-    profile = step.program(model, optimizer, tokens()).profile(model, optimizer, tokens())
+def test_a_plan_of_tasks_on_one_device():
+    """It counts the arrays of all tasks together at the worst moment, a profile those of each at its own."""
+    _, model, optimizer = train(*LMS["dense"], TASKS, steps=1)
+    jitted = mm.jit(step, donate_argnums=(0, 1))
+    plan = mm.plan(jitted, model, optimizer, tokens())
+    profile = jitted.program(model, optimizer, tokens()).profile(model, optimizer, tokens())
     assert plan.fits and plan.chip is not None and plan.device_kind == jax.devices()[0].device_kind
-    measured = sum(profile.peak_bytes.values())
-    assert sum(memory.arrays for memory in plan.memory) == pytest.approx(measured, rel=0.1)
+    (memory,) = plan.memory
+    assert max(profile.peak_bytes.values()) < memory.arrays <= sum(profile.peak_bytes.values())
     assert profile.seconds > 0 and all(t > 0 for t in profile.costs.calls.values())
 
 
 def test_the_update_overwrites_its_state():
-    """After a step no more is there than before it, and at its peak less than the state twice."""
-    config = LMConfig(**SIZES | dict(width=1024, mlp=4096, layers=4))
-    losses, model, optimizer = train(LM, config, TASKS, steps=2)
+    """After steps hardly more is in the memory than the state: nothing that was replaced is kept."""
+    config = LMConfig(**SIZES | dict(width=1024, mlp=4096))
+    _, model, optimizer = train(LM, config, TASKS, steps=2)
     nbytes = sum(x.nbytes for x in jax.tree.leaves(nnx.state((model, optimizer))))
-    in_use = lambda: jax.devices()[0].memory_stats()["bytes_in_use"]
-    del losses
-    assert nbytes <= in_use() <= 1.5 * nbytes
+    assert nbytes <= jax.devices()[0].memory_stats()["bytes_in_use"] <= 1.5 * nbytes

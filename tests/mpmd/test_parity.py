@@ -525,8 +525,9 @@ def test_spec_of_a_placement_is_kept():
         step = train_step(mm.jit, models.squared_error, microbatch=2)
         for _ in range(2):
             step(model, optimizer, models.vectors())
+        meshes = [task.to_mesh() for task in tasks]
     for i, spec in enumerate([P(None, "model")] * 2 + [P()] * 2):
-        home = jax.sharding.NamedSharding(mesh.slice(stage=i // 2), spec)
+        home = jax.sharding.NamedSharding(meshes[i // 2], spec)
         kernels = [
             model.layers[i].kernel[...],
             optimizer.opt_state[0].mu["layers"][i]["kernel"][...],

@@ -51,3 +51,6 @@ assert got["same"].tolist() == [0, 1, 2] and got["number"] == 7
 print(f"median of a fetch: {1e3 * sorted(times)[25]:.2f} ms")
 mm.fetch(place(np.float32(1), last, P()))
 print("keys:", len(store().key_value_dir_get_bytes("mmnnx/")))
+# In several pieces, and the last thing that the process does which has it.
+large = np.arange(2**20, dtype=np.float32)
+np.testing.assert_array_equal(mm.fetch(place(large, last, P("x"))), large)

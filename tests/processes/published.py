@@ -22,6 +22,12 @@ def main(coordinator: str, count: str, number: str, source: str, target: str) ->
             logits = mm.fetch(mm.jit(lambda model, tokens: model(tokens))(model, tokens))
             hf.save(model, f"{target}/scan-{scan}")
             assert (Path(target) / f"scan-{scan}" / "config.json").exists(), "in every process"
+            try:
+                hf.save(model, f"{target}/scan-{scan}")
+            except OSError as error:
+                assert "is there and is not empty" in str(error), error
+            else:
+                raise AssertionError("it was there")
             hf.save_adapter(lora(model, 2), f"{target}/adapter-{scan}")
             assert (Path(target) / f"adapter-{scan}" / "adapter_config.json").exists()
             if number == "0":

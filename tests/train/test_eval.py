@@ -105,7 +105,7 @@ def test_mistakes_are_told(folder, tmp_path, capsys):
 
 
 def test_losses_of_routers_are_no_nats_of_a_token(tmp_path, capsys):
-    """Those of a model with experts come to less than its training loss, and depend on no batch."""
+    """The loss of a model with experts is its cross-entropy alone, whatever the batch."""
     folder = publish(tmp_path / "experts", experts=4, top_k=2, tied=False, load_balancing=0.5)
     records(tmp_path / "data.jsonl")
     options = (str(folder), "--data", str(tmp_path / "data.jsonl"), "--sequence", "16")

@@ -66,8 +66,8 @@ def test_a_template_in_a_file_of_its_own(folder, tmp_path):
         },
     ],
 )
-def test_a_text_is_not_cut_or_padded(tokenizer, folder, tmp_path, field):
-    """Whatever the file asks for: transformers takes no notice of it either."""
+def test_a_text_is_not_cut_or_padded(tokenizer, tmp_path, field):
+    """Whatever tokenizer.json asks for, as in transformers."""
     other = publish(tmp_path / "model")
     file = other / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | field))
@@ -97,7 +97,7 @@ def test_a_template_gets_what_transformers_gives_it(tmp_path):
 
 def test_where_the_token_is_named_that_ends_a_text(tmp_path):
     folder = publish(tmp_path / "model")
-    (end,) = (HubTokenizer(folder).end,)
+    end = HubTokenizer(folder).end
     assert rewritten(folder, eos_token=None).end is None
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))

@@ -22,8 +22,8 @@ from mmnnx.modules.hf.configs import CONFIG, DTYPES, read_config, read_json, wri
 from mmnnx.modules.hf.tensors import Path, Piece, pieces_of, tensor_shapes
 from mmnnx.modules.hf.weights import INDEX, ONE_FILE, Weights
 from mmnnx.modules.lm import LM
+from mmnnx.mpmd.distributed.done_by_first import done_by_first
 from mmnnx.mpmd.distributed.fetch import fetch
-from mmnnx.mpmd.distributed.key_value import wait_for_first
 from mmnnx.sharding.held_parts import held_row
 
 FILE_BYTES = 5 * 10**9
@@ -41,7 +41,8 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
     (`lora`) are merged into the kernels that they are for. Published models have no `capacity_factor` of
     experts: it is left out, with a warning.
 
-    In several processes each must call it; the first writes.
+    In several processes each must call it. The first writes, and all return when it has; an OSError in it is
+    one in all of them.
 
     Args:
       model: an `LM`, `MoELM`, `Gemma` or `GPT2`, wherever its weights live.
@@ -79,7 +80,6 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
         dtypes = kept if weights is None else {name: weights.dtype(name) for name in shapes}
     config = _config(model, source, dtypes)
     files = _files(shapes, dtypes) if weights is None else {name: weights.files[name] for name in shapes}
-    first = jax.process_index() == 0
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
         written = FilePath(scratch) / "model"
@@ -87,27 +87,29 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
         for file in dict.fromkeys(files.values()):
             names = [name for name in shapes if files[name] == file]
             tensors = dict(_tensors(model, pieces, names, shapes, dtypes))
-            if first:
-                _write(tensors, written / file)
-            wait_for_first(f"written {file}")  # or the others would send all that they have at once
-        if not first:
-            return wait_for_first("saved")
-        if set(files.values()) != {ONE_FILE}:
-            total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
-            metadata = ({} if weights is None else weights.metadata) | {"total_size": total}
-            (written / INDEX).write_text(_json({"metadata": metadata, "weight_map": files}))
-        (written / CONFIG).write_text(_json(config))
-        for path in sorted(FilePath(source).iterdir()) if source is not None else ():
-            if path.suffix in COMPANIONS and path.name not in (CONFIG, INDEX):
-                shutil.copy(path, written / path.name)
-        written.replace(target)
-    wait_for_first("saved")
+            # After each file, or the others would send all that they have at once.
+            with done_by_first(f"written {file}") as first:
+                if first:
+                    _write(tensors, written / file)
+        with done_by_first("saved") as first:
+            if not first:
+                return
+            if set(files.values()) != {ONE_FILE}:
+                total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
+                metadata = ({} if weights is None else weights.metadata) | {"total_size": total}
+                (written / INDEX).write_text(_json({"metadata": metadata, "weight_map": files}))
+            (written / CONFIG).write_text(_json(config))
+            for path in sorted(FilePath(source).iterdir()) if source is not None else ():
+                if path.suffix in COMPANIONS and path.name not in (CONFIG, INDEX):
+                    shutil.copy(path, written / path.name)
+            written.replace(target)
 
 
 def save_adapter(model: LM, folder: str | FilePath) -> None:
     """Writes the low-rank additions of a model alone, in the format of PEFT (`adapter_model.safetensors`).
 
-    In several processes each must call it; the first writes.
+    In several processes each must call it. The first writes, and all return when it has; an OSError in it is
+    one in all of them.
 
     Args:
       model: one that `mmnnx.modules.lora` has changed.
@@ -144,15 +146,14 @@ def save_adapter(model: LM, folder: str | FilePath) -> None:
                 tensors[f"base_model.model.{stem}.{name}.weight"] = np.ascontiguousarray(row.T)
     if len(settings) != 1:
         raise ValueError(f"PEFT has one rank and alpha for all layers; this model has {sorted(settings)}")
-    if jax.process_index():
-        return wait_for_first("saved adapter")
     ((rank, alpha),) = settings
     config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, bias="none")
     config |= dict(target_modules=sorted(names), base_model_name_or_path=model.source, fan_in_fan_out=False)
-    target.mkdir(parents=True, exist_ok=True)
-    _write(tensors, target / "adapter_model.safetensors")
-    (target / "adapter_config.json").write_text(_json(config))
-    wait_for_first("saved adapter")
+    with done_by_first("saved adapter") as first:
+        if first:
+            target.mkdir(parents=True, exist_ok=True)
+            _write(tensors, target / "adapter_model.safetensors")
+            (target / "adapter_config.json").write_text(_json(config))
 
 
 def _write(tensors: dict[str, np.ndarray], file: FilePath) -> None:
@@ -163,10 +164,11 @@ def _write(tensors: dict[str, np.ndarray], file: FilePath) -> None:
 
 
 def _new(folder: str | FilePath) -> FilePath:
-    """A folder to write. Raises FileExistsError, in the process that writes it, if it holds something."""
+    """A folder to write. Raises FileExistsError if it holds something; OSError in the other processes."""
     target = FilePath(folder)
-    if jax.process_index() == 0 and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} is there and is not empty: name a new folder")
+    with done_by_first("new folder") as first:
+        if first and target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise FileExistsError(f"{target} is there and is not empty: name a new folder")
     return target
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -12,9 +11,8 @@ from mmnnx import _compat
 from mmnnx.mpmd.distributed.waits import waiting
 
 _SLICE = 2.0  # seconds between two looks at whether to go on waiting, at which Ctrl-C gets through
-_PIECE = 2**20  # bytes: some MB of a value are through in a second, and a get that takes a slice begins anew
-
-_waits = itertools.count()
+_PIECE = 2**20
+"""Bytes of the largest piece: a get begins anew after each slice, and a few MB a second may come through."""
 
 
 @functools.cache
@@ -30,17 +28,6 @@ def put(key: str, value: bytes) -> None:
     pieces[0] = len(pieces).to_bytes(4) + pieces[0]
     for name, piece in zip(names, pieces):
         store().key_value_set_bytes(f"mmnnx/{jax.process_index()}/{name}", piece)
-
-
-def wait_for_first(what: str) -> None:
-    """Process 0 goes on; the others do when it has come here. All call it, as often, with the same words."""
-    if jax.process_count() == 1:
-        return
-    key = f"{what} {next(_waits)}"
-    if jax.process_index() == 0:
-        put(key, b"")
-    else:
-        get(0, key)
 
 
 def get(process: int, key: str) -> bytes:

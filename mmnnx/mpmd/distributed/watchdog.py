@@ -24,12 +24,6 @@ from mmnnx.mpmd.distributed.failures import BEAT, STALLED, Failures
 from mmnnx.mpmd.distributed.member import Member
 from mmnnx.mpmd.distributed.process_exit import ProcessExit
 
-_LONGEST = 2000  # characters: thousands of arrays may be sent at one place, and a message is one line
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
 
 class Watchdog:
     """The thread that watches the other processes.
@@ -111,7 +105,7 @@ class Watchdog:
             first_line = (str(error).strip().splitlines() or [""])[0][:300]
             what = f"raised {kind.__name__}{': ' if first_line else ''}{first_line}"
             self._failures.raised = what, lambda: before(kind, error, trace)
-            report = f"{what}. It was at {_cut(str(progress.current))}"
+            report = f"{what}. It was at {progress.current}"
             self._loop.call_soon_threadsafe(self._failures.report, self.number, report)
             self._all_ended.wait()  # the thread ends the process
 
@@ -162,8 +156,8 @@ class Watchdog:
         me = self.members[self.number]
         while not self._all_ended.is_set():
             wait = waits.longest()
-            me.place = _cut(str(progress.current))
-            me.waits = (wait.process, _cut(wait.what()), wait.is_for_array) if wait else None
+            me.place = str(progress.current)
+            me.waits = (wait.process, wait.what(), wait.is_for_array) if wait else None
             self._send_to_all(place=me.place, waits=me.waits)
             await asyncio.sleep(BEAT)
             for member in self.members:
@@ -177,7 +171,7 @@ class Watchdog:
     def _check(self, wait: waits.Wait) -> None:
         """Reports a wait that is in vain or takes too long."""
         if (error := wait.poll()) is not None:
-            self._failures.report(wait.process, f"did not deliver {_cut(wait.what())}: {error}")
+            self._failures.report(wait.process, f"did not deliver {wait.what()}: {error}")
         if wait.is_over:
             return
         wait.beats += 1
@@ -186,7 +180,7 @@ class Watchdog:
             wait.beats_since_end += 1
         if wait.beats_since_end > 2:
             me = self.members[self.number]
-            self._failures.report(wait.process, f"has ended, and {me} still waits for {_cut(wait.what())}")
+            self._failures.report(wait.process, f"has ended, and {me} still waits for {wait.what()}")
         elif wait.beats * BEAT > self.timeout:
             self._failures.report(self.number, STALLED)
 

@@ -47,4 +47,4 @@ def estimate_durations(loop: Loop, placement: Placement) -> Durations:
 
 
 def _rates(platform: str) -> tuple[float, float, float]:
-    return {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU}.get(platform, _TPU)
+    return {"cpu": _CPU, "gpu": _GPU}.get(platform, _TPU)

@@ -61,7 +61,9 @@ def runner(
         return f"instruction {numbers[groups[step][0]]} of call {call} of {name}: {what(step)}"
 
     def what(step: int) -> str:
-        return " and ".join(program.describe(program.instructions[n]) for n in groups[step])
+        group = groups[step]
+        more = [f"{len(group) - SHOWN:,} more"] if len(group) > SHOWN else []
+        return " and ".join([*(program.describe(program.instructions[n]) for n in group[:SHOWN]), *more])
 
     @functools.cache
     def annotated() -> list[_PlacedStep]:
@@ -94,6 +96,9 @@ def runner(
 
     return run
 
+
+SHOWN = 10
+"""Instructions that a message names of a step that runs several: one may send thousands of arrays."""
 
 # (function, what picks its arguments, first place of its results, place after them, places that are dropped).
 _PlacedStep = tuple[

@@ -1,0 +1,46 @@
+"""What one process does for all, such as writing a file, while the others wait."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import jax
+
+from mmnnx.mpmd.distributed import key_value
+
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def done_by_first(what: str) -> Iterator[bool]:
+    """Process 0 does what is inside; the others leave it when that is done. All enter, in the same order.
+
+    Yields:
+      whether this is process 0.
+
+    Raises:
+      OSError: in every process, if process 0 raises one.
+
+    Example:
+      >>> with done_by_first("note") as first:
+      ...     if first:
+      ...         print("one process writes it")
+      one process writes it
+    """
+    if jax.process_count() == 1:
+        yield True
+        return
+    key, first = f"{what} {next(_numbers)}", jax.process_index() == 0
+    failed = ""
+    try:
+        yield first
+    except OSError as error:
+        failed = str(error) or type(error).__name__
+        raise
+    finally:
+        if first:
+            key_value.put(key, failed.encode())
+    if not first and (failed := key_value.get(0, key).decode()):
+        raise OSError(f"process 0: {failed}")
