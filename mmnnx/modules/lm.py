@@ -314,7 +314,9 @@ class LM(nnx.Module):
         weights: jax.Array | None = None,
         **options: Any,
     ) -> jax.Array:
-        """The cross-entropy alone, of the arguments of `loss`: what perplexity is made of.
+        """The cross-entropy of `loss`, without the losses of routers: its exponential is the perplexity.
+
+        Arguments are those of `loss`.
 
         Example:
           >>> lm = LM(LMConfig(layers=1), rngs=nnx.Rngs(0))

@@ -76,8 +76,8 @@ def lora(
       model: concrete and placed, or abstract; it is changed in place.
       rank: of the additions.
       filter: which layers, by `filter(path, layer)`, such as `mm.path(..., {"query", "value"})`. Default: all
-        `nnx.Linear` but those called "head" and "router". A layer that is in several places is chosen by the
-        first, and stays one.
+        `nnx.Linear` but those called "head" and "router". A layer that the model has in several
+        places is chosen by the first of them, and stays shared.
       alpha: the additions count `alpha / rank` times. Default: twice the rank.
       seed: of the initial values. Those of a layer depend on it and on the layer's path.
 

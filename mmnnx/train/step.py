@@ -201,7 +201,7 @@ def loss_fn(model: LM, batch: Row) -> jax.Array:
 
 
 def cross_entropy(model: LM, batch: Row) -> jax.Array:
-    """Without the losses of routers, which are no nats of a token."""
+    """Of each label, times its weight; without the losses that routers add in training."""
     return model.cross_entropy(**batch)
 
 

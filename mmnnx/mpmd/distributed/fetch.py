@@ -31,8 +31,8 @@ def fetch(tree: Any) -> Any:
       The same tree with NumPy arrays; of typed PRNG keys, their words.
 
     Raises:
-      ValueError: if another process fetches arrays of other sizes. (Sizes alone are compared: a process that
-        fetches once more than the others is given what comes later, and they what was before.)
+      ValueError: if another process fetches arrays of other sizes. Only sizes are compared: where one process
+        calls it once more than the others, they may get the values of another call.
 
     Example:
       >>> loss = mm.fetch(train_step(model, optimizer, batch))
