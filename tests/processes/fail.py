@@ -8,9 +8,11 @@ import threading
 import time
 
 import jax.numpy as jnp
+from flax import nnx
 
 import mmnnx as mm
 from mmnnx.mpmd.distributed import transport
+from mmnnx.train.checkpoint import Checkpoints
 
 COORDINATOR, HOW = sys.argv[1], sys.argv[4]
 COUNT, NUMBER, VICTIM, SEED = (int(sys.argv[n]) for n in (2, 3, 5, 6))
@@ -57,5 +59,8 @@ for n in range(10**9):
             raise ValueError("the dog ate the batch")
         if mine and HOW == "exit":
             sys.exit(3)
-        if (mine and HOW == "early") or HOW == "well":
+        if mine and HOW == "save":
+            with Checkpoints(sys.argv[7]) as checkpoints:
+                checkpoints.save(1, {"rngs": nnx.Rngs(0)})
+        if HOW == "save" or (mine and HOW == "early") or HOW == "well":
             break

@@ -22,20 +22,20 @@ def free_port() -> int:
 
 
 def start(
-    script: str, count: int, devices: int, *args: str, without: Sequence[int] = ()
+    script: str, count: int, devices: int | Sequence[int], *args: str, without: Sequence[int] = ()
 ) -> list[subprocess.Popen[str]]:
-    """Starts `count` processes of `tests/processes/SCRIPT`, each with as many CPU devices.
+    """Starts `count` processes of `tests/processes/SCRIPT`, each with as many CPU devices or with its own.
 
     Each gets the arguments COORDINATOR, COUNT, its number, and `args`. Those `without` which it goes are not
     started.
     """
-    own = {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+    each = [devices] * count if isinstance(devices, int) else devices
     coordinator = f"127.0.0.1:{free_port()}"
     command = [sys.executable, str(Path(__file__).parent / script), coordinator, str(count)]
     return [
         subprocess.Popen(
             [*command, str(n), *args],
-            env=environment() | own,
+            env=environment() | {"JAX_NUM_CPU_DEVICES": str(each[n]), "PYTHONPATH": str(ROOT)},
             cwd=ROOT,
             text=True,
             stdout=subprocess.PIPE,
@@ -65,7 +65,7 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float) -> list[tuple
     return results
 
 
-def run(script: str, count: int, devices: int, *args: str, timeout: float = 180) -> list[str]:
+def run(script: str, count: int, devices: int | Sequence[int], *args: str, timeout: float = 180) -> list[str]:
     """What each process printed; AssertionError with all of it unless all end well."""
     results = finish(start(script, count, devices, *args), timeout)
     texts = "\n".join(

@@ -50,6 +50,14 @@ def test_four_processes(tmp_path, of_one):
     check(tmp_path / "four", *of_one)
 
 
+@pytest.mark.slow
+def test_processes_that_have_different_numbers_of_devices(tmp_path, of_one):
+    """They wait for each other through the coordinator: a collective of all devices would not do."""
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    execute(2, [["restore", "8x1", one], ["save", "8x1", two]], devices=(2, 6))
+    check(tmp_path / "two", *of_one)
+
+
 def check(folder, mesh, nodes):
     """What several processes saved is restored by one, on one device and on several."""
     assert [path.name for path in folder.iterdir() if path.is_dir()] == ["2"]
@@ -60,8 +68,8 @@ def check(folder, mesh, nodes):
         np.testing.assert_allclose(losses(*where), expected, rtol=1e-5)
 
 
-def execute(count, todo):
-    printed = run("checkpoint.py", count, 8 // count, json.dumps(todo), timeout=300)
+def execute(count, todo, devices=None):
+    printed = run("checkpoint.py", count, devices or 8 // count, json.dumps(todo), timeout=300)
     assert all(text.count(f"process {number}: ") == len(todo) for number, text in enumerate(printed))
 
 

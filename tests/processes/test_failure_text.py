@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from mmnnx.mpmd.distributed import failure_text, waits
+from mmnnx.mpmd.distributed.failures import STALLED
 from mmnnx.mpmd.distributed.member import Member
+from mmnnx.mpmd.distributed.watchdog import Watchdog
 
 
 def members(*waits_for):
@@ -31,7 +37,59 @@ def test_who_keeps_a_process_waiting(waits_for, about, waiter):
     what = waits_for[waiter][1]
     assert text.startswith(f"process {about} (host{about}, pid {100 + about}) has not sent {what}, ")
     assert f"for which process {waiter} (host{waiter}, pid {100 + waiter}) has waited 5 s" in text
-    assert text.endswith(f"It was last heard of at step {about}")
+    itself = ""
+    if waits_for[about]:
+        other, value, _ = waits_for[about]
+        itself = f". It waits for process {other} (host{other}, pid {100 + other}): for {value}"
+    assert text.endswith(f"It was last heard of at step {about}{itself}")
+
+
+def test_a_wait_for_work_is_not_timed(monkeypatch):
+    """Another process may write or read a checkpoint for longer than an array may take; it may not end."""
+    monkeypatch.setattr(waits, "pending", {})
+    watchdog = Watchdog(0, failure_timeout=4, timeout=5)
+    watchdog.members, reports = members(None, None), []
+    watchdog._failures = SimpleNamespace(report=lambda about, what: reports.append((about, what)))
+    with waits.waiting(1, lambda: "it to write a file", timed=False):
+        (wait,) = waits.pending.values()
+        for _ in range(100):
+            watchdog._check(wait)
+        assert not reports
+        watchdog.members[1].sent = {}
+        for _ in range(3):
+            watchdog._check(wait)
+    ended = "has ended, and process 0 (host0, pid 100) still waits for it to write a file"
+    assert reports == [(1, ended)]
+    reports.clear()
+    watchdog.members[1].sent = None
+    with waits.waiting(1, lambda: "its 'a'"):
+        (wait,) = waits.pending.values()
+        for _ in range(21):
+            watchdog._check(wait)
+    assert reports == [(0, STALLED)]
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (KeyError(), "raised KeyError"),
+        (ValueError("one\ntwo"), "raised ValueError: one"),
+        (ValueError("x" * 999), f"raised ValueError: {'x' * 300}"),
+        (RuntimeError("INTERNAL: Traceback (most recent call last):"), "raised RuntimeError: INTERNAL: "),
+    ],
+)
+def test_what_was_raised_in_one_line(error, line):
+    assert failure_text.raised(error) == line
+
+
+def test_a_callback_that_raises_gives_its_reason():
+    def callback(x):
+        raise OSError("the disk is full\nas ever")
+
+    call = jax.jit(lambda x: jax.pure_callback(callback, jax.ShapeDtypeStruct((), jnp.float32), x))
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        call(jnp.float32(1)).block_until_ready()
+    assert failure_text.raised(caught.value).endswith(": OSError: the disk is full")
 
 
 def test_what_a_process_says_when_it_ends():

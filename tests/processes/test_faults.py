@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from mmnnx.train.checkpoint import Checkpoints
 from tests.processes.harness import finish, start
 from tests.slow import all_but
 
@@ -16,9 +17,9 @@ from tests.slow import all_but
 class Run:
     """The processes of `fail.py`, and when each of them ended."""
 
-    def __init__(self, count, how, victim, seed=0, missing=()):
+    def __init__(self, count, how, victim, seed=0, missing=(), folder=""):
         began = time.time()
-        self.processes = start("fail.py", count, 1, how, str(victim), str(seed), without=missing)
+        self.processes = start("fail.py", count, 1, how, str(victim), str(seed), str(folder), without=missing)
         self.ends: dict[int, float] = {}
         watchers = [threading.Thread(target=self._watch, args=item) for item in enumerate(self.processes)]
         for watcher in watchers:
@@ -136,6 +137,20 @@ def test_a_process_that_ends_before_the_others_is_told_from_one_that_died(how, v
         assert re.search(
             rf"process {victim} \(.*\) has ended, and process {1 - victim} .* waits for", message
         )
+
+
+@pytest.mark.parametrize("victim", all_but([1], [0, 1]))
+def test_a_checkpoint_that_one_process_saves_alone(tmp_path, victim):
+    """As in `if jax.process_index() == 0:`. The others may come to it late, but they must come."""
+    run = Run(2, "save", victim, folder=tmp_path)
+    for status, message in run.survivors(-1):
+        assert status == 1
+        assert re.search(
+            rf"process {1 - victim} \(.*\) has ended, and process {victim} \(.*\) still waits for it to save "
+            "or restore a checkpoint, as every process must",
+            message,
+        )
+    assert Checkpoints(tmp_path).latest is None
 
 
 def test_processes_that_finish_together_say_nothing():

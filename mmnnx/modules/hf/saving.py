@@ -88,10 +88,10 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
             names = [name for name in shapes if files[name] == file]
             tensors = dict(_tensors(model, pieces, names, shapes, dtypes))
             # After each file, or the others would send all that they have at once.
-            with done_by_first(f"written {file}") as first:
+            with done_by_first(f"write {file}") as first:
                 if first:
                     _write(tensors, written / file)
-        with done_by_first("saved") as first:
+        with done_by_first("complete the folder") as first:
             if not first:
                 return
             if set(files.values()) != {ONE_FILE}:
@@ -149,7 +149,7 @@ def save_adapter(model: LM, folder: str | FilePath) -> None:
     ((rank, alpha),) = settings
     config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, bias="none")
     config |= dict(target_modules=sorted(names), base_model_name_or_path=model.source, fan_in_fan_out=False)
-    with done_by_first("saved adapter") as first:
+    with done_by_first("write the adapter") as first:
         if first:
             target.mkdir(parents=True, exist_ok=True)
             _write(tensors, target / "adapter_model.safetensors")
@@ -166,7 +166,7 @@ def _write(tensors: dict[str, np.ndarray], file: FilePath) -> None:
 def _new(folder: str | FilePath) -> FilePath:
     """A folder to write. Raises FileExistsError if it holds something; OSError in the other processes."""
     target = FilePath(folder)
-    with done_by_first("new folder") as first:
+    with done_by_first("look at the folder") as first:
         if first and target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise FileExistsError(f"{target} is there and is not empty: name a new folder")
     return target

@@ -14,8 +14,13 @@ _numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def done_by_first(what: str) -> Iterator[bool]:
-    """Process 0 does what is inside; the others leave it when that is done. All enter, in the same order.
+def done_by_first(work: str) -> Iterator[bool]:
+    """Process 0 does what is inside; the others leave it when that is done, however long it takes.
+
+    All enter, in the same order.
+
+    Args:
+      work: what it does, in words, for messages.
 
     Yields:
       whether this is process 0.
@@ -24,7 +29,7 @@ def done_by_first(what: str) -> Iterator[bool]:
       OSError: in every process, if process 0 raises one.
 
     Example:
-      >>> with done_by_first("note") as first:
+      >>> with done_by_first("write a note") as first:
       ...     if first:
       ...         print("one process writes it")
       one process writes it
@@ -32,7 +37,7 @@ def done_by_first(what: str) -> Iterator[bool]:
     if jax.process_count() == 1:
         yield True
         return
-    key, first = f"{what} {next(_numbers)}", jax.process_index() == 0
+    key, first = f"{work} {next(_numbers)}", jax.process_index() == 0
     failed = ""
     try:
         yield first
@@ -42,5 +47,5 @@ def done_by_first(what: str) -> Iterator[bool]:
     finally:
         if first:
             key_value.put(key, failed.encode())
-    if not first and (failed := key_value.get(0, key).decode()):
+    if not first and (failed := key_value.get(0, key, work=work).decode()):
         raise OSError(f"process 0: {failed}")

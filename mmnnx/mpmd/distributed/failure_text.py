@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from mmnnx.mpmd.distributed.member import Member
 from mmnnx.printable import printable
 
+TRACEBACK = "Traceback (most recent call last):"
+
 
 def died(member: Member) -> str:
     return f"{member} died: its connection closed. It was last heard of at {member.place}"
@@ -17,6 +19,16 @@ def silent(member: Member, failure_timeout: float) -> str:
         f"{member} has not been heard of for {failure_timeout:g} s: it was stopped, or its host or the "
         f"network is down. It was last heard of at {member.place}"
     )
+
+
+def raised(error: BaseException) -> str:
+    """What a process raised: the first line of the message, or the reason at the end of a traceback in it."""
+    lines = str(error).strip().splitlines() or [""]
+    line = lines[0]
+    if line.endswith(TRACEBACK):
+        frames = [n for n, text in enumerate(lines) if text.startswith("  ")]
+        line = line.removesuffix(TRACEBACK) + "".join(lines[max(frames, default=0) + 1 :][:1])
+    return f"raised {type(error).__name__}{': ' if line else ''}{line[:300]}"
 
 
 def stalled(members: Sequence[Member], number: int, timeout: float) -> str:
@@ -31,9 +43,10 @@ def stalled(members: Sequence[Member], number: int, timeout: float) -> str:
         seen.add(other.number)
         waiter, other = other, members[other.waits[0]]
     what = waiter.waits[1] if waiter.waits else "it"
+    itself = f". It waits for {members[other.waits[0]]}: for {other.waits[1]}" if other.waits else ""
     return (
         f"{other} has not sent {what}, for which {waiter} has waited {timeout:g} s, the `timeout` of "
-        f"mm.initialize. It was last heard of at {other.place}"
+        f"mm.initialize. It was last heard of at {other.place}{itself}"
     )
 
 

@@ -30,17 +30,24 @@ def put(key: str, value: bytes) -> None:
         store().key_value_set_bytes(f"mmnnx/{jax.process_index()}/{name}", piece)
 
 
-def get(process: int, key: str) -> bytes:
+def get(process: int, key: str, *, work: str = "") -> bytes:
     """The value that a process puts, or has put; it is waited for.
 
     Where a piece of it takes longer than the `timeout` of `mm.initialize`, all processes end.
+
+    Args:
+      process: its number.
+      key: the name of the value.
+      work: what the process does before it puts it, in words ("write a file"), for as long as it takes.
     """
-    first = _get(process, key)
-    return b"".join([first[4:], *(_get(process, f"{key}/{n}") for n in range(1, int.from_bytes(first[:4])))])
+    what = f"it to {work}" if work else f"its {key!r}"
+    first = _get(process, key, what, timed=not work)
+    names = [f"{key}/{n}" for n in range(1, int.from_bytes(first[:4]))]
+    return b"".join([first[4:], *(_get(process, name, what, timed=True) for name in names)])
 
 
-def _get(process: int, key: str) -> bytes:
-    with waiting(process, lambda: f"its {key!r}"):
+def _get(process: int, key: str, what: str, timed: bool) -> bytes:
+    with waiting(process, lambda: what, timed=timed):
         while True:
             try:
                 return store().blocking_key_value_get_bytes(f"mmnnx/{process}/{key}", int(1000 * _SLICE))

@@ -27,6 +27,7 @@ class Wait:
       number: for an array, the how manyth that the process sends to this one; inf for anything else.
       array: that array, until it has come. No thread waits for it, which would cost a change of threads for
         each: the watchdog looks at it with each beat.
+      timed: whether it may take no longer than the `timeout` of `mm.initialize`.
       beats: how long, in beats of the watchdog.
       beats_since_end: how many of them since the process ended.
     """
@@ -35,6 +36,7 @@ class Wait:
     what: Callable[[], str]
     number: float
     array: jax.Array | None = None
+    timed: bool = True
     beats: int = 0
     beats_since_end: int = 0
 
@@ -60,10 +62,11 @@ class Wait:
 
 
 @contextlib.contextmanager
-def waiting(process: int, what: Callable[[], str]) -> Iterator[None]:
-    """Whoever waits for another process does so in here: if it takes too long, the watchdog ends the run."""
+def waiting(process: int, what: Callable[[], str], *, timed: bool = True) -> Iterator[None]:
+    """Whoever waits for another process does so in here: the watchdog ends the run if that process has ended,
+    and, if it is `timed`, if it takes too long."""
     key = next(_keys)
-    pending[key] = Wait(process, what, math.inf)
+    pending[key] = Wait(process, what, math.inf, timed=timed)
     try:
         yield
     finally:

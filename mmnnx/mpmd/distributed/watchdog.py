@@ -102,8 +102,7 @@ class Watchdog:
                 return before(kind, error, trace)  # an interactive session goes on
             if issubclass(kind, KeyboardInterrupt):
                 self._exit.status = 130
-            first_line = (str(error).strip().splitlines() or [""])[0][:300]
-            what = f"raised {kind.__name__}{': ' if first_line else ''}{first_line}"
+            what = failure_text.raised(error)
             self._failures.raised = what, lambda: before(kind, error, trace)
             report = f"{what}. It was at {progress.current}"
             self._loop.call_soon_threadsafe(self._failures.report, self.number, report)
@@ -181,7 +180,7 @@ class Watchdog:
         if wait.beats_since_end > 2:
             me = self.members[self.number]
             self._failures.report(wait.process, f"has ended, and {me} still waits for {wait.what()}")
-        elif wait.beats * BEAT > self.timeout:
+        elif wait.timed and wait.beats * BEAT > self.timeout:
             self._failures.report(self.number, STALLED)
 
     def _note_end(self, number: int, sent: dict[int, int]) -> None:

@@ -8,11 +8,8 @@ from collections.abc import Iterator
 
 import jax
 
-from mmnnx import _compat
+from mmnnx.mpmd.distributed import key_value
 from mmnnx.train.checkpoint.errors import CheckpointError
-
-DAY = 24 * 60 * 60 * 1000
-"""Milliseconds to wait for the others to read their shards; a process that dies is noticed elsewhere."""
 
 _numbers = itertools.count()
 
@@ -22,9 +19,9 @@ def exchange(text: str) -> list[str]:
     count, number = jax.process_count(), next(_numbers)
     if count == 1:
         return [text]
-    store = _compat.key_value_store()
-    store.key_value_set(f"mmnnx/checkpoint/{number}/{jax.process_index()}", text)
-    return [store.blocking_key_value_get(f"mmnnx/checkpoint/{number}/{p}", DAY) for p in range(count)]
+    key, work = f"checkpoint {number}", "save or restore a checkpoint, as every process must"
+    key_value.put(key, text.encode())
+    return [key_value.get(p, key, work=work).decode() for p in range(count)]
 
 
 @contextlib.contextmanager

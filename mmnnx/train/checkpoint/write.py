@@ -213,7 +213,9 @@ def make_writer() -> ocp.AsyncCheckpointer:
         use_zarr3=True, type_handler_registry=registry, multiprocessing_options=processes
     )
     return ocp.AsyncCheckpointer(
-        ocp.CompositeCheckpointHandler(**handlers),
+        ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(multiprocessing_options=processes), **handlers
+        ),
         async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
         multiprocessing_options=processes,
     )
