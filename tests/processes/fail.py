@@ -46,7 +46,9 @@ mine = NUMBER == VICTIM
 if mine and HOW == "cut":
     transport.send = cut
 for n in range(10**9):
-    mm.fetch(step(jnp.ones(999 if mine and HOW == "shape" and n == 20 else 1000)))
+    out = step(jnp.ones(999 if mine and HOW == "shape" and n == 20 else 1000))
+    for _ in range(2 if mine and HOW == "fetch" and n == 20 else 1):
+        mm.fetch(out)
     if HOW == "alone" and (n == 0 or (mine and n == 20)):
         evaluate(jnp.zeros(1000))
     if n == 0:

@@ -139,6 +139,18 @@ def test_a_process_that_ends_before_the_others_is_told_from_one_that_died(how, v
         )
 
 
+@pytest.mark.slow
+def test_a_process_that_fetches_alone():
+    """It has the array, and waits for nobody; the others would get it for what they fetch next."""
+    run = Run(2, "fetch", 1)
+    for status, message in run.survivors(-1):
+        assert status == 1
+        assert (
+            "mm.fetch: process 1 fetches float32[1000] at the end of call 21 of step, and process 0 "
+            "float32[1000] at the end of call 22 of step" in message
+        )
+
+
 @pytest.mark.parametrize("victim", all_but([1], [0, 1]))
 def test_a_checkpoint_that_one_process_saves_alone(tmp_path, victim):
     """As in `if jax.process_index() == 0:`. The others may come to it late, but they must come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from mmnnx.mpmd.distributed import key_value
+from mmnnx.mpmd.distributed import key_value, progress
 from mmnnx.mpmd.distributed.processes import holders
 from mmnnx.sharding.divided_array import DividedArray
 
 _BLOCK = 8  # fetches whose values are removed from the store together
+_END = b"\0"  # of the words before the arrays
 _fetches = itertools.count()
 
 
@@ -31,8 +33,9 @@ def fetch(tree: Any) -> Any:
       The same tree with NumPy arrays; of typed PRNG keys, their words.
 
     Raises:
-      ValueError: if another process fetches arrays of other sizes. Only sizes are compared: where one process
-        calls it once more than the others, they may get the values of another call.
+      ValueError: if another process fetches other arrays, or at another place of the run, as where it called
+        this once more than the others. Types and the latest call of a program are compared, not what arrays
+        are of; other threads than the main one compare types alone.
 
     Example:
       >>> loss = mm.fetch(train_step(model, optimizer, batch))
@@ -76,16 +79,12 @@ def _gather(arrays: list[jax.Array]) -> list[np.ndarray]:
     parts = [list(_parts(x)) for x in arrays]
     shards = [{s.device: s.data for s in x.addressable_shards} for x in arrays]
     own = [np.asarray(s[d]) for s, ps in zip(shards, parts) for _, d in ps if d.process_index == here]
+    what = _what(arrays)
     if own:
-        key_value.put(key, b"".join(part.tobytes() for part in own))
+        key_value.put(key, b"".join([what.encode(), _END, *(part.tobytes() for part in own)]))
     others = sorted({d.process_index for ps in parts for _, d in ps} - {here})
-    received = {p: memoryview(key_value.get(p, key)) for p in others}
-    wholes = [np.empty(x.shape, x.dtype) for x in arrays]
-    for p in others:
-        _check_size(
-            p, len(received[p]), [w[i] for w, ps in zip(wholes, parts) for i, d in ps if d.process_index == p]
-        )
-    mine = iter(own)
+    received = {p: _check(p, key_value.get(p, key), what) for p in others}
+    wholes, mine = [np.empty(x.shape, x.dtype) for x in arrays], iter(own)
     for x, whole, ps in zip(arrays, wholes, parts):
         for index, device in ps:
             if device.process_index == here:
@@ -98,13 +97,25 @@ def _gather(arrays: list[jax.Array]) -> list[np.ndarray]:
     return wholes
 
 
-def _check_size(process: int, size: int, parts: Sequence[np.ndarray]) -> None:
-    expected = sum(part.nbytes for part in parts)
-    if expected != size:
+def _what(arrays: Sequence[jax.Array]) -> str:
+    """What is fetched and when, in words: it is the same in all processes."""
+    types = ", ".join(x.aval.str_short() for x in arrays)
+    if len(types) > 200:
+        types = f"{len(arrays)} arrays of {sum(x.nbytes for x in arrays)} bytes"
+    # What another thread logs may be fetched at any time.
+    is_main = threading.current_thread() is threading.main_thread()
+    return f"{types} at {progress.current}" if is_main else types
+
+
+def _check(process: int, value: bytes, what: str) -> memoryview:
+    """The arrays that a process sends, if they are what this one fetches."""
+    end = value.index(_END)
+    if (other := value[:end].decode()) != what:
         raise ValueError(
-            f"mm.fetch: process {process} says {size} bytes where process {jax.process_index()} expects "
-            f"{expected}: every process has to fetch the same arrays, in the same order"
+            f"mm.fetch: process {process} fetches {other}, and process {jax.process_index()} {what}: every "
+            "process has to fetch the same arrays, in the same order"
         )
+    return memoryview(value)[end + len(_END) :]
 
 
 def _forget(block: int, number: int) -> None:
