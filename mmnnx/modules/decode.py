@@ -43,15 +43,15 @@ class Group:
             return self.tokens[-1]
         return np.take_along_axis(self.prompt, np.broadcast_to(self.held, len(self.prompt))[:, None], axis=1)
 
-    def has_ended(self, eos: int) -> bool:
-        """Whether each row had met eos a step ago, so that no device has to wait for the host."""
-        return len(self.tokens) > 1 and bool((np.asarray(self.tokens[-2]) == eos).all())
+    def has_ended(self, eos: tuple[int, ...]) -> bool:
+        """Whether each row had met one of eos a step ago, so that no device has to wait for the host."""
+        return len(self.tokens) > 1 and bool(np.isin(np.asarray(self.tokens[-2]), eos).all())
 
 
 def decode(
     model: Any, groups: Sequence[Group], capacity: int, chunk: int | None, choice: dict[str, Any]
 ) -> Iterator[None]:
-    """Makes a token for each row at each step; it ends when each has met eos.
+    """Makes a token for each row at each step; it ends when each has met one of eos.
 
     The groups take turns: the next token of one is dispatched when those of all others are on their way. The
     last token of the prompt goes through the model on its own, as a new one does: of all others no logits
@@ -70,7 +70,7 @@ def decode(
     make_token = _decode
     for step in itertools.count():
         # Processes take equal steps: none looks at tokens that another may not have.
-        ends = choice["eos"] is not None and jax.process_count() == 1
+        ends = choice["eos"] and jax.process_count() == 1
         going_on = [group for group in groups if not (ends and group.has_ended(choice["eos"]))]
         if not going_on:
             return
@@ -105,7 +105,7 @@ def _step(
     top_p: Any,
     top_k: int | None,
     greedy: bool,
-    eos: int | None,
+    eos: tuple[int, ...],
 ) -> Any:
     """(the token [rows, 1] after `token`, the next cache without its lengths).
 
@@ -122,8 +122,9 @@ def _step(
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, step), rows)
         chosen = jax.vmap(jax.random.categorical)(keys, logits)
     chosen = chosen[:, None]
-    if eos is not None:
-        chosen = jnp.where((token == eos) & (step > 0), eos, chosen)  # a prompt may end with it
+    if eos:
+        ended = jnp.isin(token, jnp.array(eos))
+        chosen = jnp.where(ended & (step > 0), token, chosen)  # a prompt may end with it
     return chosen.astype(jnp.int32), _map(_without_length, cache)
 
 

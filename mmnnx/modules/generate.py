@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     key: jax.Array | None = None,
-    eos: int | None = None,
+    eos: int | Sequence[int] | None = None,
     lengths: Any = None,
     capacity: int | None = None,
     in_flight: int = 1,
@@ -59,7 +59,7 @@ def generate(
         arXiv:1904.09751), after `top_k`.
       key: needed to draw, that is with a temperature above 0. The draws of a row depend on its number
         in the batch, and not on the rows beside it.
-      eos: the token that ends a row: after it the row is filled up with it.
+      eos: the token that ends a row, or several of which each does: after it the row is filled up with it.
       lengths: int [batch], how many tokens of each row of the prompt count; the others, on the right, are
         padding. All caches must be `KVCache`s. Default: all.
       capacity: tokens that a row of the cache has room for, at least length + max_new_tokens - 1; to give the
@@ -87,9 +87,10 @@ def generate(
     """
     prompt = np.asarray(prompt)
     temperature = float(temperature)  # these may be arrays of one number
-    top_k, eos = (None if n is None else operator.index(n) for n in (top_k, eos))
+    top_k = None if top_k is None else operator.index(top_k)
+    ends = () if eos is None else tuple(map(operator.index, np.ravel(eos)))
     _check_prompt(model, prompt, lengths)
-    _check_tokens(model, prompt, lengths, eos)
+    _check_tokens(model, prompt, lengths, ends)
     check_choice(temperature, top_k, top_p, key)
     batch, length = prompt.shape
     capacity = _check_sizes(batch, length, max_new_tokens, capacity, in_flight, prefill_chunk)
@@ -100,7 +101,7 @@ def generate(
         top_p=None if top_p in (None, 1) else np.float32(top_p),
         top_k=top_k,
         greedy=temperature == 0,
-        eos=eos,
+        eos=ends,
     )
     prompt = prompt.astype(np.int32)
     # One number for all rows where it can be: so none has to be looked up.
@@ -192,14 +193,18 @@ def _check_prompt(model: Any, prompt: np.ndarray, lengths: Any) -> None:
         )
 
 
-def _check_tokens(model: Any, prompt: np.ndarray, lengths: Any, eos: int | None) -> None:
+def _check_tokens(model: Any, prompt: np.ndarray, lengths: Any, ends: Sequence[int]) -> None:
     vocab: Any = getattr(getattr(model, "config", None), "vocab", None)
     known = isinstance(vocab, int)
     counted = prompt
     if lengths is not None:
         counted = prompt[np.arange(prompt.shape[1]) < np.asarray(lengths)[:, None]]
-    for name, token in (("prompt", counted.min()), ("prompt", counted.max()), ("eos", eos)):
-        if token is not None and (token < 0 or (known and token >= vocab)):
+    for name, token in (
+        ("prompt", counted.min()),
+        ("prompt", counted.max()),
+        *(("eos", end) for end in ends),
+    ):
+        if token < 0 or (known and token >= vocab):
             raise ValueError(
                 f"{name}= has the token {token}, and those of {type(model).__name__} are "
                 + (f"from 0 to {vocab - 1}" if known else "0 or above")

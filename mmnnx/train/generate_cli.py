@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
@@ -34,7 +35,7 @@ class GenerateConfig:
     chat: bool = False
     """The prompt is what a user says: the model's chat template is put around it."""
     tokens: int = 128
-    """Most tokens to write; it ends before at the token that ends a text."""
+    """Most tokens to write; it ends before at a token that ends a text or a turn."""
     temperature: float = 0.0
     """What the logits are divided by; 0 takes the likeliest token."""
     top_p: float | None = None
@@ -100,7 +101,7 @@ def write(config: GenerateConfig, console: Console) -> None:
             temperature=config.temperature,
             top_p=config.top_p,
             key=jax.random.key(config.seed) if config.temperature else None,
-            eos=codec.end,
+            eos=codec.ends,
             lengths=lengths if len(rows) > 1 else None,
             in_flight=config.in_flight or groups(len(rows), config.stages),
             prefill_chunk=config.prefill_chunk,
@@ -110,10 +111,10 @@ def write(config: GenerateConfig, console: Console) -> None:
         seconds = time.perf_counter() - began
     if stream is None:
         for prompt, row in zip(config.prompt, tokens):
-            console.print(f"{prompt}{codec.decode(until(row, codec.end))}\n", markup=False, soft_wrap=True)
+            console.print(f"{prompt}{codec.decode(until(row, codec.ends))}\n", markup=False, soft_wrap=True)
     else:
         console.print(markup=False)
-    count = sum(len(until(row, codec.end)) for row in tokens)
+    count = sum(len(until(row, codec.ends)) for row in tokens)
     Console(stderr=True, highlight=False, quiet=current.get().quiet).print(
         f"{count} tokens in {seconds:.1f} s, with what was compiled", markup=False
     )
@@ -132,10 +133,9 @@ def groups(rows: int, stages: int) -> int:
     return min((n for n in range(stages, rows) if rows % n == 0), default=rows) if stages > 1 else 1
 
 
-def until(tokens: np.ndarray, end: int | None) -> list[int]:
-    """The tokens before the one that ends a text."""
-    found = tokens.tolist()
-    return found[: found.index(end)] if end in found else found
+def until(tokens: np.ndarray, ends: Sequence[int]) -> list[int]:
+    """The tokens before the first of those that end a text."""
+    return list(itertools.takewhile(lambda token: token not in ends, tokens.tolist()))
 
 
 class Stream:
@@ -150,7 +150,7 @@ class Stream:
     def __call__(self, tokens: np.ndarray) -> None:
         self._console.print(self._prompt, end="", markup=False, soft_wrap=True)
         self._prompt = ""
-        self._ended |= int(tokens[0]) == self._codec.end
+        self._ended |= int(tokens[0]) in self._codec.ends
         if self._ended:
             return
         self._tokens.append(int(tokens[0]))

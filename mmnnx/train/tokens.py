@@ -22,12 +22,14 @@ class Codec(Protocol):
       vocab: tokens are below it.
       unit: what a token is called: "byte" or "token".
       end: the token that ends a text; None without one.
+      ends: all tokens after which a model writes no more, as the one that ends a turn.
       special: the text of tokens that stand for no text, such as the one that ends a turn.
     """
 
     vocab: int
     unit: str
     end: int | None
+    ends: tuple[int, ...]
     special: tuple[str, ...]
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -58,6 +60,7 @@ class Bytes:
 
     vocab, unit = 256, "byte"
     end: int | None = None
+    ends: tuple[int, ...] = ()
     special: tuple[str, ...] = ()
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -112,7 +115,8 @@ class HubTokenizer:
         files = ("special_tokens_map.json", "tokenizer_config.json")
         fields = [field for file in files for field in _json(folder / file).items()]
         self._fields = {name: value for name, value in fields if value is not None}
-        self.end = self._end()
+        self.ends = tuple(dict.fromkeys([*self._named_end(), *self._numbered_ends()]))
+        self.end = self.ends[0] if self.ends else None
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special = tuple(token.content for token in added if token.special)
 
@@ -179,17 +183,20 @@ class HubTokenizer:
             raise UserError(f"{self.folder} has no chat template, which records with messages need")
         return read_template(template)
 
-    def _end(self) -> int | None:
-        """The token that ends a text, as the tokenizer names it; else as the model numbers it."""
+    def _named_end(self) -> list[int]:
+        """The token that ends a text, if the tokenizer names one that it has."""
         name = self._special("eos_token")
-        if name is not None and (number := self._tokenizer.token_to_id(name)) is not None:
-            return number
+        found = None if name is None else self._tokenizer.token_to_id(name)
+        return [] if found is None else [found]
+
+    def _numbered_ends(self) -> list[int]:
+        """The tokens after which the model writes no more, by their numbers in its files."""
         for file in ("generation_config.json", "config.json"):
             found = _json(self.folder / file).get("eos_token_id")
-            found = found[0] if isinstance(found, list) and found else found
-            if isinstance(found, int) and 0 <= found < self.vocab:
-                return found
-        return None
+            found = found if isinstance(found, list) else [found]
+            if known := [n for n in found if isinstance(n, int) and 0 <= n < self.vocab]:
+                return known
+        return []
 
     def _special(self, name: str) -> str | None:
         found = self._fields.get(name)

@@ -143,7 +143,7 @@ def test_over_four_stages_as_on_one_device(options, how):
 def test_caches_stay_on_their_stages_and_tokens_alone_go_round(scan):
     mesh, model = placed(scan=scan) if scan else placed()
     choice = dict(key=jax.random.key(0), temperature=np.float32(1), top_p=None, top_k=None)
-    choice |= dict(greedy=True, eos=None)
+    choice |= dict(greedy=True, eos=())
     part, last, rows = prompts().astype(np.int32), np.int32([[1], [2], [3]]), np.arange(3, dtype=np.int32)
     held = np.int32([5, 3, 1])
     with mesh:
@@ -199,6 +199,18 @@ def test_rows_that_have_met_eos_keep_emitting_it():
         end = ends[0] if ends.size else 12
         np.testing.assert_array_equal(row[:end], own[:end])
         assert (row[end:] == eos).all()
+
+
+def test_each_of_several_tokens_ends_a_row():
+    model = build()
+    free = np.asarray(generate(model, prompts(), 12))
+    first, other = int(free[0, 2]), int(next(t for t in free[1] if t not in free[0]))
+    tokens = np.asarray(generate(model, prompts(), 12, eos=[first, other]))
+    for row, own in zip(tokens, free):
+        end = min(np.append(np.flatnonzero(np.isin(own, [first, other])), 11))
+        np.testing.assert_array_equal(row[: end + 1], own[: end + 1])
+        assert (row[end:] == row[end]).all()
+    assert tokens[0, -1] == first and other in tokens[1]
 
 
 def test_when_all_rows_have_ended_nothing_more_is_computed(monkeypatch):

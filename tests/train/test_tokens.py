@@ -104,8 +104,10 @@ def test_where_the_token_is_named_that_ends_a_text(tmp_path):
     assert HubTokenizer(folder).end == 7
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5]}))
     assert HubTokenizer(folder).end == 9
+    assert HubTokenizer(folder).ends == (9, 5)
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
     assert HubTokenizer(folder).end == end
+    assert HubTokenizer(folder).ends == (end, 9, 5)  # as of a chat: the end of a text, and of a turn
 
 
 def test_what_a_template_refuses(tokenizer):
