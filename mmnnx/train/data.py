@@ -151,7 +151,7 @@ def _divide(documents: Iterable[Document], codec: Codec) -> Corpus:
     keys, sizes, tokens, masks, records = [], [], [], [], False
     for document in documents:
         if document.in_loss is None:
-            found, in_loss, size = codec.encode(document.text), None, len(document.text)
+            found, in_loss, size = codec.encode(document.text, document.chat), None, len(document.text)
         else:
             found, in_loss = codec.encode_parts(document.text, document.in_loss)
             size = int(document.in_loss.sum())

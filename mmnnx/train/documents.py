@@ -28,6 +28,7 @@ class Document:
       key: the CRC-32 of its text if it is a record, else of its path in the folder: what is held out depends
         on it.
       in_loss: which of its bytes are in the loss, bool [bytes]; None: all of them.
+      chat: whether it is a conversation.
     """
 
     text: bytes
@@ -35,6 +36,7 @@ class Document:
     record: bool
     key: int
     in_loss: np.ndarray | None = None
+    chat: bool = False
 
 
 def documents(root: Path, codec: Codec, suffix: str = "", loss_on: LossOn = "all") -> Iterator[Document]:
@@ -56,7 +58,7 @@ def documents(root: Path, codec: Codec, suffix: str = "", loss_on: LossOn = "all
         if read := RECORDS.get(file.suffix):
             for where, record in read(file):
                 text, in_loss = _text_of(record, codec, loss_on, where)
-                yield Document(text, file, True, zlib.crc32(text), in_loss)
+                yield Document(text, file, True, zlib.crc32(text), in_loss, chat=record.get("text") is None)
         else:
             text = _read(file)
             if is_text(text):

@@ -124,7 +124,7 @@ def encode(codec: Codec, text: str, chat: bool) -> np.ndarray:
     """The tokens of a prompt, without the one that ends a text."""
     if chat:
         text = codec.chat([{"role": "user", "content": text}], answer=True)
-    tokens = codec.encode(text.encode())
+    tokens = codec.encode(text.encode(), chat)
     return tokens[:-1] if len(tokens) and tokens[-1] == codec.end else tokens
 
 

@@ -32,8 +32,12 @@ class Codec(Protocol):
     ends: tuple[int, ...]
     special: tuple[str, ...]
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """The tokens of a document of UTF-8, unsigned integers [count], with what ends it."""
+    def encode(self, text: bytes, chat: bool = False) -> np.ndarray:
+        """The tokens of a document of UTF-8, unsigned integers [count], with what begins and ends it.
+
+        Args:
+          chat: it is a conversation, whose template has put in what begins it.
+        """
 
     def encode_parts(self, text: bytes, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens, and which of them are in parts of the text, bool [bytes]: bool [count]."""
@@ -63,7 +67,7 @@ class Bytes:
     ends: tuple[int, ...] = ()
     special: tuple[str, ...] = ()
 
-    def encode(self, text: bytes) -> np.ndarray:
+    def encode(self, text: bytes, chat: bool = False) -> np.ndarray:
         """The bytes, uint8 [count]."""
         return np.frombuffer(text, np.uint8)
 
@@ -117,12 +121,18 @@ class HubTokenizer:
         self._fields = {name: value for name, value in fields if value is not None}
         self.ends = tuple(dict.fromkeys([*self._named_end(), *self._numbered_ends()]))
         self.end = self.ends[0] if self.ends else None
+        self._begin = self._find_begin()
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special = tuple(token.content for token in added if token.special)
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """The tokens, uint16 or as the vocabulary needs, [count]; the token that ends a text is the last."""
-        return self._ended(self._tokenizer.encode(text.decode(), add_special_tokens=False).ids)
+    def encode(self, text: bytes, chat: bool = False) -> np.ndarray:
+        """The tokens, uint16 or as the vocabulary needs, [count]; the token that ends a text is the last.
+
+        The first are those that the tokenizer puts before a text, but not before a conversation.
+        """
+        found = self._tokenizer.encode(text.decode(), add_special_tokens=False).ids
+        begins = chat or found[: len(self._begin)] == self._begin
+        return self._ended(found if begins else self._begin + found)
 
     def encode_parts(self, text: bytes, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens, and which of them are in parts of the text, bool [bytes]: bool [count].
@@ -182,6 +192,18 @@ class HubTokenizer:
         if not isinstance(template, str):
             raise UserError(f"{self.folder} has no chat template, which records with messages need")
         return read_template(template)
+
+    def _find_begin(self) -> list[int]:
+        """The tokens that `transformers` puts before a text."""
+        name, asked = self._special("bos_token"), self._fields.get("add_bos_token")
+        if isinstance(asked, bool) and name is not None:
+            number = self._tokenizer.token_to_id(name)
+            return [] if number is None or not asked else [number]
+        text, whole = (
+            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
+        )
+        at = (n for n in range(len(whole)) if whole[n : n + len(text)] == text)
+        return whole[: next(at, 0)]
 
     def _named_end(self) -> list[int]:
         """The token that ends a text, if the tokenizer names one that it has."""

@@ -133,7 +133,7 @@ def answer(folder: pathlib.Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = dict(
-        tokens=tokenizer(question["text"], add_special_tokens=False)["input_ids"],
+        tokens=tokenizer(question["text"])["input_ids"],
         chat=tokenizer.apply_chat_template(question["messages"], tokenize=False),
         **tokenizer.apply_chat_template(
             question["messages"], return_dict=True, return_assistant_tokens_mask=True

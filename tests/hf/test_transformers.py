@@ -198,7 +198,7 @@ def test_a_llama_is_fine_tuned_and_killed_and_goes_on(tmp_path):
     """Over 4 stages x 2 on records, killed between two checkpoints; then exported, and read with its
     tokenizer."""
     transformers(tmp_path / "model", "--llama")
-    add_tokenizer(tmp_path / "model")
+    add_tokenizer(tmp_path / "model", begins=True)
     options = ["--model", tmp_path / "model", "--data", records(tmp_path / "data.jsonl")]
     options += ["--stages", "4", "--tensor", "2", "--microbatches", "4", "--batch", "8", "--sequence", "32"]
     options += ["--steps", "60", "--eval-every", "10", "--learning-rate", "1e-2", "--sample", "0"]

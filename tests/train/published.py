@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from mmnnx.modules import LMConfig, MoELMConfig, hf
 from mmnnx.modules.build import build
@@ -28,14 +28,16 @@ def publish(folder: Path, **sizes) -> Path:
     return add_tokenizer(folder)
 
 
-def add_tokenizer(folder: Path) -> Path:
-    """Writes a tokenizer of at most 300 tokens, and a chat template."""
+def add_tokenizer(folder: Path, begins: bool = False) -> Path:
+    """Writes a tokenizer of at most 300 tokens, which may put one before a text, and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     options = dict(vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(TEXT, trainers.BpeTrainer(initial_alphabet=alphabet, **options))
+    if begins:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
     end = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False, "normalized": False}
     fields = {"bos_token": "<s>", "eos_token": end, "chat_template": TEMPLATE}

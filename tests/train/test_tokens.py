@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmnnx.train.documents import documents
 from mmnnx.train.errors import UserError
 from mmnnx.train.tokens import Bytes, HubTokenizer, codec_of
-from tests.train.published import TEXT, publish
+from tests.train.published import TEXT, add_tokenizer, publish
 
 CHAT = [{"role": "user", "content": "the cat"}, {"role": "model", "content": "sat"}]
 
@@ -108,6 +109,36 @@ def test_where_the_token_is_named_that_ends_a_text(tmp_path):
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
     assert HubTokenizer(folder).end == end
     assert HubTokenizer(folder).ends == (end, 9, 5)  # as of a chat: the end of a text, and of a turn
+
+
+def test_a_text_begins_with_the_token_that_the_tokenizer_puts_before_it(tmp_path):
+    """Once, as Llama 3 and Gemma want it; a conversation has what its template puts in."""
+    folder = publish(tmp_path / "model")
+    plain = HubTokenizer(folder).encode(b"the cat").tolist()
+    assert 0 not in plain
+    added = HubTokenizer(add_tokenizer(folder, begins=True))
+    assert added.encode(b"the cat").tolist() == added.encode(b"<s>the cat").tolist() == [0, *plain]
+    assert added.encode(b"the cat", chat=True).tolist() == plain
+    assert rewritten(folder, add_bos_token=False).encode(b"the cat").tolist() == plain
+    other = publish(tmp_path / "other")
+    assert rewritten(other, add_bos_token=True).encode(b"the cat").tolist() == [0, *plain]
+
+
+def test_of_records_only_texts_begin_so(tmp_path):
+    tokenizer = HubTokenizer(add_tokenizer(publish(tmp_path / "model"), begins=True))
+    messages = [{"role": "user", "content": "hi"}]
+    lines = [{"text": "hi"}, {"messages": messages, "text": None}, {"text": "the cat"}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = documents(tmp_path / "data.jsonl", tokenizer)
+    assert [tokenizer.encode(document.text, document.chat)[0] == 0 for document in found] == [True] * 3
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    found = documents(tmp_path / "data.jsonl", HubTokenizer(tmp_path / "model"))
+    assert [tokenizer.encode(document.text, document.chat)[0] == 0 for document in found] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_what_a_template_refuses(tokenizer):
