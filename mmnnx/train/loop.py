@@ -14,6 +14,7 @@ import mmnnx as mm
 from mmnnx.modules import LM
 from mmnnx.train.average import averaged
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
+from mmnnx.train.checkpoint.shared import check_shared
 from mmnnx.train.checkpoint.step_folders import replaced
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.describe import describe, work
@@ -66,7 +67,11 @@ def train(config: TrainConfig) -> RunFolder:
         data = read_data(config)
     with raise_in_all(UserError, CheckpointError):  # JAX starts here, which needs all processes
         mesh, placement = place(config, choose_devices(config.devices))
-        folder, start, lock = open_folder(config)
+        folder = RunFolder(config.folder(), config.checkpoints)
+    with raise_in_all(CheckpointError):
+        check_shared(folder.checkpoints.parent)
+    with raise_in_all(UserError, CheckpointError):
+        start, lock = open_folder(config, folder)
 
     with lock, mesh, Checkpoints(folder.checkpoints, best="val_bits_per_byte") as checkpoints:
         if start:
@@ -142,15 +147,17 @@ def save(run: Run, step: int, bits: float, checkpoints: Checkpoints) -> None:
     )
 
 
-def open_folder(config: TrainConfig) -> tuple[RunFolder, int, contextlib.AbstractContextManager[Any]]:
-    """The folder of a run, new or to go on with; the step of its latest checkpoint, 0 without one; and a
-    context that gives up the lock on it, which the first process holds.
+def open_folder(config: TrainConfig, folder: RunFolder) -> tuple[int, contextlib.AbstractContextManager[Any]]:
+    """Makes the folder of a new run, or goes on with that of an earlier one.
+
+    Returns:
+      The step of its latest checkpoint, 0 without one; and a context that gives up the lock on it, which the
+      first process holds.
 
     Raises:
       UserError: for a folder that is in use or cannot be written, or a run that has taken all its steps.
     """
     first, lock = is_first(), contextlib.ExitStack()
-    folder = RunFolder(config.folder(), config.checkpoints)
     if first and not config.resume:
         RunFolder.create(config)
     start = folder.saved or 0
@@ -160,7 +167,7 @@ def open_folder(config: TrainConfig) -> tuple[RunFolder, int, contextlib.Abstrac
         raise UserError(f"there is no checkpoint in {folder.checkpoints}{aside}")
     if first:
         lock.callback(folder.claim().release)
-    return folder, start, lock
+    return start, lock
 
 
 def restore(

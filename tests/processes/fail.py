@@ -12,7 +12,7 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.mpmd.distributed import transport
-from mmnnx.train.checkpoint import Checkpoints
+from mmnnx.train.checkpoint import Checkpoints, shared
 
 COORDINATOR, HOW = sys.argv[1], sys.argv[4]
 COUNT, NUMBER, VICTIM, SEED = (int(sys.argv[n]) for n in (2, 3, 5, 6))
@@ -61,8 +61,10 @@ for n in range(10**9):
             raise ValueError("the dog ate the batch")
         if mine and HOW == "exit":
             sys.exit(3)
-        if mine and HOW == "save":
-            with Checkpoints(sys.argv[7]) as checkpoints:
-                checkpoints.save(1, {"rngs": nnx.Rngs(0)})
-        if HOW == "save" or (mine and HOW == "early") or HOW == "well":
+        if HOW == "unclosed" or (mine and HOW == "save"):
+            Checkpoints(sys.argv[7]).save(1, {"rngs": nnx.Rngs(0)})
+        if HOW == "unshared":
+            shared.PATIENCE = 1.0
+            Checkpoints(f"{sys.argv[7]}/{NUMBER}").save(1, {"rngs": nnx.Rngs(0)})
+        if HOW in ("save", "unclosed") or (mine and HOW == "early") or HOW == "well":
             break

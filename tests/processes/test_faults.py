@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from flax import nnx
 
 from mmnnx.train.checkpoint import Checkpoints
 from tests.processes.harness import finish, start
@@ -163,6 +164,23 @@ def test_a_checkpoint_that_one_process_saves_alone(tmp_path, victim):
             message,
         )
     assert Checkpoints(tmp_path).latest is None
+
+
+@pytest.mark.slow
+def test_processes_that_end_with_a_checkpoint_under_way_write_it(tmp_path):
+    run = Run(2, "unclosed", 0, folder=tmp_path)
+    assert [status for status, _ in run.results] == [0, 0], run.results
+    assert Checkpoints(tmp_path).restore({"rngs": nnx.Rngs(1)}).step == 1
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_see_one_folder_save_no_checkpoint(tmp_path):
+    """Each would write its part to a disk of its own, and none could be read."""
+    run = Run(2, "unshared", 0, folder=tmp_path)
+    for number, (status, text) in enumerate(run.results):
+        assert status == 1
+        assert f"{tmp_path}/1 of this host is not that of process 0" in text
+        assert not Checkpoints(tmp_path / str(number)).steps
 
 
 def test_processes_that_finish_together_say_nothing():

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import orbax.checkpoint as ocp
 from etils.epath import Path as FilePath
 from filelock import FileLock
 
+from mmnnx import _compat
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.sharding.placement import TaskSharding
 from mmnnx.sharding.rules import did_you_mean
@@ -28,6 +30,7 @@ from mmnnx.train.checkpoint.paths import folder_at, in_bucket
 from mmnnx.train.checkpoint.placement import check_rules, describe_placement
 from mmnnx.train.checkpoint.rename import Rename
 from mmnnx.train.checkpoint.restore import restore_arrays, targets_of
+from mmnnx.train.checkpoint.shared import check_shared
 from mmnnx.train.checkpoint.step_folders import (
     JSON,
     STATE,
@@ -103,6 +106,7 @@ class Checkpoints:
             raise TypeError(f"best={best!r}: it is the name of a metric")
         self.folder = folder_at(folder)
         self._keep, self._best, self._closed = keep, best, False
+        self._shared = False  # whether all processes are known to see the folder
         self._last: int | None = None  # the last step that was saved since this was opened
         self._lock: FileLock | NoLock | None = None  # held while a checkpoint is being written
 
@@ -147,8 +151,8 @@ class Checkpoints:
 
         Raises:
           TypeError, ValueError: for what cannot be saved; nothing is written then.
-          CheckpointError: another process is writing to the folder, or this checkpoint or the one before it
-            cannot be written. Complete checkpoints stay as they are.
+          CheckpointError: another process is writing to the folder, processes do not see the same folder, or
+            this checkpoint or the one before it cannot be written. Complete checkpoints stay as they are.
 
         Example:
           >>> with Checkpoints("run/checkpoints") as checkpoints:
@@ -180,6 +184,13 @@ class Checkpoints:
         with all_or_none(), self._writing(step):
             if jax.process_index() == 0:
                 self._claim(step)
+        if not self._shared:
+            try:
+                check_shared(self.folder)
+            except CheckpointError:
+                self._release()
+                raise
+            self._shared = True
         self._last, _writers[self.folder] = step, self
         items = {name: ocp.args.JsonSave(value) for name, value in values.items()}
         try:
@@ -318,6 +329,7 @@ class Checkpoints:
 
     @functools.cached_property
     def _orbax(self) -> ocp.AsyncCheckpointer:
+        _finish_at_the_end()
         return make_writer()
 
     def _choose(self, step: int | None) -> int:
@@ -346,6 +358,20 @@ class Checkpoints:
             return (read_json(self.folder / str(step), "metrics") or {}).get(self._best, math.nan)
         except DamagedError:
             return None
+
+
+@functools.cache
+def _finish_at_the_end() -> None:
+    """Lets a script that ends without `close` wait for what is being written, rather than lose it."""
+    _compat.when_main_ends(_finish)
+
+
+def _finish() -> None:
+    for checkpoints in list(_writers.values()):
+        try:
+            checkpoints.wait()
+        except Exception as error:
+            print(f"mmnnx: {error}", file=sys.stderr)
 
 
 def _put(tree: dict[str, Any], path: Path, value: Any) -> None:

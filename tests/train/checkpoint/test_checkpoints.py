@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -288,6 +289,24 @@ def test_a_disk_that_takes_no_more(tmp_path):
     checkpoints.save(2, nodes)
     checkpoints.close()
     assert checkpoints.steps == [2]
+
+
+def test_a_script_may_end_while_one_is_written(tmp_path):
+    """It waits for it; what goes wrong then is printed, as nobody is left who could catch it."""
+    program = """
+import resource, sys
+from flax import nnx
+from mmnnx.train.checkpoint import Checkpoints
+folder, size = sys.argv[1], int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+nodes = {"w": nnx.List(nnx.Param(nnx.Rngs(i).normal((64, 1024))) for i in range(4))}
+Checkpoints(folder).save(1, nodes)
+"""
+    for name, size, steps, says in [("a", 10**8, [1], ""), ("b", 100_000, [], "File too large")]:
+        command = [sys.executable, "-c", program, str(tmp_path / name), str(size)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert Checkpoints(tmp_path / name).steps == steps
+        assert says in run.stderr and ("mmnnx: the checkpoint of step 1" in run.stderr) == bool(says)
 
 
 def test_no_write_goes_on_when_one_has_failed():
