@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -445,14 +445,6 @@ def key_value_store() -> Any:
     if distributed.global_state.client is None:
         raise RuntimeError("several processes need mm.initialize() before anything uses a device")
     return distributed.global_state.client
-
-
-def when_main_ends(fun: Callable[[], Any]) -> None:
-    """Calls a function when the main thread ends, while others can still start threads.
-
-    `atexit` is too late for that, and Python has no public name for this.
-    """
-    threading._register_atexit(fun)  # type: ignore[attr-defined]
 
 
 def is_optimizer_state(variable: Any) -> bool:

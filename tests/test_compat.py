@@ -404,22 +404,6 @@ assert _compat.own_process() == (0, 1)
     assert run.returncode == 0, run.stderr
 
 
-def test_when_main_ends():
-    """What it is given may start threads, and has been called before `atexit`."""
-    program = """
-import atexit
-from concurrent.futures import ThreadPoolExecutor
-from mmnnx import _compat
-
-threads = ThreadPoolExecutor()
-atexit.register(print, "exit")
-_compat.when_main_ends(lambda: threads.submit(print, "end").result())
-print("main")
-"""
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert run.stdout.split() == ["main", "end", "exit"], run.stderr
-
-
 def test_under_jit():
     seen = []
     look = lambda x: seen.append(_compat.under_jit()) or x

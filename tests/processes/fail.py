@@ -46,7 +46,8 @@ mine = NUMBER == VICTIM
 if mine and HOW == "cut":
     transport.send = cut
 for n in range(10**9):
-    out = step(jnp.ones(999 if mine and HOW == "shape" and n == 20 else 1000))
+    ones = jnp.ones(999 if mine and HOW == "shape" and n == 20 else 1000)
+    out = step(2 * ones if mine and HOW == "values" else ones)
     for _ in range(2 if mine and HOW == "fetch" and n == 20 else 1):
         mm.fetch(out)
     if HOW == "alone" and (n == 0 or (mine and n == 20)):
@@ -61,10 +62,11 @@ for n in range(10**9):
             raise ValueError("the dog ate the batch")
         if mine and HOW == "exit":
             sys.exit(3)
-        if HOW == "unclosed" or (mine and HOW == "save"):
-            Checkpoints(sys.argv[7]).save(1, {"rngs": nnx.Rngs(0)})
+        if HOW in ("save all", "save other steps") or (mine and HOW == "save"):
+            number = NUMBER if HOW == "save other steps" else 1
+            Checkpoints(sys.argv[7]).save(number, {"rngs": nnx.Rngs(0)})
         if HOW == "unshared":
             shared.PATIENCE = 1.0
             Checkpoints(f"{sys.argv[7]}/{NUMBER}").save(1, {"rngs": nnx.Rngs(0)})
-        if HOW in ("save", "unclosed") or (mine and HOW == "early") or HOW == "well":
+        if HOW in ("save", "save all") or (mine and HOW == "early") or HOW == "well":
             break

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from mmnnx.mpmd.distributed.agreement import EXCERPT, _difference
+from mmnnx.mpmd.distributed import agreement
+from mmnnx.mpmd.distributed.agreement import EXCERPT, _difference, _fingerprint
 
 LONG = "x" * 3 * EXCERPT
 
@@ -30,3 +34,36 @@ def test_the_first_line_that_differs_is_named_with_what_is_around_it(text, other
     """The first line of all counts what a program has: it is named only if no other differs."""
     message = _difference(text, other, 2)
     assert said in message and len(message) < 400
+
+
+def are_same(x, y):
+    one, other = _fingerprint("x", x), _fingerprint("y", y)
+    return all(abs(a - b) <= one.near for a, b in zip(one.numbers, other.numbers))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.complex64, np.float64])
+def test_values_that_differ_by_more_than_rounding(dtype):
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(64, 33)).astype(dtype)
+    rounded = (x * (1 + float(jnp.finfo(dtype).eps) * draw.choice([-1, 0, 1], x.shape))).astype(dtype)
+    assert (rounded != x).any() and are_same(x, rounded) and are_same(x, x.copy())
+    assert not are_same(x, x[::-1]) and not are_same(x, 2 * x) and not are_same(x, -x)
+    assert are_same(np.where(x > 0, np.inf, x), np.where(x > 0, np.inf, x))
+
+
+def test_values_that_are_compared_exactly():
+    x = np.arange(100)
+    assert are_same(x, x.copy()) and not are_same(x, np.where(x == 50, 51, x))
+    assert are_same(True, True) and not are_same(True, False) and not are_same(3, 4)
+    assert are_same(jax.random.key(0), jax.random.key(0)) and not are_same(
+        jax.random.key(0), jax.random.key(1)
+    )
+    assert are_same(0.1, 0.1) and not are_same(0.1, 0.11)
+    assert are_same(np.zeros((0, 3)), np.zeros((0, 3)))
+
+
+def test_large_values_are_summed_in_blocks(monkeypatch):
+    x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    whole = _fingerprint("x", x).numbers
+    monkeypatch.setattr(agreement, "_BLOCK", 7)
+    np.testing.assert_allclose(_fingerprint("x", x).numbers, whole, rtol=1e-9)

@@ -167,10 +167,27 @@ def test_a_checkpoint_that_one_process_saves_alone(tmp_path, victim):
 
 
 @pytest.mark.slow
-def test_processes_that_end_with_a_checkpoint_under_way_write_it(tmp_path):
-    run = Run(2, "unclosed", 0, folder=tmp_path)
+def test_processes_that_close_no_checkpoints_write_them(tmp_path):
+    run = Run(2, "save all", 0, folder=tmp_path)
     assert [status for status, _ in run.results] == [0, 0], run.results
     assert Checkpoints(tmp_path).restore({"rngs": nnx.Rngs(1)}).step == 1
+
+
+@pytest.mark.slow
+def test_processes_that_save_other_steps(tmp_path):
+    run = Run(2, "save other steps", 0, folder=tmp_path)
+    for status, text in run.results:
+        assert status == 1
+        assert "process 0 saves step 0, and process 1 saves step 1: every process must save" in text
+    assert not Checkpoints(tmp_path).steps
+
+
+@pytest.mark.slow
+def test_processes_that_have_other_values_of_what_is_not_placed():
+    """As of a batch, of which each reads its own part."""
+    for status, text in Run(2, "values", 1).results:
+        assert status == 1
+        assert "ValueError: argument 0 of step has other values in process 1 than in process 0" in text
 
 
 @pytest.mark.slow

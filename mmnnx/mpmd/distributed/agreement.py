@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from mmnnx.mpmd.distributed import key_value, progress
 from mmnnx.mpmd.distributed.processes import holders
 
 _programs = itertools.count(1)
+
+_BLOCK = 2**20  # numbers that are summed at once
 
 EXCERPT = 80
 """Characters of a line that an error shows, half of them before the first that differs."""
@@ -46,6 +54,67 @@ def check_same_program(describe: Callable[[], str], name: str) -> int:
         key_value.get(p, f"read {number}")
     other = next(p for p in digests if digests[p] != digests[0])
     raise ValueError(_difference(texts[0], texts[other], other))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """What tells the values of an array from others.
+
+    Attributes:
+      what: what the array is, in words.
+      numbers: a checksum; or of floats two sums, as one processor may round otherwise than another.
+      near: how far numbers of equal values may be apart.
+    """
+
+    what: str
+    numbers: list[float]
+    near: float
+
+
+def fingerprints(values: Iterable[tuple[str, Any]]) -> list[Fingerprint]:
+    """Fingerprints of arrays and numbers, each with what it is in words; none with one process."""
+    return [] if jax.process_count() == 1 else [_fingerprint(*value) for value in values]
+
+
+def _fingerprint(what: str, x: Any) -> Fingerprint:
+    dtype = jax.typeof(x).dtype
+    array = np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else x)
+    if not jax.dtypes.issubdtype(array.dtype, np.inexact):
+        return Fingerprint(what, [zlib.crc32(array.tobytes())], 0)
+    sums = np.zeros(3)
+    for flat in (part.reshape(-1) for part in (array.real, array.imag)):
+        for start in range(0, flat.size, _BLOCK):
+            block = np.nan_to_num(flat[start : start + _BLOCK].astype(np.float64), posinf=1e99, neginf=-1e99)
+            weights = np.cos(np.arange(start, start + block.size))  # so that another order differs, too
+            sums += block @ weights, np.abs(block).sum(), block @ block
+    # Roundings are of both signs, and add up as the square root of their number does.
+    near = (8 * float(jnp.finfo(dtype).eps) + 1e-5) * math.sqrt(sums[2])
+    return Fingerprint(what, sums[:2].tolist(), near)
+
+
+def check_same_values(program: int, own: Sequence[Fingerprint], name: str) -> None:
+    """Checks that all processes give a program the same values of what each has a copy of.
+
+    Args:
+      program: by which number all know the program.
+      own: the fingerprints of this process, of the same arrays as in all others.
+      name: of the function that it is of, for messages.
+
+    Raises:
+      ValueError: if a process has others, with the first that differs.
+    """
+    if jax.process_count() == 1:
+        return
+    key_value.put(f"values {program}", json.dumps([one.numbers for one in own]).encode())
+    found = [json.loads(key_value.get(p, f"values {program}")) for p in range(jax.process_count())]
+    for process, of_other in enumerate(found):
+        for one, first, other in zip(own, found[0], of_other):
+            if any(abs(a - b) > one.near for a, b in zip(first, other)):
+                raise ValueError(
+                    f"{one.what} of {name} has other values in process {process} than in process 0. What is "
+                    "not placed must be the same in every process: the whole batch, and random values of one "
+                    "seed"
+                )
 
 
 def _difference(text: str, other_text: str, other: int) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -18,10 +18,11 @@ from mmnnx.mpmd.compile.compile_program import Compiled, compile_program, compil
 from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.compile.rewrites import rewrite
-from mmnnx.mpmd.distributed.agreement import check_same_program
+from mmnnx.mpmd.distributed.agreement import check_same_program, check_same_values, fingerprints
 from mmnnx.mpmd.distributed.processes import is_described
 from mmnnx.mpmd.ir.equations import Atom, Var, is_var
 from mmnnx.mpmd.ir.program import Program
+from mmnnx.mpmd.ir.shardings import is_committed
 from mmnnx.mpmd.runtime.arguments import InputBindings, bind_inputs, binder, place_constant
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.mpmd.runtime.dispatch import runner
@@ -51,11 +52,13 @@ def preparer(bound: BoundProgram, leaves: Sequence[Any]) -> Callable[..., Prepar
     constants = [np.array(c) if isinstance(c, np.ndarray) else c for _, c in bound.flat.constants]
     bindings = bind_inputs(bound, leaves, constants)
     deliveries, donated = deliver_results(bound), DonatedArguments(bound, leaves)
+    compared = fingerprints(_own_copies(bound, leaves, constants))
 
     @gc_paused()
     def prepare(options: CompilerOptions = ()) -> Prepared:
         program = bound.program
         number = check_same_program(lambda: _in_full(program), bound.name)
+        check_same_values(number, compared, bound.name)
         rewritten = rewrite(program)
         added = list(rewritten.program.inputs.values())[len(program.inputs) :]  # where keys are read
         key_shardings = [NamedSharding(mesh, PartitionSpec()) for _, mesh in added]
@@ -196,3 +199,15 @@ def _in_full(program: Program) -> str:
     """A program with what its fragments compute, as text that is the same in every process."""
     text = "\n".join([str(program), *(f"{f.name}: {f.jaxpr}" for f in program.fragments)])
     return re.sub(r"0x[0-9a-f]+", "0x", text)
+
+
+def _own_copies(
+    bound: BoundProgram, leaves: Sequence[Any], constants: Sequence[Any]
+) -> Iterator[tuple[str, Any]]:
+    """The values of which each process has a copy of its own: what each is, in words, and the value."""
+    for leaf, own, x in zip(bound.record.inputs, bound.in_shardings, leaves):
+        if own is None and not isinstance(x, jax.ShapeDtypeStruct):
+            yield f"argument {leaf}", x
+    for x in constants:
+        if not is_committed(x):
+            yield f"the closed-over constant {jax.typeof(x).str_short()}", x

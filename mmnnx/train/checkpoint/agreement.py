@@ -24,6 +24,21 @@ def exchange(text: str) -> list[str]:
     return [key_value.get(p, key, work=work).decode() for p in range(count)]
 
 
+def check_same(doing: str) -> None:
+    """Checks that all processes do the same with a checkpoint; every process must call it.
+
+    Raises:
+      ValueError: in every process, if they do not.
+    """
+    found = exchange(doing)
+    for process, other in enumerate(found):
+        if other != found[0]:
+            raise ValueError(
+                f"process 0 {found[0]}, and process {process} {other}: every process must save and restore "
+                "the same checkpoints, in the same order"
+            )
+
+
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
     """Inside, a CheckpointError in one process is a CheckpointError in every process."""

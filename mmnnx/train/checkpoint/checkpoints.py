@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,10 @@ import orbax.checkpoint as ocp
 from etils.epath import Path as FilePath
 from filelock import FileLock
 
-from mmnnx import _compat
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.sharding.placement import TaskSharding
 from mmnnx.sharding.rules import did_you_mean
-from mmnnx.train.checkpoint.agreement import all_or_none, exchange
+from mmnnx.train.checkpoint.agreement import all_or_none, check_same, exchange
 from mmnnx.train.checkpoint.errors import CheckpointError, DamagedError, Differences, Path
 from mmnnx.train.checkpoint.keys import stored_as
 from mmnnx.train.checkpoint.lock import NoLock, claim
@@ -105,7 +103,8 @@ class Checkpoints:
         if not isinstance(best, str | None):
             raise TypeError(f"best={best!r}: it is the name of a metric")
         self.folder = folder_at(folder)
-        self._keep, self._best, self._closed = keep, best, False
+        self._keep, self._best = keep, best
+        self._entered, self._closed = False, False
         self._shared = False  # whether all processes are known to see the folder
         self._last: int | None = None  # the last step that was saved since this was opened
         self._lock: FileLock | NoLock | None = None  # held while a checkpoint is being written
@@ -138,9 +137,11 @@ class Checkpoints:
     ) -> None:
         """Saves the state of NNX objects.
 
-        Returns as soon as the state may change or be donated, and writes in the background; the checkpoint
-        exists once all of it is written. Waits for an earlier one that is still being written. Checkpoints
-        of this step and of later steps are renamed, not deleted: they are from before the run went back.
+        In a `with` it returns as soon as the state may change or be donated, and writes in the background;
+        the checkpoint exists once all of it is written. It waits for an earlier one that is still being
+        written. Elsewhere, where nothing would wait for it at the end, it returns when all is written.
+        Checkpoints of this step and of later steps are renamed, not deleted: they are from before the run
+        went back.
 
         Args:
           step: the number of steps taken.
@@ -181,6 +182,7 @@ class Checkpoints:
         tree: dict[str, Any] = {}
         for path, shards in copy_shards(arrays).items():
             _put(tree, path, shards)
+        check_same(f"saves step {step}")
         with all_or_none(), self._writing(step):
             if jax.process_index() == 0:
                 self._claim(step)
@@ -203,6 +205,8 @@ class Checkpoints:
         except BaseException:
             self._release()
             raise
+        if not self._entered:
+            self.wait()
 
     def restore(
         self,
@@ -248,6 +252,7 @@ class Checkpoints:
         """
         wanted = targets_of(nodes, sharding)
         self.wait()
+        check_same("restores " + ("the latest step" if step is None else f"step {step}"))
         step = self._choose(step)
         folder = self.folder / str(step)
         with all_or_none():
@@ -284,10 +289,11 @@ class Checkpoints:
             self._last = None
 
     def __enter__(self) -> Checkpoints:
-        self._closed = False
+        self._entered, self._closed = True, False
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._entered = False
         self.close()
 
     @contextlib.contextmanager
@@ -329,7 +335,6 @@ class Checkpoints:
 
     @functools.cached_property
     def _orbax(self) -> ocp.AsyncCheckpointer:
-        _finish_at_the_end()
         return make_writer()
 
     def _choose(self, step: int | None) -> int:
@@ -358,20 +363,6 @@ class Checkpoints:
             return (read_json(self.folder / str(step), "metrics") or {}).get(self._best, math.nan)
         except DamagedError:
             return None
-
-
-@functools.cache
-def _finish_at_the_end() -> None:
-    """Lets a script that ends without `close` wait for what is being written, rather than lose it."""
-    _compat.when_main_ends(_finish)
-
-
-def _finish() -> None:
-    for checkpoints in list(_writers.values()):
-        try:
-            checkpoints.wait()
-        except Exception as error:
-            print(f"mmnnx: {error}", file=sys.stderr)
 
 
 def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
