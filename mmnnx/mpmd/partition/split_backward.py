@@ -61,7 +61,7 @@ def _add_up_what_is_there(
     for node in nodes:
         if phases.get(node) == "backward-input" and isinstance(node, Equation) and subjaxprs(node.eqn):
             whole.update(node.outvars)
-        elif phases.get(node) == "backward-weight" and isinstance(node, Equation):
+        elif phases.get(node) == "backward-weight" and isinstance(node, Equation) and node.outvars:
             read = [a for a in node.invars if is_var(a) and made_at.get(a) == made_at[node.outvars[0]]]
             sizes = {a.aval.size for a in (*read, *node.outvars)}
             if read and whole.issuperset(read) and len(sizes) == 1:

@@ -155,6 +155,42 @@ def test_callbacks_happen_once_for_each_microbatch(mode):
     assert sorted(seen) == [0, 8, 16, 24]
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
+def test_callbacks_on_gradients_happen_once_for_each_microbatch(mode, schedule):
+    """Of an activation, of all weights and of one layer's."""
+    seen = []
+
+    def look(gradient):
+        jax.debug.callback(lambda norm: seen.append(float(norm)), jnp.sqrt(jnp.sum(gradient**2)))
+
+    @jax.custom_vjp
+    def spy(x):
+        return x
+
+    spy.defvjp(lambda x: (x, None), lambda _, g: (look(g) or g,))
+
+    def loss_and_grads(model, x):
+        def loss_fn(model):
+            return jnp.mean(model.second(spy(model.first(x))) ** 2)
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        look(jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(grads)]))
+        look(grads["second"]["kernel"][...])
+        return loss, grads
+
+    x = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+    plain = Pair()
+    for n in range(0, 8, 2):
+        loss_and_grads(plain, x[n : n + 2])
+    jax.effects_barrier()
+    expected = sorted(seen)
+    seen.clear()
+    loop = mm.microbatch(loss_and_grads, 0, 2, argnum=1, reduce="mean", schedule=schedule)
+    jax.block_until_ready(mode.jit(lambda model, x: loop(model, x)[0])(mode.make(Pair), x))
+    jax.effects_barrier()
+    np.testing.assert_allclose(sorted(seen), expected, rtol=1e-5)
+
+
 def test_a_linear_solve_over_both_layers(mode):
     def loss_fn(model, x):
         matrix = 5 * jnp.eye(4) + model.first.kernel[...]
