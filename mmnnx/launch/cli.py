@@ -51,7 +51,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         print_error(f"give one of {', '.join(WAYS)}" + (f", not {' and '.join(ways)}" if ways else ""))
         return 2
     try:
-        way: Way = tyro.cli(WAYS[ways[0]], args=own, prog="mmnnx launch")
+        way: Way = tyro.cli(WAYS[ways[0]], args=["--help"] if asks_for_help else own, prog="mmnnx launch")
         text = way.write(command)
     except UserError as error:
         print_error(str(error))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import mmnnx as mm
 from mmnnx import _compat
+from mmnnx.mpmd.distributed import transport
 from mmnnx.output import current
 from mmnnx.train.errors import ReportedElsewhere, UserError
 from mmnnx.train.local_processes import LAUNCHER
@@ -32,14 +33,14 @@ def join(cluster: bool) -> None:
     """
     if not cluster and not any(name in os.environ for name in VARIABLES):
         return
-    usual = current.get().log_level is None
+    output = current.get()
+    usual = output.log_level is None and not output.quiet
     if usual and LAUNCHER not in os.environ:  # otherwise all ports are on loopback
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("mmnnx: %(message)s"))
-        log = logging.getLogger("mmnnx")
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
+        transport.log.addHandler(handler)
+        transport.log.setLevel(logging.INFO)
+        transport.log.propagate = False
     try:
         mm.initialize()
     except (ValueError, OSError) as error:

@@ -169,6 +169,9 @@ def test_tpu_pod(launch, fake):
         "--hosts a --": "give the command after --",
         "--hosts -- train": "--hosts needs",
         "--hosts a:99 b -- train": "a:99 is neither a name nor an IPv6 address: give the port by --port",
+        "--hosts a b;c -- train": "--hosts 'b;c' will not do",
+        "--hosts a b -- train --processes 2": "leave it out here",
+        "--hosts a b -- train --steps 0": "--steps",
         "--hosts a --port 0 -- train": "--port 0 is no TCP port",
         "--hosts a --port 65536 -- train": "--port 65536 is no TCP port",
         "-- train": "give one of --hosts, --slurm, --gke, --tpu-pod",
@@ -210,6 +213,9 @@ def test_a_slice_has_the_chips_of_its_nodes(capsys):
 def test_help(capsys):
     assert main(["launch", "--help"]) == 0
     assert "mmnnx launch --tpu-pod NAME" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["launch", "--tpu-pod", "--help"])
+    assert "--zone STR" in capsys.readouterr().out
     with pytest.raises(SystemExit) as error:
         main(["launch", "--slurm", "--help"])
     out, _ = capsys.readouterr()

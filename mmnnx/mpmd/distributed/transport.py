@@ -23,7 +23,7 @@ from mmnnx.mpmd.distributed import key_value, progress, waits
 from mmnnx.mpmd.distributed.processes import holders
 from mmnnx.mpmd.distributed.rendezvous import split_address
 
-_log = logging.getLogger("mmnnx")
+log = logging.getLogger(__name__)
 _listen_address: tuple[str, int] | None = None  # (address, port); port 0 stands for any
 
 sent: collections.Counter[int] = collections.Counter()
@@ -116,7 +116,7 @@ def _server() -> Any:
     where, bytes_at = f"{host}:{port}", f"{host}:{port + 1 if port else 0}"
     server = transfer.start_transfer_server(get_backend(), where, [bytes_at])
     key_value.put("address", server.address().encode())
-    _log.info("process %d sends arrays to others from %s", jax.process_index(), server.address())
+    log.info("process %d sends arrays to others from %s", jax.process_index(), server.address())
     return server
 
 
