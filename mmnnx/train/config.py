@@ -24,7 +24,18 @@ PATHS = ("config", "data", "model", "out")
 DEVICES = "--stages x --data-parallel x --context x --expert x --tensor"
 FAR = 300  # how much larger a value may be that is proposed in place of one that does not fit
 POSITIVE = (
-    *("steps", "eval_every", "batch", "sequence", "stages", "tensor", "data_parallel", "context", "expert"),
+    *(
+        "steps",
+        "eval_every",
+        "keep",
+        "batch",
+        "sequence",
+        "stages",
+        "tensor",
+        "data_parallel",
+        "context",
+        "expert",
+    ),
     *("virtual_stages", "processes", "microbatches", "layers", "width", "heads", "kv_heads", "mlp", "clip"),
 )
 SIZES = ("layers", "width", "heads", "kv_heads", "mlp", "tied")
@@ -72,6 +83,8 @@ class TrainConfig:
     """Seed of the initial weights, of the order of the data and of the text sampled at the end."""
     eval_every: int = 50
     """Steps between two validations, each of which saves a checkpoint too."""
+    keep: int = 2
+    """Latest checkpoints to keep, besides the one with the best validation."""
     sample: int = 200
     """Bytes (tokens, with a model) of text to generate at the end; 0 for none."""
     profile: int = 0
@@ -349,6 +362,7 @@ class TrainConfig:
             "resume",
             "steps",
             "eval_every",
+            "keep",
             "sample",
             "profile",
             "tensorboard",
@@ -359,10 +373,11 @@ class TrainConfig:
         free |= {"microbatches", "schedule", "remat", "attention"}
         for field in dataclasses.fields(self):
             before, now = _plain(getattr(saved, field.name)), _plain(getattr(self, field.name))
-            if field.name not in free and before != now:
+            moved = field.name in ("data", "model") and None not in (before, now)  # their content is compared
+            if field.name not in free and before != now and not moved:
                 raise UserError(
-                    f"the run was started with {_option(field.name)} {before}; --resume cannot change it "
-                    f"to {now}. Start another run with --name"
+                    f"the run was started {_with(field.name, before)}, and --resume cannot go on "
+                    f"{_with(field.name, now)}. Start another run with --name"
                 )
 
 
@@ -436,3 +451,9 @@ def _field(option: str) -> str:
 
 def _option(field: str) -> str:
     return "--" + field.replace("_", "-")
+
+
+def _with(field: str, value: Any) -> str:
+    if value is None or value is False:
+        return f"without {_option(field)}"
+    return f"with {_option(field)}{'' if value is True else f' {value}'}"

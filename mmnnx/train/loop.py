@@ -24,6 +24,7 @@ from mmnnx.train.inputs import Data, read_data
 from mmnnx.train.lockstep import is_first, raise_in_all
 from mmnnx.train.memory import make_peak_bytes
 from mmnnx.train.metrics import Meter
+from mmnnx.train.optimizers import learning_rate
 from mmnnx.train.profile import traced
 from mmnnx.train.progress import Display
 from mmnnx.train.results import draw_pictures, write_profile, write_sample
@@ -73,9 +74,14 @@ def train(config: TrainConfig) -> RunFolder:
     with raise_in_all(UserError, CheckpointError):
         start, lock = open_folder(config, folder)
 
-    with lock, mesh, Checkpoints(folder.checkpoints, best="val_bits_per_byte") as checkpoints:
+    with (
+        lock,
+        mesh,
+        Checkpoints(folder.checkpoints, keep=config.keep, best="val_bits_per_byte") as checkpoints,
+    ):
+        before = config
         if start:
-            model, optimizer = restore(config, placement, data, checkpoints, start)
+            model, optimizer, before = restore(config, placement, data, checkpoints, start)
         else:
             with raise_in_all(UserError):
                 model, optimizer = create(config, placement)
@@ -89,6 +95,12 @@ def train(config: TrainConfig) -> RunFolder:
             display.say(describe(run))
             if asked.schedule == "auto":
                 display.say(f"--schedule auto: {config.schedule}, whose simulated step is the shortest")
+            if before.steps != config.steps:
+                was, now = (float(learning_rate(c)(start)) for c in (before, config))
+                display.say(
+                    f"--steps {config.steps} instead of {before.steps}: the learning rate falls over all of "
+                    f"them, and is {now:.3g} where it was {was:.3g}"
+                )
             if config.resume and not start:
                 display.say("there is no checkpoint to resume: this run begins at its first step")
             take_steps(run, Meter(folder if first else None, trackers, display, work(run)), checkpoints)
@@ -172,8 +184,9 @@ def open_folder(config: TrainConfig, folder: RunFolder) -> tuple[int, contextlib
 
 def restore(
     config: TrainConfig, placement: mm.TaskSharding, data: Data, checkpoints: Checkpoints, step: int
-) -> tuple[LM, nnx.Optimizer]:
-    """Model and optimizer as they were after a step, on their devices; the next batch is the one after it.
+) -> tuple[LM, nnx.Optimizer, TrainConfig]:
+    """Model and optimizer as they were after a step, on their devices, and the config of then; the next batch
+    is the one after it.
 
     Raises, in every process:
       UserError: for a checkpoint that cannot be read, and for data that has changed since.
@@ -182,13 +195,14 @@ def restore(
         model, optimizer = make_abstract(config)
     with raise_in_all(UserError, CheckpointError), averaged(model, optimizer):
         nodes = {"model": model, "optimizer": optimizer}
-        saved = checkpoints.restore(nodes, step, sharding=placement).data
+        restored = checkpoints.restore(nodes, step, sharding=placement)
+        saved = restored.data
         if saved["text"] != data.corpus.checksum:
             raise UserError(
                 f"the text of the run in {config.folder()} has changed since; start another with --name"
             )
     data.batches.set_state(saved["batches"])
-    return model, optimizer
+    return model, optimizer, TrainConfig.from_json(json.dumps(restored.config))
 
 
 @contextlib.contextmanager

@@ -234,7 +234,7 @@ def test_a_resumed_run_takes_a_file_above_what_it_had(tmp_path):
     assert parse(["--config", file, "--eval-every", "3"]) == TrainConfig(
         config=Path(file), out=tmp_path / "run", resume=True, steps=8, width=64, eval_every=3
     )
-    with pytest.raises(UserError, match="--resume cannot change it to 32"):
+    with pytest.raises(UserError, match="started with --width 64, and --resume cannot go on with --width 32"):
         parse(["--config", toml(tmp_path, f'resume = true\nwidth = 32\nout = "{tmp_path}/run"')])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import pytest
 import mmnnx.train.loop
 from mmnnx.train import train
 from mmnnx.train.checkpoint import Checkpoints
+from mmnnx.train.cli import parse
 from mmnnx.train.errors import Diverged, Interrupted, UserError
 from mmnnx.train.run_folder import RunFolder
 from tests.slow import all_but
@@ -214,11 +216,15 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again(config, at_step,
 
 
 @pytest.mark.slow
-def test_a_finished_run_goes_on_with_more_steps_of_the_same_text(config, tmp_path):
+def test_a_finished_run_goes_on_with_more_steps_of_the_same_text(config, tmp_path, capsys):
     book = tmp_path / "book.txt"
     book.write_text("a pipeline of stages " * 100)
     train(config(data=book, steps=1))
+    capsys.readouterr()
     folder = train(config(data=book, steps=2, resume=True))
+    assert (
+        "--steps 2 instead of 1: the learning rate falls over all of them, and is" in capsys.readouterr().out
+    )
     assert len(losses(folder)) == 2
     assert json.loads((folder.path / "config.json").read_text())["steps"] == 2
     with pytest.raises(UserError, match="has taken 2 steps; to go on give more --steps"):
@@ -226,6 +232,23 @@ def test_a_finished_run_goes_on_with_more_steps_of_the_same_text(config, tmp_pat
     book.write_text("a pipeline of devices" * 100)
     with pytest.raises(UserError, match="has changed since"):
         train(config(data=book, steps=3, resume=True))
+
+
+@pytest.mark.slow
+def test_a_run_whose_text_has_moved_goes_on_with_checkpoints_that_were_kept(config, tmp_path):
+    book, moved = tmp_path / "book.txt", tmp_path / "moved.txt"
+    book.write_text("a pipeline of stages " * 100)
+    folder = train(config(data=book, steps=4, eval_every=1, keep=3))
+    assert set(Checkpoints(folder.checkpoints).steps) >= {2, 3, 4}
+    book.rename(moved)
+    out = ["--resume", "--out", str(tmp_path / "run"), "--steps", "5"]
+    with pytest.raises(UserError, match="there is no such file"):
+        train(parse(out))
+    assert len(losses(train(parse([*out, "--data", str(moved)])))) == 5
+    with pytest.raises(
+        UserError, match="started with --data .*moved.txt, and --resume cannot go on without --data"
+    ):
+        dataclasses.replace(parse(out), data=None).check_resumes(parse(out))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(config, tmp_path, at_step):
