@@ -69,7 +69,10 @@ class PiecewiseSharding(Sharding):
         Raises:
           NotImplementedError: always.
         """
-        raise NotImplementedError("a device may have several pieces of a DividedArray: see its .pieces")
+        raise NotImplementedError(
+            "a device may have several pieces of a DividedArray: see its .pieces; and save it by "
+            "mmnnx.train.checkpoint.Checkpoints"
+        )
 
     def check_compatible_aval(self, aval_shape: Sequence[int]) -> None:
         """Refused, which is what JAX asks before it puts an array somewhere.
@@ -207,6 +210,14 @@ class DividedArray(jax.Array):
         """The shards of all pieces that this process has; the index of each is that in its piece."""
         return [shard for piece in self.pieces for shard in piece.addressable_shards]
 
+    def devices(self) -> set[jax.Device]:
+        """The devices of all pieces."""
+        return set(self._sharding.device_set)
+
+    def is_ready(self) -> bool:
+        """Whether all pieces are computed."""
+        return all(piece.is_ready() for piece in self.pieces)  # type: ignore[attr-defined]
+
     def block_until_ready(self) -> DividedArray:
         """Waits for all pieces."""
         jax.block_until_ready(self.pieces)
@@ -246,6 +257,17 @@ class DividedArray(jax.Array):
             impl = jax.random.key_impl(self.pieces[0])
             return jax.random.wrap_key_data(jnp.concatenate(words, axis=self.dim), impl=impl)
         return np.concatenate([np.asarray(piece) for piece in self.pieces], axis=self.dim)
+
+    def tolist(self) -> Any:
+        """The numbers in nested lists."""
+        return self.whole().tolist()
+
+    def tobytes(self, order: Any = "C") -> bytes:
+        """The numbers as bytes."""
+        return self.whole().tobytes(order)
+
+    def __reduce__(self) -> Any:
+        return jnp.asarray(self.whole()).__reduce__()  # unpickled, it is on one device, as of any jax.Array
 
     @property
     def _base_array(self) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,16 +142,21 @@ def test_a_divided_array_is_an_array(mesh):
     assert {s.device for s in divided.addressable_shards} == set(mesh.devices.flat)
     everywhere = jax.device_put(divided, NamedSharding(mesh.mesh, P()))
     np.testing.assert_array_equal(everywhere, x)
+    assert divided.devices() == set(mesh.devices.flat) and jax.block_until_ready(divided).is_ready()
+    assert divided.tolist() == x.tolist() and divided.tobytes() == np.asarray(x).tobytes()
+    for again in (pickle.loads(pickle.dumps(divided)), copy.copy(divided), copy.deepcopy(divided)):
+        assert isinstance(again, jax.Array)
+        np.testing.assert_array_equal(again, x)
 
 
 def test_its_life(mesh):
     x, divided = make(mesh)
-    copy = divided.copy()
+    another = divided.copy()
     assert jax.block_until_ready(divided) is divided
     divided.copy_to_host_async()
     divided.delete()
-    assert divided.is_deleted() and not copy.is_deleted()
-    np.testing.assert_array_equal(copy, x)
+    assert divided.is_deleted() and not another.is_deleted()
+    np.testing.assert_array_equal(another, x)
 
 
 def test_of_keys(mesh):
