@@ -32,7 +32,8 @@ def divide_batch(batch: Any, dim: int, size: int | None, count: int | None) -> t
         name = jax.tree_util.keystr(path) or "the argument"
         shape = jnp.shape(leaf)
         if not -len(shape) <= dim < len(shape):
-            raise ValueError(f"microbatch: {name} has shape {shape}, which has no dimension {dim} to slice")
+            what = f"has shape {shape}" if hasattr(leaf, "shape") else f"is {leaf!r:.40}"
+            raise ValueError(f"microbatch: {name} {what}, which has no dimension {dim} to slice")
         sizes[name] = shape[dim]
     if not sizes:
         raise ValueError("microbatch: the sliced argument holds no arrays")

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.extend import core as jex
 
 from mmnnx import _compat
@@ -22,6 +23,11 @@ from mmnnx.mpmd.ir.forwarding import forwarded
 from mmnnx.mpmd.ir.loop_spec import LoopSpec, loop_scope
 from mmnnx.printable import printable
 from mmnnx.sharding.incompatible_devices import advise
+
+CLOSED_OVER = (
+    "In mm.microbatch the NNX objects that the function changes or takes gradients of have to be arguments "
+    "of it, as in mm.microbatch(lambda model, x: ..., dim=0, size=2, argnum=1)(model, x)"
+)
 
 
 def run_loop(
@@ -142,7 +148,12 @@ class _Body:
 def _trace(call: _Call, state: Sequence[Any], slices: Any) -> _Body:
     """Traces a call for the first slice."""
     first = jax.eval_shape(lambda slices: jax.tree.map(lambda x: x[0], slices), slices)
-    jaxpr, (results, _) = jax.make_jaxpr(call, return_shape=True)(state, first)
+    try:
+        jaxpr, (results, _) = jax.make_jaxpr(call, return_shape=True)(state, first)
+    except (ValueError, TraceContextError) as error:
+        if "different trace level" in str(error):
+            error.add_note(CLOSED_OVER)
+        raise
     count = len(jax.tree.leaves(results))
 
     def run(state: Sequence[Any], piece: Any) -> tuple[list[Any], list[Any]]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -169,6 +170,27 @@ def test_a_model_that_is_closed_over_in_a_transformation_of_jax(jit):
         return jax.grad(lambda x: mm.microbatch(f, dim=0, size=2, argnum=1)(model, x))(x)
 
     np.testing.assert_allclose(gradients(model, x), jax.grad(lambda x: f(model, x))(x), rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_a_model_that_should_be_an_argument(change):
+    """Flax says that it is of another trace; a note says what to do."""
+    f = lambda model, x: (model(x) ** 2).sum()
+
+    @mm.jit
+    def step(model, x):
+        def body(x):
+            if change:
+                model.kernel[...] = 2 * model.kernel[...]
+            return nnx.value_and_grad(f)(model, x)[0]
+
+        return mm.microbatch(body, dim=0, size=2)(x)
+
+    with pytest.raises((ValueError, TraceContextError)) as caught:
+        step(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.ones((4, 4)))
+    assert any(
+        "have to be arguments of it, as in mm.microbatch(lambda model, x" in n for n in caught.value.__notes__
+    )
 
 
 def test_what_the_function_closes_over_is_differentiated():
