@@ -178,7 +178,7 @@ def test_processes_that_save_other_steps(tmp_path):
     run = Run(2, "save other steps", 0, folder=tmp_path)
     for status, text in run.results:
         assert status == 1
-        assert "process 0 saves step 0, and process 1 saves step 1: every process must save" in text
+        assert "process 0 saves rngs at step 0, and process 1 saves rngs at step 1: every" in text
     assert not Checkpoints(tmp_path).steps
 
 

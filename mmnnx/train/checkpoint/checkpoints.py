@@ -182,7 +182,7 @@ class Checkpoints:
         tree: dict[str, Any] = {}
         for path, shards in copy_shards(arrays).items():
             _put(tree, path, shards)
-        check_same(f"saves step {step}")
+        check_same(f"saves {', '.join(nodes)} at step {step}")
         with all_or_none(), self._writing(step):
             if jax.process_index() == 0:
                 self._claim(step)
@@ -252,7 +252,8 @@ class Checkpoints:
         """
         wanted = targets_of(nodes, sharding)
         self.wait()
-        check_same("restores " + ("the latest step" if step is None else f"step {step}"))
+        which = "the latest step" if step is None else f"step {step}"
+        check_same(f"restores {', '.join(nodes)} of {which}")
         step = self._choose(step)
         folder = self.folder / str(step)
         with all_or_none():

@@ -297,6 +297,11 @@ def test_differentiated_from_outside(run):
 # Bad input: said before anything runs
 
 
+def test_a_batch_with_a_text_in_it():
+    with pytest.raises(ValueError, match=r"\['name'\] is 'cats', which has no dimension 0 to slice"):
+        mm.microbatch(lambda batch: batch["x"].sum(), 0, 2)({"x": X, "name": "cats"})
+
+
 @pytest.mark.parametrize(
     "options, batch, message",
     [
