@@ -125,7 +125,7 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
       `x` with the constraints applied; same shapes, dtypes and values.
 
     Raises:
-      TypeError: a tuple or a list where an array has a PartitionSpec.
+      TypeError: a tuple, a list or a name where an array has a PartitionSpec.
       ValueError: a rule of the task names an axis its mesh lacks, or what
         `jax.lax.with_sharding_constraint` refuses.
 
@@ -135,7 +135,7 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
       >>> constrained(jax.numpy.ones(3)).shape
       (3,)
     """
-    if type(spec) in (tuple, list) and isinstance(x, jax.Array):
+    if type(spec) in (tuple, list, str) and isinstance(x, jax.Array):
         raise TypeError(f"the sharding of an array is a PartitionSpec, not {spec!r}: write P(...)")
     return jax.tree.map(_constrain, spec, x, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec))
 

@@ -193,3 +193,8 @@ class TestConstraint:
         with self.make_mesh(), tracing_for_mm_jit():
             np.testing.assert_allclose(jax.jit(jax.grad(f))(x), jnp.cos(x), rtol=1e-6)
             np.testing.assert_allclose(jax.vmap(jax.jit(f))(x[None]), jnp.sum(jnp.sin(x))[None], rtol=1e-6)
+
+    @pytest.mark.parametrize("spec", ["mlp", ("mlp",), ["mlp"]])
+    def test_what_is_no_spec(self, spec):
+        with pytest.raises(TypeError, match=r"a PartitionSpec, not .*'mlp'.*: write P\("):
+            with_sharding_constraint(jnp.ones(4), spec)
