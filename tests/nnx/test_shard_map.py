@@ -237,3 +237,27 @@ def test_inconsistent_aliasing(where, style):
     f = where.shard_map(lambda a, b: a[...], in_specs=(P(), P("x")), out_specs=P(), **style)
     with pytest.raises(ValueError, match="Inconsistent aliasing"):
         where.call(f, v, v, **style)
+
+
+@pytest.mark.parametrize("jit", [nnx.jit, mm.jit])
+def test_a_mesh_of_its_own_where_nothing_is_placed(jit):
+    """As in the documents of Flax: arguments on the default device go to the mesh of the shard_map."""
+    own = Mesh(np.array(jax.devices()), ("data",))
+
+    @nnx.shard_map(mesh=own, in_specs=(P(None), P("data")), out_specs=P("data"))
+    def forward(model, x):
+        return model(x)
+
+    @jit
+    def step(model, x):
+        loss, grads = nnx.value_and_grad(lambda model: (forward(model, x) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model), grads))
+        return loss, forward(model, x)
+
+    model, x = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jnp.arange(32.0).reshape(16, 2)
+    plain = nnx.clone(model)
+    loss, out = step(model, x)
+    assert out.sharding.device_set == set(jax.devices())
+    grads = nnx.grad(lambda model: (model(x) ** 2).mean())(plain)
+    np.testing.assert_allclose(loss, (plain(x) ** 2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(model.kernel[...], plain.kernel[...] - 0.1 * grads.kernel[...], rtol=1e-4)

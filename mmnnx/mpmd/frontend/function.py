@@ -18,7 +18,7 @@ from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.dump import Dump
 from mmnnx.mpmd.ir.equations import Flat, Var, scopes_in
 from mmnnx.mpmd.ir.listing import Names
-from mmnnx.mpmd.ir.shardings import constrains, mesh_of
+from mmnnx.mpmd.ir.shardings import constrains, mesh_of, shard_map_mesh
 from mmnnx.sharding.division import Division
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.registered_tasks import explain_placement, place_task, task_of_state
@@ -125,8 +125,10 @@ def enter(
     types, typed = traced.jaxpr.out_avals, traced.result_shardings
     shardings = find_in_out_shardings(record, leaves, types, typed, meshes, inputs_in_pieces)
     is_placed = bool(meshes.names())
-    if not is_placed and multimesh is not None and constrains(traced.jaxpr):
-        meshes.canonical(multimesh.mesh)
+    if not is_placed:
+        own = multimesh.mesh if multimesh is not None and constrains(traced.jaxpr) else None
+        if (whole := own or shard_map_mesh(traced.jaxpr)) is not None:
+            meshes.canonical(whole)
     task_meshes, around = meshes.tasks(), jax.sharding.get_abstract_mesh()
     if len(task_meshes) > 1 and not around.empty:
         raise ValueError(

@@ -152,3 +152,14 @@ def constrains(jaxpr: Any, beyond: Mesh | None = None) -> bool:
         return beyond is None or (isinstance(over, Mesh) and over.devices.tolist() != beyond.devices.tolist())
 
     return any(map(does, _compat.open_jaxpr(jaxpr)[2]))
+
+
+def shard_map_mesh(jaxpr: Any) -> Mesh | None:
+    """The mesh of the first shard_map in a jaxpr that has devices."""
+    for e in _compat.open_jaxpr(jaxpr)[2]:
+        if e.primitive.name == "shard_map" and isinstance(e.params["mesh"], Mesh):
+            return e.params["mesh"]
+        for inner in _compat.subjaxprs(e):
+            if (found := shard_map_mesh(inner)) is not None:
+                return found
+    return None

@@ -14,7 +14,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.distributed.processes import absent_array, is_here
 from mmnnx.mpmd.ir.equations import is_var
 from mmnnx.mpmd.ir.fragments import PlacedVar
-from mmnnx.mpmd.ir.shardings import transferred
+from mmnnx.mpmd.ir.shardings import is_committed, transferred
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.mpmd.runtime.put import own_copy, put
 from mmnnx.sharding.mesh import MultiMesh
@@ -39,9 +39,11 @@ def deliver_results(bound: BoundProgram) -> list[Delivery]:
     ):
         argument = number.get(v) if is_var(v) else None
         decided = bound.fixed.get(values[0]) if values and argument is None else None
-        delivery = _deliver(v, argument, requested, values, decided, bound.multimesh)
-        if requested is None and values and (given := bound.explicit.get(values[0][1])) is not None:
-            delivery = _on_mesh(given, delivery)
+        shardings = dict(enumerate(bound.in_shardings))  # a constant has none
+        given = None if argument is None else shardings.get(argument)
+        delivery = _deliver(v, argument, requested, given, values, decided, bound.multimesh)
+        if requested is None and values and (own := bound.explicit.get(values[0][1])) is not None:
+            delivery = _on_mesh(own, delivery)
         # Two results, or a result and an argument that it is not the state of, never share a buffer.
         foreign = argument is not None and (leaf is None or leaf.updates != argument)
         delivery = _copied(delivery) if foreign or (is_var(v) and v in used) else delivery
@@ -67,6 +69,7 @@ def _deliver(
     var: Any,
     number: int | None,
     requested: NamedSharding | None,
+    given: NamedSharding | None,
     placed: Sequence[PlacedVar],
     decided: NamedSharding | None,
     multimesh: MultiMesh | None,
@@ -77,6 +80,7 @@ def _deliver(
       var: the result in the jaxpr.
       number: which argument or constant it is, if it is one.
       requested: the sharding that it must have.
+      given: the sharding that the argument has, or is given.
       placed: the values of the program that hold it.
       decided: the sharding that the first of them is made with, if that is decided.
       multimesh: whose devices a value that is kept on every mesh is spread over.
@@ -97,6 +101,8 @@ def _deliver(
             arrays[0] if arrays[0].sharding == requested else _at(requested, arrays[0])
         )
     if number is not None:
+        if requested is None and given is not None:
+            return lambda values, arrays: _given(given, values[number])
         return lambda values, arrays: _at(requested, _array(values[number]))
     constant = jnp.asarray(var.val, var.aval.dtype)
     return _copied(lambda values, arrays: _at(requested, constant))
@@ -129,6 +135,13 @@ def _everywhere(arrays: Sequence[jax.Array], target: NamedSharding) -> jax.Array
 
 def _at(sharding: NamedSharding | None, x: Any) -> Any:
     return x if sharding is None else put(x, sharding)
+
+
+def _given(sharding: NamedSharding, x: Any) -> Any:
+    """An argument that is returned, where `in_shardings` wants it if it was nowhere yet."""
+    if is_committed(x):
+        return x
+    return put(x, sharding) if is_here(sharding) else absent_array(jnp.shape(x), jnp.result_type(x), sharding)
 
 
 def _array(x: Any) -> jax.Array:

@@ -565,6 +565,19 @@ def test_random_keys_as_arguments(mode, model):
 # Shardings
 
 
+@pytest.mark.parametrize("jit", [nnx.jit, mm.jit])
+def test_an_argument_that_is_returned_is_where_in_shardings_wants_it(jit):
+    sharding = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("model",)), P("model"))
+    x = jnp.arange(32.0).reshape(16, 2)
+    for f in (lambda x: x, lambda x: (x, x + 1), lambda x: [x, x]):
+        for out in jax.tree.leaves(jit(f, in_shardings=sharding)(x)):
+            assert out.sharding == sharding
+    np.testing.assert_array_equal(jit(lambda x: x, in_shardings=sharding)(x), x)
+    assert x.sharding.num_devices == 1 and not x.is_deleted()
+    with pytest.raises(ValueError, match="evenly divide|divisible"):
+        jit(lambda x: x, in_shardings=sharding)(x[:15])
+
+
 def test_state_sharding_of_one_mesh():
     """in_shardings and out_shardings take what nnx.jit takes: StateSharding, shardings, prefixes."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))
