@@ -88,9 +88,11 @@ for what, grid, name in TODO:
             losses(mesh, nodes), json.loads((folder / "losses.json").read_text()), rtol=1e-5
         )
     elif what == "save":
-        with mesh, Checkpoints(folder, keep=1) as checkpoints:
+        with mesh, Checkpoints(folder, keep=1) as checkpoints, Checkpoints(f"{folder}.beside") as beside:
             for step in (1, 2):  # more than one: what orbax calls its barriers is used again
                 checkpoints.save(step, nodes, data={"next_index": 3}, metrics={"loss": 0.5})
+                beside.save(step, nodes)
+        assert checkpoints.steps == beside.steps == [2]
         held = gathered(nodes)
         next_losses = losses(mesh, nodes)
         if NUMBER == 0:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from mmnnx.mpmd.distributed import key_value, progress
 from mmnnx.mpmd.distributed.processes import holders
 
-_programs = itertools.count(1)
+_programs, _comparisons = itertools.count(1), itertools.count(1)
 
 _BLOCK = 2**20  # numbers that are summed at once
 
@@ -71,12 +71,12 @@ class Fingerprint:
     near: float
 
 
-def fingerprints(values: Iterable[tuple[str, Any]]) -> list[Fingerprint]:
-    """Fingerprints of arrays and numbers, each with what it is in words; none with one process."""
-    return [] if jax.process_count() == 1 else [_fingerprint(*value) for value in values]
-
-
 def _fingerprint(what: str, x: Any) -> Fingerprint:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        raise ValueError(
+            f"{what} is an array on a device of another process. Give each process its value, as a NumPy "
+            "array, or place it on a mesh of the program, by a NamedSharding"
+        )
     dtype = jax.typeof(x).dtype
     array = np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else x)
     if not jax.dtypes.issubdtype(array.dtype, np.inexact):
@@ -92,21 +92,20 @@ def _fingerprint(what: str, x: Any) -> Fingerprint:
     return Fingerprint(what, sums[:2].tolist(), near)
 
 
-def check_same_values(program: int, own: Sequence[Fingerprint], name: str) -> None:
+def check_same_values(program: int, values: Iterable[tuple[str, Any]], name: str) -> None:
     """Checks that all processes give a program the same values of what each has a copy of.
 
     Args:
       program: by which number all know the program.
-      own: the fingerprints of this process, of the same arrays as in all others.
+      values: what each is, in words, and the array or number.
       name: of the function that it is of, for messages.
 
     Raises:
-      ValueError: if a process has others, with the first that differs.
+      ValueError: if a process has others, with the first that differs; or an array that others alone have.
     """
-    if jax.process_count() == 1:
-        return
-    key_value.put(f"values {program}", json.dumps([one.numbers for one in own]).encode())
-    found = [json.loads(key_value.get(p, f"values {program}")) for p in range(jax.process_count())]
+    own, key = [_fingerprint(*value) for value in values], f"values {program} {next(_comparisons)}"
+    key_value.put(key, json.dumps([one.numbers for one in own]).encode())
+    found = [json.loads(key_value.get(p, key)) for p in range(jax.process_count())]
     for process, of_other in enumerate(found):
         for one, first, other in zip(own, found[0], of_other):
             if any(abs(a - b) > one.near for a, b in zip(first, other)):

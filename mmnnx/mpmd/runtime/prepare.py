@@ -18,7 +18,7 @@ from mmnnx.mpmd.compile.compile_program import Compiled, compile_program, compil
 from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.compile.rewrites import rewrite
-from mmnnx.mpmd.distributed.agreement import check_same_program, check_same_values, fingerprints
+from mmnnx.mpmd.distributed.agreement import check_same_program, check_same_values
 from mmnnx.mpmd.distributed.processes import is_described
 from mmnnx.mpmd.ir.equations import Atom, Var, is_var
 from mmnnx.mpmd.ir.program import Program
@@ -52,13 +52,11 @@ def preparer(bound: BoundProgram, leaves: Sequence[Any]) -> Callable[..., Prepar
     constants = [np.array(c) if isinstance(c, np.ndarray) else c for _, c in bound.flat.constants]
     bindings = bind_inputs(bound, leaves, constants)
     deliveries, donated = deliver_results(bound), DonatedArguments(bound, leaves)
-    compared = fingerprints(_own_copies(bound, leaves, constants))
 
     @gc_paused()
     def prepare(options: CompilerOptions = ()) -> Prepared:
         program = bound.program
-        number = check_same_program(lambda: _in_full(program), bound.name)
-        check_same_values(number, compared, bound.name)
+        number = check_same_program(lambda: _in_full(program, constants), bound.name)
         rewritten = rewrite(program)
         added = list(rewritten.program.inputs.values())[len(program.inputs) :]  # where keys are read
         key_shardings = [NamedSharding(mesh, PartitionSpec()) for _, mesh in added]
@@ -71,7 +69,9 @@ def preparer(bound: BoundProgram, leaves: Sequence[Any]) -> Callable[..., Prepar
         execute = runner(compiled, bound.name, rewritten.numbers, number)
         as_printed = functools.cache(lambda: _measured(bound, bindings, compiled, options))
         return Prepared(
-            bound, compiled, _Run(bound, constants, bindings, deliveries, donated, keys, execute, as_printed)
+            bound,
+            compiled,
+            _Run(bound, number, constants, bindings, deliveries, donated, keys, execute, as_printed),
         )
 
     return prepare
@@ -142,6 +142,7 @@ class _Run:
     def __init__(
         self,
         bound: BoundProgram,
+        number: int,
         constants: Sequence[Any],
         bindings: InputBindings,
         deliveries: list[Delivery],
@@ -161,8 +162,17 @@ class _Run:
         given = (own_copy(c) if v in returned else c for (v, _), c in zip(bound.flat.constants, constants))
         self._constants = [*given, *(place() for place in bindings.placed_constants)]
 
+        self._check: Callable[[Sequence[Any]], None] | None = None
+        if jax.process_count() > 1:
+            self._check = lambda leaves: check_same_values(
+                number, _own_copies(bound, leaves, constants), bound.name
+            )
+
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         self._donated.check(leaves)
+        if self._check is not None:
+            self._check(leaves)
+            self._check = None  # of the first call alone, as it reads values
         values = [*leaves, *self._constants]
         arrays = [*self._pick(values)]
         for n, bind in self._binds:
@@ -195,10 +205,15 @@ def _measured(
     return measurer(compile_program(bound.program, bound.fixed, bindings.overwritable, 0, options))
 
 
-def _in_full(program: Program) -> str:
-    """A program with what its fragments compute, as text that is the same in every process."""
-    text = "\n".join([str(program), *(f"{f.name}: {f.jaxpr}" for f in program.fragments)])
-    return re.sub(r"0x[0-9a-f]+", "0x", text)
+def _in_full(program: Program, constants: Sequence[Any]) -> str:
+    """A program, what its fragments compute and where its constants are: the same text in every process."""
+    fragments = [f"{f.name}: {f.jaxpr}" for f in program.fragments]
+    placed = [
+        f"closed-over constant {jax.typeof(c).str_short()} on devices {sorted(d.id for d in c.devices())}"
+        for c in constants
+        if is_committed(c)
+    ]
+    return re.sub(r"0x[0-9a-f]+", "0x", "\n".join([str(program), *fragments, *placed]))
 
 
 def _own_copies(
@@ -206,7 +221,7 @@ def _own_copies(
 ) -> Iterator[tuple[str, Any]]:
     """The values of which each process has a copy of its own: what each is, in words, and the value."""
     for leaf, own, x in zip(bound.record.inputs, bound.in_shardings, leaves):
-        if own is None and not isinstance(x, jax.ShapeDtypeStruct):
+        if own is None:
             yield f"argument {leaf}", x
     for x in constants:
         if not is_committed(x):

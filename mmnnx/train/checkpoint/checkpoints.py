@@ -107,6 +107,7 @@ class Checkpoints:
         self._entered, self._closed = False, False
         self._shared = False  # whether all processes are known to see the folder
         self._last: int | None = None  # the last step that was saved since this was opened
+        self._under_way = False  # whether nobody has waited for it yet
         self._lock: FileLock | NoLock | None = None  # held while a checkpoint is being written
 
     @property
@@ -193,7 +194,7 @@ class Checkpoints:
                 self._release()
                 raise
             self._shared = True
-        self._last, _writers[self.folder] = step, self
+        self._last, self._under_way, _writers[self.folder] = step, True, self
         items = {name: ocp.args.JsonSave(value) for name, value in values.items()}
         try:
             with self._writing(step):
@@ -270,13 +271,15 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until the last checkpoint is written. Raises CheckpointError if it cannot be."""
-        if self._last is None:
+        if self._last is None or not self._under_way:
             return
+        self._under_way = False
         try:
-            with self._writing(self._last):
-                self._orbax.wait_until_finished()
-            if self._lock is not None:
-                remove(self.folder, self._old())
+            with all_or_none():
+                with self._writing(self._last):
+                    self._orbax.wait_until_finished()
+                if self._lock is not None:
+                    remove(self.folder, self._old())
         finally:
             self._release()
 

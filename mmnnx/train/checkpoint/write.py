@@ -7,6 +7,7 @@ our own writes them. The files are in orbax's format: orbax alone reads them bac
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ from mmnnx.train.checkpoint.step_folders import JSON, STATE
 
 CHUNK = 4 * 2**20
 """The largest chunk of a stored array, in bytes. Reads are of whole chunks."""
+
+_numbers = itertools.count()  # of writers, which all processes make in the same order
 
 Region = tuple[slice, ...]
 
@@ -200,8 +203,11 @@ def make_writer() -> ocp.AsyncCheckpointer:
     It takes a `Composite` of STATE, a tree of `Shards`, and of JSON.
     """
     count = jax.process_count()
-    # With active_processes the processes wait for each other through the coordinator, not on their devices.
-    processes = ocp.options.MultiprocessingOptions(active_processes=set(range(count)) if count > 1 else None)
+    processes = ocp.options.MultiprocessingOptions(
+        # With these the processes wait for each other through the coordinator, not on their devices.
+        active_processes=set(range(count)) if count > 1 else None,
+        barrier_sync_key_prefix=f"mmnnx_{next(_numbers)}",  # or two that save at once would meet
+    )
     handlers: dict[str, Any] = {
         name: ocp.JsonCheckpointHandler(f"{name}.json", multiprocessing_options=processes) for name in JSON
     }
