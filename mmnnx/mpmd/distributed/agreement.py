@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -21,7 +22,8 @@ from mmnnx.mpmd.distributed.processes import holders
 
 _programs, _comparisons = itertools.count(1), itertools.count(1)
 
-_BLOCK = 2**20  # numbers that are summed at once
+_BLOCK = 2**16  # numbers that are compared at once
+_BLOCKS = 16  # of a large array so many are, which takes hundredths of a second
 
 EXCERPT = 80
 """Characters of a line that an error shows, half of them before the first that differs."""
@@ -78,18 +80,29 @@ def _fingerprint(what: str, x: Any) -> Fingerprint:
             "array, or place it on a mesh of the program, by a NamedSharding"
         )
     dtype = jax.typeof(x).dtype
-    array = np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else x)
-    if not jax.dtypes.issubdtype(array.dtype, np.inexact):
-        return Fingerprint(what, [zlib.crc32(array.tobytes())], 0)
+    flat = np.ravel(jax.random.key_data(x) if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else x)
+    if not jax.dtypes.issubdtype(flat.dtype, np.inexact):
+        return Fingerprint(what, [zlib.crc32(b"".join(block.tobytes() for block in _blocks(flat)))], 0)
     sums = np.zeros(3)
-    for flat in (part.reshape(-1) for part in (array.real, array.imag)):
-        for start in range(0, flat.size, _BLOCK):
-            block = np.nan_to_num(flat[start : start + _BLOCK].astype(np.float64), posinf=1e99, neginf=-1e99)
-            weights = np.cos(np.arange(start, start + block.size))  # so that another order differs, too
-            sums += block @ weights, np.abs(block).sum(), block @ block
+    for part in (flat.real, flat.imag) if np.iscomplexobj(flat) else (flat,):
+        for block in _blocks(part):
+            values = np.nan_to_num(block.astype(np.float64), posinf=1e99, neginf=-1e99)
+            sums += values @ _weights()[: values.size], np.abs(values).sum(), np.square(values).sum()
     # Roundings are of both signs, and add up as the square root of their number does.
     near = (8 * float(jnp.finfo(dtype).eps) + 1e-5) * math.sqrt(sums[2])
     return Fingerprint(what, sums[:2].tolist(), near)
+
+
+def _blocks(flat: np.ndarray) -> list[np.ndarray]:
+    """All blocks of an array, or some that are spread over it: others would differ in one of them."""
+    starts = range(0, flat.size, _BLOCK)
+    return [flat[start : start + _BLOCK] for start in starts[:: max(1, -(-len(starts) // _BLOCKS))]]
+
+
+@functools.cache
+def _weights() -> np.ndarray:
+    """What numbers of a block are multiplied with before they are summed, so that another order differs."""
+    return np.cos(np.arange(_BLOCK))
 
 
 def check_same_values(program: int, values: Iterable[tuple[str, Any]], name: str) -> None:
