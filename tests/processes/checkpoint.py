@@ -5,10 +5,12 @@ Arguments: COORDINATOR COUNT NUMBER, then a JSON list of [what, grid, folder]:
              from there have the losses of `folder/losses.json`
   "save":    the nodes, with values.npz and the losses of the next two steps beside them
   "abstract": as "restore", onto abstract nodes
+  "full":    the nodes, at a moment when the disk of the last process is full, and again
   "damaged": what restoring raises is written to `folder/told.NUMBER`
 """
 
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -98,6 +100,19 @@ for what, grid, name in TODO:
         if NUMBER == 0:
             np.savez(folder / "values.npz", **held)
             (folder / "losses.json").write_text(json.dumps(next_losses))
+    elif what == "full":
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if NUMBER == COUNT - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        with mesh, Checkpoints(folder) as checkpoints:
+            checkpoints.save(1, nodes)
+            try:
+                checkpoints.wait()
+            except CheckpointError as error:
+                assert "File too large; there is no other" in str(error)
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+                checkpoints.save(2, nodes)
+        assert checkpoints.steps == [2]
     else:
         try:
             Checkpoints(folder).restore(nodes)

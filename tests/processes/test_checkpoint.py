@@ -29,7 +29,8 @@ def of_one(tmp_path):
 def test_one_and_two_processes(tmp_path, of_one):
     """To the last bit, each process reading its own part alone; next losses; orbax's one set of files."""
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    execute(2, [["restore", "4x2", one], ["save", "4x2", two], ["abstract", "8x1", two]])
+    full = ["full", "4x2", str(tmp_path / "full")]
+    execute(2, [["restore", "4x2", one], ["save", "4x2", two], ["abstract", "8x1", two], full])
     placement = json.loads((tmp_path / "two" / "2" / "placement" / "placement.json").read_text())
     assert placement["processes"] == 2
     check(tmp_path / "two", *of_one)

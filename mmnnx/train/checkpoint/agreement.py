@@ -39,6 +39,24 @@ def check_same(doing: str) -> None:
             )
 
 
+def raise_in_all(error: Exception | None, text: str, key: str) -> None:
+    """Raises an error of this process; else an OSError with the text of another's, if one has any.
+
+    Args:
+      error, text: what this process has met, if anything, and in words.
+      key: names the occasion. Threads of all processes call it once for each key, in any order.
+    """
+    if jax.process_count() > 1:
+        key_value.put(key, text.encode())
+        work = "write its part of a checkpoint"
+        texts = [key_value.get(p, key, work=work).decode() for p in range(jax.process_count())]
+        found = [f"process {process}: {other}" for process, other in enumerate(texts) if other]
+        if error is None and found:
+            raise OSError(found[0])
+    if error is not None:
+        raise error
+
+
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
     """Inside, a CheckpointError in one process is a CheckpointError in every process."""

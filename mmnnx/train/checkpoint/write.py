@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 
 from mmnnx.sharding.divided_array import DividedArray
 from mmnnx.sharding.division import starts
+from mmnnx.train.checkpoint.agreement import raise_in_all
 from mmnnx.train.checkpoint.keys import is_key, stored_as
 from mmnnx.train.checkpoint.paths import kvstore
 from mmnnx.train.checkpoint.step_folders import JSON, STATE
@@ -128,7 +129,14 @@ def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> tu
 
 
 class ShardsHandler(ocp.type_handlers.TypeHandler):
-    """Writes `Shards`. Orbax reads them as NumPy arrays by default."""
+    """Writes `Shards`. Orbax reads them as NumPy arrays by default.
+
+    Args:
+      writer: the number of what writes, the same in all processes.
+    """
+
+    def __init__(self, writer: int) -> None:
+        self._writer, self._saves = writer, itertools.count()
 
     def typestr(self) -> str:
         return "np.ndarray"
@@ -139,13 +147,24 @@ class ShardsHandler(ocp.type_handlers.TypeHandler):
         # Orbax merges the folders of this name into one when all processes are done.
         folder = infos[0].parent_dir / f"ocdbt.process_{jax.process_index()}"
         named = [(info.name, value) for info, value in zip(infos, values) if value.parts]
-        return [ocp.future.CommitFutureAwaitingContractedSignals(_write(kvstore(folder), named))]
+        written = _in_all(_write(kvstore(folder), named), f"written {self._writer} {next(self._saves)}")
+        return [ocp.future.CommitFutureAwaitingContractedSignals(written)]
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         raise NotImplementedError("orbax reads these as arrays, with handlers of its own")
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
         raise NotImplementedError("orbax reads these as arrays, with handlers of its own")
+
+
+async def _in_all(write: Awaitable[None], key: str) -> None:
+    """Writes; if one process cannot, all raise an error: orbax would have the others wait for it."""
+    failed: Exception | None = None
+    try:
+        await write
+    except Exception as error:
+        failed = error
+    raise_in_all(failed, "" if failed is None else reason(failed), key)
 
 
 async def _write(base: dict[str, str], named: Sequence[tuple[str, Shards]]) -> None:
@@ -202,17 +221,17 @@ def make_writer() -> ocp.AsyncCheckpointer:
 
     It takes a `Composite` of STATE, a tree of `Shards`, and of JSON.
     """
-    count = jax.process_count()
+    count, number = jax.process_count(), next(_numbers)
     processes = ocp.options.MultiprocessingOptions(
         # With these the processes wait for each other through the coordinator, not on their devices.
         active_processes=set(range(count)) if count > 1 else None,
-        barrier_sync_key_prefix=f"mmnnx_{next(_numbers)}",  # or two that save at once would meet
+        barrier_sync_key_prefix=f"mmnnx_{number}",  # or two that save at once would meet
     )
     handlers: dict[str, Any] = {
         name: ocp.JsonCheckpointHandler(f"{name}.json", multiprocessing_options=processes) for name in JSON
     }
     registry = ocp.type_handlers.create_type_handler_registry(
-        (Shards, ShardsHandler()),
+        (Shards, ShardsHandler(number)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # unused; without one orbax warns
     )
     handlers[STATE] = ocp.PyTreeCheckpointHandler(
