@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def printable(text: str, keep: str = "") -> str:
     """The text with all that is not printed spelled out: control characters, line ends, marks of direction.
@@ -18,3 +20,14 @@ def printable(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(text: str, length: int) -> str:
+    """The beginning and the end of a text that is longer than a picture has room for.
+
+    >>> shortened("decoder_blocks_0_to_7", 10)
+    'decod…to_7'
+    """
+    if len(text) <= length:
+        return text
+    return text[: math.ceil((length - 1) / 2)] + "…" + text[len(text) - (length - 1) // 2 :]

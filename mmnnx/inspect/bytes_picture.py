@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mmnnx.inspect.colours import mesh_colour
+from mmnnx.inspect.figure_style import NAME
 from mmnnx.inspect.timeline_rows import Scale
 from mmnnx.inspect.units import byte_unit, bytes_text
+from mmnnx.printable import printable, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +37,7 @@ def draw_bytes(
     size, unit = byte_unit(max(n for name in shown for _, n in held[name]))
     every = -(-len(shown) // MOST_NAMES)
     for k, name in enumerate(shown):
+        label = f"{shortened(printable(name), NAME)}: peak {bytes_text(max(n for _, n in held[name]))}"
         axes.step(
             [*(scale(time) for time, _ in held[name]), scale.span],
             [*(n / size for _, n in held[name]), held[name][-1][1] / size],
@@ -42,7 +45,7 @@ def draw_bytes(
             color=mesh_colour(k, len(shown), dark),
             linewidth=1.1,
             clip_on=False,
-            label=f"{name}: peak {bytes_text(max(n for _, n in held[name]))}" if k % every == 0 else "_",
+            label=label if k % every == 0 else "_",
         )
     axes.set(xlim=(0, scale.span), ylabel=f"{unit} of arrays\nof each mesh")
     axes.set_ylim(bottom=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from mmnnx.inspect.colours import LIMIT, memory_colour, text_colour
 from mmnnx.inspect.figure_style import TEXT, WIDTH, Look, styled
 from mmnnx.inspect.submesh import Part, Submesh
 from mmnnx.inspect.units import bytes_text
+from mmnnx.printable import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ def draw_placement(title: str, boxes: Sequence[Submesh], memory: int | None, dar
         axes.set(xlim=(0, WIDTH), ylim=(TITLE + rows * (height + GAP), 0))
         axes.axis("off")
         axes.text(
-            GAP, TITLE / 2, _shorten(title, int((WIDTH - 2 * GAP) / 0.08)), fontsize=TEXT + 1, va="center"
+            GAP, TITLE / 2, shortened(title, int((WIDTH - 2 * GAP) / 0.08)), fontsize=TEXT + 1, va="center"
         )
         full = max([box.peak for box in boxes] + ([] if memory is None else [memory]))
         ranks = _ranks(boxes)
@@ -82,10 +82,10 @@ def _draw_card(
         )
     )
     room = int((bar - LETTER * len(box.axes)) / BOLD)
-    axes.text(left, y + 0.17, _shorten(box.name, room), fontsize=TEXT + 1, fontweight="bold", va="center")
+    axes.text(left, y + 0.17, shortened(box.name, room), fontsize=TEXT + 1, fontweight="bold", va="center")
     axes.text(right, y + 0.17, box.axes, color=look.faint, va="center", ha="right")
 
-    devices = _shorten(box.device_text, int(bar / LETTER)) if box.device_text != box.name else ""
+    devices = shortened(box.device_text, int(bar / LETTER)) if box.device_text != box.name else ""
     axes.text(left, y + 0.39, devices, color=look.faint, va="center")
     side, step = 0.1, 0.125
     if LETTER * len(devices) + step * len(box.devices) <= bar:  # else the numbers must do
@@ -107,13 +107,13 @@ def _draw_card(
         start += length
         at = y + HEAD + (n + 0.4) * LINE
         axes.add_patch(Rectangle((left, at - 0.045), 0.09, 0.09, facecolor=colour, edgecolor="none"))
-        name = _shorten(part.name, int((bar - 0.3) / LETTER) - len(size))
+        name = shortened(part.name, int((bar - 0.3) / LETTER) - len(size))
         axes.text(left + 0.16, at, name, va="center")
         axes.text(right, at, size, va="center", ha="right")
     if memory is not None:
         limit = left + memory * scale
         axes.plot([limit, limit], [y + AT - 0.04, y + AT + BAR + 0.04], color=look.ink, linewidth=1.4)
-    text = _shorten(box.memory_text(memory), int(bar / 0.06))
+    text = shortened(box.memory_text(memory), int(bar / 0.06))
     axes.text(left, y + 0.87, text, va="center", color=LIMIT if over else look.ink)
 
 
@@ -129,11 +129,3 @@ def _ranks(boxes: Sequence[Submesh]) -> dict[str, tuple[int, int]]:
         for part in box.main_parts():
             kinds.setdefault(part.kind, {})[part.group] = None
     return {group: (n, len(groups)) for groups in kinds.values() for n, group in enumerate(groups)}
-
-
-def _shorten(text: str, length: int) -> str:
-    return (
-        text
-        if len(text) <= length
-        else text[: math.ceil((length - 1) / 2)] + "…" + text[-((length - 1) // 2) :]
-    )

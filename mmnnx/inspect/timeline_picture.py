@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from mmnnx.inspect.bytes_picture import draw_bytes
 from mmnnx.inspect.colours import text_colour
-from mmnnx.inspect.figure_style import TEXT, WIDTH, Look, settle_ticks, styled
+from mmnnx.inspect.figure_style import NAME, TEXT, WIDTH, Look, settle_ticks, styled
 from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name
 from mmnnx.inspect.timeline_rows import Scale, headline, mesh_rows, scale_of, stage_ranks
 from mmnnx.mpmd.ir.timeline import Event, Timeline
-from mmnnx.printable import printable
+from mmnnx.printable import printable, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,7 +127,7 @@ def _draw_boxes(
 
     ranks = stage_ranks(by_mesh)
     events = [(y, e) for y, mine in enumerate(by_mesh.values()) for e in mine]
-    points = (WIDTH - MARGIN) * 72 / scale.span  # in a unit of time
+    points = (WIDTH - _margin(by_mesh)) * 72 / scale.span  # in a unit of time
     row = min(0.34, HEIGHT / len(by_mesh))
     phases = [phase for phase in STYLES if any(e.phase == phase for _, e in events)]
     for phase in phases:
@@ -164,7 +164,8 @@ def _draw_boxes(
                     clip_on=True,
                 )
     every = -(-10 * len(by_mesh) // round(HEIGHT * 72))  # a name needs about ten points of height
-    names, places = [*map(printable, by_mesh)], range(0, len(by_mesh), every)
+    names = [shortened(printable(name), NAME) for name in by_mesh]
+    places = range(0, len(by_mesh), every)
     axes.set(xlim=(0, scale.span), ylim=(len(names) - 0.5, -0.5))
     axes.set_yticks(places, names[::every])
     axes.spines["left"].set_visible(False)
@@ -176,12 +177,17 @@ def _draw_boxes(
     return phases
 
 
+def _margin(names: Collection[str]) -> float:
+    """Inches beside the rows, which longer names take, on the left and in the legend of the bytes."""
+    return MARGIN + 0.16 * max(0, min(NAME, max(map(len, names))) - 6)
+
+
 def _draw_transfers(axes: Axes, timeline: Timeline, rows: list[str], scale: Scale, look: Look) -> bool:
     """An arrow for each, from the row that has an array to the row that it is sent to; if there are any."""
     from matplotlib.collections import LineCollection
 
     number = {name: y for y, name in enumerate(rows)}
-    near = scale.span / (WIDTH - MARGIN) / 36  # two points
+    near = scale.span / (WIDTH - _margin(rows)) / 36  # two points
     found: dict[tuple[str, int, int], tuple[float, float, float, float]] = {}  # what goes together is one
     for e in timeline.transfers:
         source, _, target = e.mesh.partition(" -> ")

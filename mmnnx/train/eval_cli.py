@@ -47,8 +47,9 @@ class EvalConfig:
     """Pipeline stages that the layers are split over."""
     tensor: int = 1
     """Devices over which the weights of a stage are split."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Type to compute in; weights of a published model are kept in it too."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Type to compute in. Default: that of the run; float32 for a published model, whose weights are kept in
+    it too."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON."""
 
@@ -99,8 +100,9 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
                 tokens += float(batch["weights"].sum())
     if not tokens:
         raise UserError(
-            f"--data has {sum(map(len, texts))} {corpus.unit}s to evaluate, less than one sequence of "
-            f"{config.sequence}; give more text, --all, or a smaller --sequence"
+            f"--data has {' and '.join(str(len(text)) for text in texts)} {corpus.unit}s to evaluate, and a "
+            f"--sequence of {config.sequence} needs {config.sequence + 1}; give more text, --all, or a "
+            "smaller one"
         )
     loss = total / tokens
     return {

@@ -52,8 +52,9 @@ class GenerateConfig:
     prefill_chunk: int | None = None
     """Tokens of a prompt that are read at once; the parts follow each other through the stages.
     Default: all."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Type to compute in; weights are kept in it too."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Type to compute in. Default: that of the run; float32 for a published model, whose weights are kept in
+    it too."""
 
 
 def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:

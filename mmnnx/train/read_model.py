@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,6 +20,8 @@ from mmnnx.train.run_folder import RunFolder, read_run
 from mmnnx.train.step import make_model, published
 from mmnnx.train.tokens import Codec, codec_of
 
+Precision = Literal["float32", "bfloat16"]
+
 
 def stage_mesh(stages: int, tensor: int) -> mm.MultiMesh:
     """A mesh of so many stages, and devices in each.
@@ -30,14 +34,15 @@ def stage_mesh(stages: int, tensor: int) -> mm.MultiMesh:
     return mm.MultiMesh(axis_sizes=devices.shape, axis_names=("stage", "model"), devices=devices)
 
 
-def read_model(place: str, stages: int, precision: str) -> tuple[LM, Codec]:
+def read_model(place: str, stages: int, precision: Precision | None) -> tuple[LM, Codec]:
     """A model placed over the stages of the current mesh, and its tokenizer.
 
     Args:
       place: the folder of a run, whose latest checkpoint is read, or the gs:// URL of its checkpoints, or the
         folder of a published model.
       stages: how many there are.
-      precision: the dtype that a published model is computed and kept in; a run has its own.
+      precision: the dtype to compute in. Default: that of the run; float32 for a published model, which is
+        kept in it too.
 
     Raises:
       UserError, CheckpointError, OSError, ValueError: for a folder that holds no model, or one that cannot be
@@ -46,11 +51,12 @@ def read_model(place: str, stages: int, precision: str) -> tuple[LM, Codec]:
     placed = lambda model: pipeline_sharding(model, stages, rules=logical_rules("tensor"))
     run = RunFolder(Path(place))
     if not ("://" in place or run.checkpoints.is_dir() or run.metrics.exists()):
-        dtype = jnp.dtype(precision)
+        dtype = jnp.dtype(precision or "float32")
         _check_stages(stages, published().read_config(run.path), place)
         model = published().load(run.path, placement=placed, dtype=dtype, param_dtype=dtype)
         return model, codec_of(run.path)
     folder, trained = read_run(place)
+    trained = dataclasses.replace(trained, precision=precision or trained.precision)
     model = nnx.eval_shape(lambda: make_model(trained))
     _check_stages(stages, model.config, place)
     with Checkpoints(folder) as checkpoints:

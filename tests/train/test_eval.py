@@ -94,7 +94,7 @@ def test_mistakes_are_told(folder, tmp_path, capsys):
         ([str(folder / "model"), "--data", str(tmp_path / "none")], "there is no such file or folder"),
         (
             [*both, "--sequence", "9999", "--packing", "stream"],
-            "tokens to evaluate, less than one sequence of 9999",
+            "tokens to evaluate, and a --sequence of 9999 needs 10000",
         ),
         ([*both, "--batch", "0"], "--batch must be above zero, not 0"),
         ([*both, "--stages", "0"], "--stages must be above zero, not 0"),

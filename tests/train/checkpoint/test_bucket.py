@@ -199,7 +199,7 @@ def test_a_run_goes_on_from_the_bucket_alone(objects, tmp_path, capsys):
     status, _, errors = run(environment, "--resume", "--steps", "4", "--out", tmp_path / "two", *bucket)
     assert status == 0, errors
     assert [row["step"] for row in rows(tmp_path / "two") if "loss" in row] == [3, 4]
-    assert steps_of(objects) == ["4", "config.json"]
+    assert steps_of(objects) == ["2", "4", "config.json"]
     printed = []
     for model in ("gs://bucket/lm", str(tmp_path / "one")):
         assert eval_cli.run([model, "--data", str(text), "--sequence", "16"], print) == 0
