@@ -38,7 +38,7 @@ def test_the_first_line_that_differs_is_named_with_what_is_around_it(text, other
 
 def are_same(x, y):
     one, other = _fingerprint("x", x), _fingerprint("y", y)
-    return all(abs(a - b) <= one.near for a, b in zip(one.numbers, other.numbers))
+    return not agreement._differ(one.numbers, other.numbers, one.near)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.complex64, np.float64])
@@ -48,7 +48,10 @@ def test_values_that_differ_by_more_than_rounding(dtype):
     rounded = (x * (1 + float(jnp.finfo(dtype).eps) * draw.choice([-1, 0, 1], x.shape))).astype(dtype)
     assert (rounded != x).any() and are_same(x, rounded) and are_same(x, x.copy())
     assert not are_same(x, x[::-1]) and not are_same(x, 2 * x) and not are_same(x, -x)
-    assert are_same(np.where(x > 0, np.inf, x), np.where(x > 0, np.inf, x))
+    odd = np.where(x > 1, np.inf, x).astype(dtype)
+    assert are_same(odd, odd.copy()) and not are_same(odd, x) and not are_same(odd, odd[::-1])
+    for value in (np.nan, -np.inf):
+        assert not are_same(odd, np.where(x > 1, value, x).astype(dtype))
 
 
 def test_values_that_are_compared_exactly():
@@ -60,6 +63,9 @@ def test_values_that_are_compared_exactly():
     )
     assert are_same(0.1, 0.1) and not are_same(0.1, 0.11)
     assert are_same(np.zeros((0, 3)), np.zeros((0, 3)))
+    assert are_same(np.array([1e300]), np.array([1e300]))
+    x = np.random.default_rng(0).normal(size=(2, 512)).astype(jnp.float8_e5m2)
+    assert are_same(x[0], x[0].copy()) and not are_same(x[0], x[1])
 
 
 def test_of_large_arrays_blocks_are_compared(monkeypatch):

@@ -64,8 +64,9 @@ class Fingerprint:
 
     Attributes:
       what: what the array is, in words.
-      numbers: a checksum; or of floats two sums, as one processor may round otherwise than another.
-      near: how far numbers of equal values may be apart.
+      numbers: a checksum; of floats also two sums, as one processor may round otherwise than another, and the
+        checksum is of what is not finite.
+      near: how far the sums of equal values may be apart.
     """
 
     what: str
@@ -81,16 +82,26 @@ def _fingerprint(what: str, x: Any) -> Fingerprint:
         )
     dtype = jax.typeof(x).dtype
     flat = np.ravel(jax.random.key_data(x) if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else x)
-    if not jax.dtypes.issubdtype(flat.dtype, np.inexact):
+    if not jax.dtypes.issubdtype(flat.dtype, np.inexact) or flat.itemsize == 1:
         return Fingerprint(what, [zlib.crc32(b"".join(block.tobytes() for block in _blocks(flat)))], 0)
-    sums = np.zeros(3)
+    sums, checksum = np.zeros(3), 0
     for part in (flat.real, flat.imag) if np.iscomplexobj(flat) else (flat,):
         for block in _blocks(part):
-            values = np.nan_to_num(block.astype(np.float64), posinf=1e99, neginf=-1e99)
+            values = block.astype(np.float64)
+            odd = ~np.isfinite(values)
+            if odd.any():
+                kinds = np.where(odd, np.nan_to_num(values, posinf=1, neginf=-1), 2)
+                checksum = zlib.crc32(kinds.tobytes(), checksum)
+                values[odd] = 0
+            values = values.clip(-1e99, 1e99)  # squares of more would be infinite
             sums += values @ _weights()[: values.size], np.abs(values).sum(), np.square(values).sum()
     # Roundings are of both signs, and add up as the square root of their number does.
-    near = (8 * float(jnp.finfo(dtype).eps) + 1e-5) * math.sqrt(sums[2])
-    return Fingerprint(what, sums[:2].tolist(), near)
+    near = (2 * float(jnp.finfo(dtype).eps) + 1e-5) * math.sqrt(sums[2])
+    return Fingerprint(what, [checksum, *sums[:2].tolist()], near)
+
+
+def _differ(numbers: Sequence[float], others: Sequence[float], near: float) -> bool:
+    return numbers[0] != others[0] or any(abs(a - b) > near for a, b in zip(numbers[1:], others[1:]))
 
 
 def _blocks(flat: np.ndarray) -> list[np.ndarray]:
@@ -121,7 +132,7 @@ def check_same_values(program: int, values: Iterable[tuple[str, Any]], name: str
     found = [json.loads(key_value.get(p, key)) for p in range(jax.process_count())]
     for process, of_other in enumerate(found):
         for one, first, other in zip(own, found[0], of_other):
-            if any(abs(a - b) > one.near for a, b in zip(first, other)):
+            if _differ(first, other, one.near):
                 raise ValueError(
                     f"{one.what} of {name} has other values in process {process} than in process 0. What is "
                     "not placed must be the same in every process: the whole batch, and random values of one "

@@ -26,8 +26,8 @@ def fetch(tree: Any) -> Any:
     It waits for them. Meant for losses and metrics: what is elsewhere comes through the coordinator.
 
     Args:
-      tree: a pytree of arrays; in several processes each must call it, with the same. What is on JAX's
-        default device is taken as each process has it.
+      tree: a pytree of arrays; in several processes each must call it, with the same, in the same order, so
+        from one thread alone. What is on JAX's default device is taken as each process has it.
 
     Returns:
       The same tree with NumPy arrays; of typed PRNG keys, their words.
