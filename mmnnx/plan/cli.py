@@ -19,7 +19,7 @@ from mmnnx.inspect.schedule_cli import optional
 from mmnnx.mpmd.compile import compile_program
 from mmnnx.output import current
 from mmnnx.plan.language_models import TrainingJob
-from mmnnx.plan.planning import Plan
+from mmnnx.plan.planning import Plan, plan_suffix
 from mmnnx.plan.report import WIDTH
 from mmnnx.plan.search import SEARCHED, search
 
@@ -83,7 +83,8 @@ class PlanConfig:
     json: Annotated[Path | None, optional("FILE", "none")] = None
     """File to write all figures to."""
     save: Annotated[Path | None, optional("FILE", "none")] = None
-    """File to write the picture to (.svg, .png, .pdf), or the whole report (.html)."""
+    """File to write the picture to (.svg, .png, .pdf), the whole report (.html), its figures (.json), or what
+    was compiled (.executables)."""
 
     def job(self) -> TrainingJob:
         names = [field.name for field in dataclasses.fields(TrainingJob)]
@@ -110,6 +111,8 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         console.width = WIDTH
     try:
         job = config.job()
+        if config.save is not None:
+            plan_suffix(config.save)
         if config.compile_best < 1:
             raise ValueError(f"--compile-best {config.compile_best}: a search compiles at least one")
         if config.search:

@@ -35,6 +35,13 @@ from mmnnx.plan.step_plan import Overflow, StepPlan
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
+def plan_suffix(path: Path) -> str:
+    """The suffix of a file for a plan, in lower case; raises ValueError for one that there is not."""
+    if (suffix := path.suffix.lower()) not in (known := (".json", ".html", ".executables", *PICTURES)):
+        raise ValueError(f"{path}: the file name of a plan must end in {', '.join(known)}")
+    return suffix
+
+
 class Plan(StepPlan):
     """A plan that shows itself: text in `str()`, colours in `rich.print`, a picture in a notebook.
 
@@ -61,7 +68,7 @@ class Plan(StepPlan):
             `overflow`.
         """
         path = Path(path)
-        suffix = path.suffix.lower()
+        suffix = plan_suffix(path)
         if suffix == ".json":
             path.write_text(json.dumps(self.to_json(), indent=2))
         elif suffix == ".html":
@@ -69,16 +76,12 @@ class Plan(StepPlan):
         elif suffix in (*PICTURES, ".executables") and self.compiled is None:
             what = "picture" if suffix in PICTURES else "executable of all of it"
             raise ValueError(f"{path}: {self.name} does not fit, so there is no {what}: .html has the report")
-        elif suffix == ".executables" and self.compiled is not None:
+        elif suffix == ".executables":
+            assert self.compiled is not None
             codes = {id(e.code): e.code for e in self.compiled.executables.values()}
             save_executables(((c.key, c.compiled, c.mesh) for c in codes.values()), path)
-        elif suffix in PICTURES:
-            path.write_bytes(picture_bytes(draw_plan(self), suffix))
         else:
-            raise ValueError(
-                f"{path}: the file name of a plan must end in .json, .html, .executables, "
-                f"{', '.join(PICTURES)}"
-            )
+            path.write_bytes(picture_bytes(draw_plan(self), suffix))
 
     def __rich__(self) -> Any:
         return report(self)

@@ -106,6 +106,13 @@ def test_a_job_that_cannot_be_compiled_is_named(eight_devices, monkeypatch):
     assert lines[0].startswith("not possible, ") and lines[-1] == "None that was compiled fits."
 
 
+def test_a_file_of_another_kind_is_refused_before_anything_is_compiled(monkeypatch, capsys):
+    monkeypatch.setattr(TrainingJob, "plan", lambda self: pytest.fail("it was compiled"))
+    options = "--target v5e:2x4 --model tiny --stages 4 --tensor 2 --batch 8 --save plan.txt"
+    assert main(["plan", *options.split()]) == 2
+    assert "plan.txt: the file name of a plan must end in .json, .html" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_command_compiles_the_best(capsys):
     options = "--search --target v5e:2x4 --model tiny --batch 16 --sequence 64 --compile-best 2"
