@@ -109,6 +109,8 @@ class Attention(nnx.Module):
         param_dtype: Any = jnp.float32,
     ):
         self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
+        if min(heads, self.kv_heads) < 1:
+            raise ValueError(f"heads={heads}, kv_heads={self.kv_heads}: attention has at least one of each")
         self.head_dim = width // heads if head_dim is None else head_dim
         self.memory_width = width if memory_width is None else memory_width
         self.causal, self.window = causal, window

@@ -294,6 +294,9 @@ class LM(nnx.Module):
             tokens each has.
           **options: `positions` and `segment_ids` of `tokens`, as of a call.
 
+        Raises:
+          ValueError: for rows of one token, without labels.
+
         Example:
           >>> lm = LM(LMConfig(layers=1), rngs=nnx.Rngs(0))
           >>> tokens, labels = jnp.array([[5, 6, 7, 8, 9, 0]]), jnp.array([[6, 7, 1, 9, 1, 0]])
@@ -302,8 +305,7 @@ class LM(nnx.Module):
           >>> lm.loss(tokens, labels=labels, weights=(segments > 0) / 5, **options).shape
           ()
         """
-        if labels is None:
-            tokens, labels = tokens[:, :-1], tokens[:, 1:]
+        tokens, labels = _with_labels(tokens, labels)
         return self.loss_of_labels(tokens, labels, weights, **options)
 
     def cross_entropy(
@@ -323,8 +325,7 @@ class LM(nnx.Module):
           >>> lm.cross_entropy(jnp.array([[5, 6, 7, 8]])).shape
           ()
         """
-        if labels is None:
-            tokens, labels = tokens[:, :-1], tokens[:, 1:]
+        tokens, labels = _with_labels(tokens, labels)
         x = self.hidden(tokens, **options)
         return mean_cross_entropy(self.logits, x, labels, self.config.loss_chunks, weights)
 
@@ -333,6 +334,15 @@ class LM(nnx.Module):
     ) -> jax.Array:
         """What `loss` returns, with the labels there."""
         return self.cross_entropy(tokens, labels=labels, weights=weights, **options)
+
+
+def _with_labels(tokens: jax.Array, labels: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Tokens and what follows each: other tokens of its row, if nothing else is given."""
+    if labels is not None:
+        return tokens, labels
+    if tokens.shape[1] < 2:
+        raise ValueError(f"rows of {tokens.shape[1]} tokens have no next one: give two or more, or labels=")
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def causal_attention(config: LMConfig, rngs: nnx.Rngs, **options: Any) -> Attention:

@@ -460,6 +460,7 @@ def test_on_several_devices_equals_one(axes, kv_heads):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (dict(heads=0), "heads=0, kv_heads=0: attention has at least one of each"),
         (dict(width=18), "width 18 is not divisible by 4 heads: give head_dim="),
         (dict(kv_heads=3), "4 heads are not divisible by 3 key-value heads"),
         (dict(head_dim=3, rotary_base=1e4), "a head has 3"),

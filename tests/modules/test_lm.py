@@ -397,3 +397,10 @@ def test_a_subclass_changes_the_logits():
     nnx.update(capped, nnx.state(build()))
     np.testing.assert_allclose(capped(tokens()), 5 * np.tanh(build()(tokens()) / 5), rtol=1e-5, atol=1e-6)
     assert capped.loss(tokens()) != build().loss(tokens())
+
+
+@pytest.mark.parametrize("method", ["loss", "cross_entropy"])
+def test_rows_of_one_token_have_no_labels(method):
+    lm = LM(LMConfig(layers=1, width=16, heads=2, mlp=16), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="rows of 1 tokens have no next one: give two or more, or labels="):
+        getattr(lm, method)(jnp.zeros((2, 1), jnp.int32))
