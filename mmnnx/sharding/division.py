@@ -244,6 +244,21 @@ def has_layout(sharding: NamedSharding) -> bool:
     return any(isinstance(a, str) and _LAYOUT.fullmatch(a) for a in sharding.mesh.axis_names)
 
 
+def undivided(sharding: NamedSharding) -> NamedSharding:
+    """The same on a mesh that JAX knows, for an array that has the mesh of a `DividedArray` and is none.
+
+    Example:
+      >>> of_layers = Division(stages).sharding(PartitionSpec(), 10)  # ten layers, on four stages
+      >>> undivided(NamedSharding(of_layers.mesh, PartitionSpec())).mesh.axis_names
+      ('stage', 'model')
+    """
+    if not has_layout(sharding) or any(way.sizes is not None for way in ways_to_divide(sharding)):
+        return sharding
+    mesh = sharding.mesh
+    names = [said[1] if (said := _LAYOUT.fullmatch(str(a))) else a for a in mesh.axis_names]
+    return NamedSharding(Mesh(mesh.devices, names), sharding.spec)
+
+
 def _slice(mesh: Mesh, name: str, axis: str, i: int) -> Mesh:
     """One slice of a mesh along an axis, by its number. The axis that a Division made up is gone in it."""
     number = mesh.axis_names.index(name)

@@ -251,6 +251,13 @@ def test_a_run_whose_text_has_moved_goes_on_with_checkpoints_that_were_kept(conf
         dataclasses.replace(parse(out), data=None).check_resumes(parse(out))
 
 
+@pytest.mark.slow
+def test_stacked_layers_that_are_divided_unevenly_go_on(config):
+    options = dict(stages=3, tensor=1, layers=4, scan=True, optimizer="adafactor", eval_every=1)
+    train(config(steps=1, **options))
+    assert len(losses(train(config(steps=2, resume=True, **options)))) == 2
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(config, tmp_path, at_step):
     (tmp_path / "run").mkdir()  # an empty folder may be used
     at_step(5, lambda loss: loss * jnp.nan)

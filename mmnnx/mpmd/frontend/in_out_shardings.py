@@ -118,9 +118,10 @@ def find_in_out_shardings(
         and ((own := in_shardings[leaf.updates]) is None or own.mesh in spanning)
         for leaf, aval, sharding in zip(record.results, types, out_shardings)
     ]
-    module_meshes = [
+    around = [
         owners.module_mesh(leaf) if leaf is not None and leaf.within else None for leaf in record.results
     ]
+    module_meshes = [None if mesh in unions else mesh for mesh in around]
     return InOutShardings(
         in_shardings,
         homes,

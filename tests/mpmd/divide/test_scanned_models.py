@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx.sharding.state_shardings import shardings_of
 from tests import models
 from tests.fuzz.case import OPTIMIZERS
 from tests.fuzz.layers import KINDS
@@ -70,6 +74,31 @@ ALL_OPTIMIZERS = OPTIMIZERS | {
     "schedule free": optax.contrib.schedule_free_adamw(1e-2, eps=1e-1),
     "finite": optax.apply_if_finite(OPTIMIZERS["adamw"], 3),
 }
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("factored", [4, 128])
+def test_an_optimizer_that_is_made_for_a_model_that_is_there(sizes, factored):
+    """Adafactor keeps arrays of size 1 where it has no statistics: they are not divided, and back from a
+    checkpoint no less.
+    """
+    mesh, tasks = pipeline(2)
+    kinds = make(Scanned, ("tanh",), sum(sizes), "nnx.scan")
+    rule = optax.adafactor(1e-2, min_dim_size_to_factor=factored)
+    adafactor = lambda model: nnx.Optimizer(model, rule, wrt=nnx.Param)
+    with mesh:
+        model = mm.jit(kinds, out_shardings=divided(tasks, sizes))()
+        optimizer = mm.jit(adafactor)(model)
+    whole = adafactor(kinds())
+    for path, variable in nnx.to_flat_state(nnx.state(optimizer)):
+        other = dict(nnx.to_flat_state(nnx.state(whole)))[path]
+        np.testing.assert_array_equal(variable.get_raw_value(), other.get_raw_value())
+    abstract = nnx.eval_shape(lambda: adafactor(kinds()))
+    with mesh:
+        shardings = shardings_of({"optimizer": abstract}, divided(tasks, sizes))
+    for path, variable in nnx.to_flat_state(nnx.state(abstract)):
+        if variable.get_raw_value().shape == (1,):
+            assert isinstance(shardings["optimizer", *map(str, path)], NamedSharding)
 
 
 @pytest.mark.parametrize("optimizer", all_but(("adafactor",), ALL_OPTIMIZERS))
