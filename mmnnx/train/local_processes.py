@@ -58,7 +58,7 @@ def supervise(options: Sequence[str], config: TrainConfig, print_error: Callable
             own = environment | share | {"JAX_PROCESS_ID": str(number)}
             processes.append(stack.enter_context(_process(number, options, own)))
         number, status = _wait(processes)
-    if received:
+    if received and status != 0:  # else it came when all steps were taken
         if status not in EXPECTED_STATUSES:
             print_error("stopped at once; what was not in a checkpoint is lost")
         return 128 + received[0]
