@@ -113,7 +113,7 @@ class PiecewiseSharding(Sharding):
 
 def sharding_of(named: NamedSharding) -> Sharding:
     """What an array has whose pieces are as a NamedSharding says."""
-    return PiecewiseSharding(named) if has_layout(named) else named
+    return PiecewiseSharding(named) if has_layout(named.mesh) else named
 
 
 def named_sharding(x: Any) -> NamedSharding | None:

@@ -239,9 +239,9 @@ def ways_to_divide(sharding: NamedSharding) -> tuple[Way, ...]:
     return tuple([way for way in found if way.sizes is not None] or found)
 
 
-def has_layout(sharding: NamedSharding) -> bool:
-    """Whether an array with this sharding is a `DividedArray`: JAX does not know how it is divided."""
-    return any(isinstance(a, str) and _LAYOUT.fullmatch(a) for a in sharding.mesh.axis_names)
+def has_layout(mesh: Any) -> bool:
+    """Whether a mesh is that of a `DividedArray`: JAX does not know how arrays are divided over it."""
+    return any(isinstance(a, str) and _LAYOUT.fullmatch(a) for a in mesh.axis_names)
 
 
 def undivided(sharding: NamedSharding) -> NamedSharding:
@@ -252,7 +252,7 @@ def undivided(sharding: NamedSharding) -> NamedSharding:
       >>> undivided(NamedSharding(of_layers.mesh, PartitionSpec())).mesh.axis_names
       ('stage', 'model')
     """
-    if not has_layout(sharding) or any(way.sizes is not None for way in ways_to_divide(sharding)):
+    if not has_layout(sharding.mesh) or any(way.sizes is not None for way in ways_to_divide(sharding)):
         return sharding
     mesh = sharding.mesh
     names = [said[1] if (said := _LAYOUT.fullmatch(str(a))) else a for a in mesh.axis_names]

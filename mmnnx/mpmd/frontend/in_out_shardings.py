@@ -16,7 +16,7 @@ from mmnnx.mpmd.frontend.owners import Owners
 from mmnnx.mpmd.frontend.record import Leaf, Record
 from mmnnx.mpmd.ir.shardings import DividedSharding, entering, is_committed, mesh_of
 from mmnnx.sharding.divided_array import PiecewiseSharding
-from mmnnx.sharding.division import Division
+from mmnnx.sharding.division import Division, has_layout
 from mmnnx.sharding.task import Task
 
 
@@ -121,7 +121,8 @@ def find_in_out_shardings(
     around = [
         owners.module_mesh(leaf) if leaf is not None and leaf.within else None for leaf in record.results
     ]
-    module_meshes = [None if mesh in unions else mesh for mesh in around]
+    # Divided arrays alone can be on a mesh with a layout.
+    module_meshes = [None if mesh is None or has_layout(mesh) else mesh for mesh in around]
     return InOutShardings(
         in_shardings,
         homes,

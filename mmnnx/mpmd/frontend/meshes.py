@@ -62,7 +62,7 @@ class Meshes:
 
     def sharding(self, sharding: NamedSharding, name: str | None = None) -> NamedSharding:
         """The same sharding on the canonical mesh, axis by axis; that of a `DividedArray` as it is."""
-        if has_layout(sharding):
+        if has_layout(sharding.mesh):
             return sharding
         return transferred(sharding, self.canonical(mesh_of(sharding), name))
 
@@ -75,7 +75,7 @@ class Meshes:
         """How an array is divided between tasks, if it is: along a dimension that is sharded over an axis
         whose slices are meshes of tasks. Call it once all other meshes are known.
         """
-        if not has_layout(sharding) and self._is_task(mesh_of(sharding)):
+        if not has_layout(sharding.mesh) and self._is_task(mesh_of(sharding)):
             return None
         for way in ways_to_divide(sharding):
             if way.sizes is not None or any(map(self._is_used, way.meshes)):

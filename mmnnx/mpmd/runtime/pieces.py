@@ -153,4 +153,4 @@ def _as_it_comes(
     axis = next(axes, TASKS)
     whole = joined_sharding(meshes, axis, dim, spec, sizes)
     pieces = tuple(NamedSharding(mesh, spec) for mesh in meshes)
-    return DividedSharding(dim, axis, whole, pieces, sizes if has_layout(whole) else None)
+    return DividedSharding(dim, axis, whole, pieces, sizes if has_layout(whole.mesh) else None)
