@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mmnnx.inspect.colours import mesh_colour
-from mmnnx.inspect.figure_style import NAME
+from mmnnx.inspect.figure_style import LONGEST_NAME
 from mmnnx.inspect.timeline_rows import Scale
 from mmnnx.inspect.units import byte_unit, bytes_text
 from mmnnx.printable import printable, shortened
@@ -37,7 +37,8 @@ def draw_bytes(
     size, unit = byte_unit(max(n for name in shown for _, n in held[name]))
     every = -(-len(shown) // MOST_NAMES)
     for k, name in enumerate(shown):
-        label = f"{shortened(printable(name), NAME)}: peak {bytes_text(max(n for _, n in held[name]))}"
+        shown_name = shortened(printable(name), LONGEST_NAME)
+        label = f"{shown_name}: peak {bytes_text(max(n for _, n in held[name]))}"
         axes.step(
             [*(scale(time) for time, _ in held[name]), scale.span],
             [*(n / size for _, n in held[name]), held[name][-1][1] / size],

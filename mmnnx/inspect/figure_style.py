@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NAME = 14  # letters of the longest name of a mesh
+LONGEST_NAME = 14  # letters of the longest name of a mesh
 WIDTH = 8.0  # inches: all pictures shown side by side at one width have text of one size
 TEXT = 8.0  # points
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mmnnx.inspect.bytes_picture import draw_bytes
 from mmnnx.inspect.colours import text_colour
-from mmnnx.inspect.figure_style import NAME, TEXT, WIDTH, Look, settle_ticks, styled
+from mmnnx.inspect.figure_style import LONGEST_NAME, TEXT, WIDTH, Look, settle_ticks, styled
 from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name
 from mmnnx.inspect.timeline_rows import Scale, headline, mesh_rows, scale_of, stage_ranks
 from mmnnx.mpmd.ir.timeline import Event, Timeline
@@ -164,7 +164,7 @@ def _draw_boxes(
                     clip_on=True,
                 )
     every = -(-10 * len(by_mesh) // round(HEIGHT * 72))  # a name needs about ten points of height
-    names = [shortened(printable(name), NAME) for name in by_mesh]
+    names = [shortened(printable(name), LONGEST_NAME) for name in by_mesh]
     places = range(0, len(by_mesh), every)
     axes.set(xlim=(0, scale.span), ylim=(len(names) - 0.5, -0.5))
     axes.set_yticks(places, names[::every])
@@ -179,7 +179,7 @@ def _draw_boxes(
 
 def _margin(names: Collection[str]) -> float:
     """Inches beside the rows, which longer names take, on the left and in the legend of the bytes."""
-    return MARGIN + 0.16 * max(0, min(NAME, max(map(len, names))) - 6)
+    return MARGIN + 0.16 * max(0, min(LONGEST_NAME, max(map(len, names))) - 6)
 
 
 def _draw_transfers(axes: Axes, timeline: Timeline, rows: list[str], scale: Scale, look: Look) -> bool:

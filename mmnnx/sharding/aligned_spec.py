@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
-from jax.sharding import NamedSharding, PartitionSpec
-
-from mmnnx.sharding.division import undivided
+from jax.sharding import PartitionSpec
 
 
 def aligned_spec(spec: PartitionSpec, parameter: Sequence[int], shape: Sequence[int]) -> PartitionSpec:
@@ -43,13 +41,6 @@ def aligned_spec(spec: PartitionSpec, parameter: Sequence[int], shape: Sequence[
         if more < 0 and all(parameter[dim] == n for dim, n in zip(dims, shape))
     ]
     return _trimmed([column[0] if len(set(column)) == 1 else None for column in zip(*ways)])
-
-
-def aligned_sharding(
-    parameter: NamedSharding, its_shape: Sequence[int], shape: Sequence[int]
-) -> NamedSharding:
-    """The sharding of optimizer state of a shape, from that of its parameter: see `aligned_spec`."""
-    return undivided(NamedSharding(parameter.mesh, aligned_spec(parameter.spec, its_shape, shape)))
 
 
 def _trimmed(entries: list[Any]) -> PartitionSpec:

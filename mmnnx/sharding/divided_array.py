@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from mmnnx import _compat
-from mmnnx.sharding.division import has_layout, starts, ways_to_divide
+from mmnnx.sharding.division import has_layout, starts, undivided, ways_to_divide
 
 
 class PiecewiseSharding(Sharding):
@@ -112,7 +112,8 @@ class PiecewiseSharding(Sharding):
 
 
 def sharding_of(named: NamedSharding) -> Sharding:
-    """What an array has whose pieces are as a NamedSharding says."""
+    """What an array has whose pieces are as a NamedSharding says, if it is in pieces."""
+    named = undivided(named)
     return PiecewiseSharding(named) if has_layout(named.mesh) else named
 
 

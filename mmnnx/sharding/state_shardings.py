@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
-from mmnnx.sharding.aligned_spec import aligned_sharding
+from mmnnx.sharding.aligned_spec import aligned_spec
 from mmnnx.sharding.divided_array import named_sharding, sharding_of
 from mmnnx.sharding.division import Division
 from mmnnx.sharding.mesh import current_multimesh
@@ -95,7 +95,7 @@ def _of_optimizer_state(
         for ending in endings:
             for (parameter, its_shape), own in parameters.items():
                 if parameter == ending and isinstance(own, NamedSharding):
-                    return aligned_sharding(own, its_shape, shape)
+                    return NamedSharding(own.mesh, aligned_spec(own.spec, its_shape, shape))
         if match is not None:
             return match.sharding
     return _everywhere(sharding)

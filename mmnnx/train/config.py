@@ -24,19 +24,9 @@ PATHS = ("config", "data", "model", "out")
 DEVICES = "--stages x --data-parallel x --context x --expert x --tensor"
 FAR = 300  # how much larger a value may be that is proposed in place of one that does not fit
 POSITIVE = (
-    *(
-        "steps",
-        "eval_every",
-        "keep",
-        "batch",
-        "sequence",
-        "stages",
-        "tensor",
-        "data_parallel",
-        "context",
-        "expert",
-    ),
-    *("virtual_stages", "processes", "microbatches", "layers", "width", "heads", "kv_heads", "mlp", "clip"),
+    *("steps", "eval_every", "keep", "batch", "sequence", "stages", "tensor", "data_parallel", "context"),
+    *("expert", "virtual_stages", "processes", "microbatches", "layers", "width", "heads", "kv_heads", "mlp"),
+    "clip",
 )
 SIZES = ("layers", "width", "heads", "kv_heads", "mlp", "tied")
 

@@ -19,7 +19,7 @@ from rich.console import Console
 import mmnnx as mm
 from mmnnx.cli import main
 from mmnnx.inspect.cells import cell
-from mmnnx.inspect.figure_style import NAME
+from mmnnx.inspect.figure_style import LONGEST_NAME
 from mmnnx.inspect.locations import spec_text
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 from mmnnx.printable import printable, shortened
@@ -113,7 +113,7 @@ def test_timelines():
     coloured = in_colours(view)
     assert all(printable(name) in coloured for name in NAMES) and "\x1b[31m" not in coloured
     drawn = texts(view.figure)
-    assert {shortened(printable(name), NAME) for name in NAMES} <= set(drawn)
+    assert {shortened(printable(name), LONGEST_NAME) for name in NAMES} <= set(drawn)
     assert any(text.startswith(printable("".join(NAMES))) for text in drawn)
 
 

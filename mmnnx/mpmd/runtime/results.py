@@ -33,13 +33,13 @@ def deliver_results(bound: BoundProgram) -> list[Delivery]:
     number = bound.number
     deliveries: list[Delivery] = []
     used: set[Any] = set()
+    shardings = dict(enumerate(bound.in_shardings))  # by the numbers of arguments; constants have none
     outvars, types = bound.flat.outvars, bound.traced.jaxpr.out_avals
     for leaf, v, requested, values, aval in zip(
         bound.record.results, outvars, bound.out_shardings, bound.results, types
     ):
         argument = number.get(v) if is_var(v) else None
         decided = bound.fixed.get(values[0]) if values and argument is None else None
-        shardings = dict(enumerate(bound.in_shardings))  # a constant has none
         given = None if argument is None else shardings.get(argument)
         delivery = _deliver(v, argument, requested, given, values, decided, bound.multimesh)
         if requested is None and values and (own := bound.explicit.get(values[0][1])) is not None:
