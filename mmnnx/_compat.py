@@ -35,7 +35,6 @@ from jax._src import (
     xla_bridge,
 )
 from jax._src import config as jax_config
-from jax._src.api_util import InternalFloatingPointError
 from jax._src.array import ArrayImpl
 from jax._src.core import JaxprEqnContext, internal_mutable_array_effect, pytype_aval_mappings
 from jax._src.dtypes import register_canonicalize_value_handler
@@ -628,14 +627,6 @@ def load_serialized(
         avals = known.input_avals, known.output_avals
     new = dataclasses.replace(old, input_avals=avals[0], output_avals=avals[1])
     return jax.stages.Compiled(new.load(), [], like.args_info, like.out_tree, no_kwargs=no_kwargs)
-
-
-def found_by_debug_nans(error: Exception) -> str | None:
-    """What `jax.debug_nans` or `jax.debug_infs` found ("nan", "inf"), if that is what a compiled call raised.
-
-    `jax.jit` makes a FloatingPointError of it; a call of what was compiled ahead does not.
-    """
-    return error.ty if isinstance(error, InternalFloatingPointError) else None
 
 
 def is_traced() -> bool:

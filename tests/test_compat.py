@@ -729,15 +729,6 @@ def test_asked_transfers():
     assert copy.sharding == there
 
 
-def test_found_by_debug_nans():
-    compiled = jax.jit(jnp.log).lower(1.0).compile()
-    with jax.debug_nans(True), pytest.raises(Exception) as error:
-        compiled(-1.0)
-    assert _compat.found_by_debug_nans(error.value) == "nan"
-    assert not isinstance(error.value, FloatingPointError)
-    assert _compat.found_by_debug_nans(ValueError("nan")) is None
-
-
 def test_the_source_line_of_what_flax_traced():
     """The line that called Flax, not the one inside it."""
 

@@ -175,14 +175,14 @@ class FlatJit:
         done: list[jax.stages.Traced] = []
 
         # One of its own for each trace: JAX would give a jax.jit the same trace again where what differs is
-        # not known to it. And what JAX forgets (jax.clear_caches) it traces again in a call that did not go
-        # through nnx.jit, which the function cannot be traced without: then its equations stand for it.
+        # not known to it. And what JAX forgets (jax.clear_caches) it traces again, and what gave a NaN under
+        # jax.debug_nans it runs again, in a call that did not go through nnx.jit, which the function cannot be
+        # called without: then its equations stand for it.
         @functools.wraps(self.observed)
         def fun(*args: Any, **kwargs: Any) -> Any:
-            leaves = jax.tree.leaves(self.static.separate(args, kwargs)[0])
-            is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)  # not under jax.disable_jit
-            if not done or not is_traced:
+            if not done or _compat.jit_is_disabled():
                 return self.observed(*args, **kwargs)
+            leaves = jax.tree.leaves(self.static.separate(args, kwargs)[0])
             return jax.tree.unflatten(done[0].out_tree, jex.jaxpr_as_fun(done[0].jaxpr)(*leaves))
 
         jitted = jax.jit(fun, **self.options)

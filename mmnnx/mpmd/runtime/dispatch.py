@@ -12,6 +12,7 @@ import jax
 from mmnnx import _compat
 from mmnnx.mpmd.compile.compile_program import Compiled
 from mmnnx.mpmd.distributed import progress
+from mmnnx.mpmd.runtime import debug_nans
 from mmnnx.mpmd.runtime.collective_order import check_threads
 from mmnnx.mpmd.runtime.pick import picker
 from mmnnx.mpmd.runtime.steps import Step, absent, group_transfers, has_part, is_local, make_step
@@ -76,21 +77,21 @@ def runner(
         here.call = number, call
         kept = arrays + blank
         arrays.clear()  # from here on the program alone decides how long they are kept
-        named = annotated() if _compat.is_traced() else steps
-        order: Iterable[tuple[int, _PlacedStep]] = zip(own, named)
+        watched = annotated() if _compat.is_traced() else steps
+        if is_checked := debug_nans.is_asked():
+            watched = [(debug_nans.checked(step[0]), *step[1:]) for step in watched]
+        order: Iterable[tuple[int, _PlacedStep]] = zip(own, watched)
         if jumps:
-            order = ((own[n], named[n]) for n in walk(len(own), jumps, kept))
+            order = ((own[n], watched[n]) for n in walk(len(own), jumps, kept))
         try:
             for here.step, (execute, read, start, end, frees) in order:  # the watchdog looks at it
                 kept[start:end] = execute(*read(kept))
                 for n in frees:
                     kept[n] = None
-        except Exception as error:
-            if (invalid := _compat.found_by_debug_nans(error)) is not None:
-                raise FloatingPointError(
-                    f"invalid value ({invalid}) made by {where(call, here.step)}"
-                ) from None
-            raise
+        except FloatingPointError as error:
+            if not is_checked:
+                raise
+            raise FloatingPointError(f"invalid value ({error}) made by {where(call, here.step)}") from None
         here.step = len(groups)
         return results(kept)
 

@@ -5,6 +5,7 @@ the containers that its state is in. All as under `nnx.jit`.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 
 import jax
@@ -200,12 +201,33 @@ def test_a_linear_solve_over_both_layers(mode):
     assert_same(mode.jit(nnx.value_and_grad(loss_fn))(model, X), nnx.value_and_grad(loss_fn)(Pair(), X))
 
 
-def test_nans_are_found(mode):
-    f = mode.jit(lambda model, x: model.second(jnp.log(model.first(x) - 1000)))
-    model = mode.make(Pair)
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
-        jax.block_until_ready(f(model, X))
-    assert np.isnan(np.asarray(f(model, X))).all()
+@pytest.mark.parametrize("what", ["nan", "inf"])
+def test_nans_are_found(mode, what):
+    """In each call, as under `jax.jit`, not in the first alone."""
+    shift = {"nan": 1000.0, "inf": 0.0}[what]
+    f = mode.jit(lambda model, x, to: jnp.log(to * model.second(model.first(x)) ** 2 - shift))
+    model, x, debug = mode.make(Pair), X, {"nan": jax.debug_nans, "inf": jax.debug_infs}[what]
+    fine, not_fine = jnp.float32(1e9), jnp.float32(0)
+    for _ in range(2):
+        assert np.isfinite(np.asarray(f(model, x, fine))).any()
+        with debug(True), pytest.raises(FloatingPointError, match=what):
+            jax.block_until_ready(f(model, x, not_fine))
+        assert not np.isfinite(np.asarray(f(model, x, not_fine))).any()
+
+
+def test_where_a_nan_was_made():
+    """The message names the call and the part of the program, with its task."""
+    mesh, tasks = pipeline(2)
+    f = mm.jit(lambda model, x: model.second(jnp.log(model.first(x) - 1000)))
+    with mesh:
+        model = born(Pair, mm.TaskSharding({mm.path("first"): tasks[0], mm.path(...): tasks[1]}))
+        f(model, X)
+        with jax.debug_nans(True), pytest.raises(FloatingPointError) as error:
+            f(model, X)
+    found = re.match(
+        r"invalid value \(nan\) made by instruction \d+ of call 2 of <lambda>: (.*)", str(error.value)
+    )
+    assert found and tasks[0].name in found[1]
 
 
 def test_without_compiling(mode):
