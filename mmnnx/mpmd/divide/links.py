@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmnnx.mpmd.ir.equations import SCATTERS
+
 Part = Callable[[int], int]  # from the size of a whole dimension to that of the part
 
 
@@ -52,6 +54,8 @@ def _shape(atom: Any) -> tuple[int, ...]:
 def _elementwise(eqn: Any) -> list[Link]:
     """Operands have the dimensions of the result, or size 1 in their place, or none at all."""
     shape = _shape(eqn.outvars[0])
+    if any(len(_shape(a)) not in (0, len(shape)) for a in eqn.invars):
+        return []
 
     def operand(a: Any, d: int) -> int | None:
         return d if len(_shape(a)) == len(shape) and _shape(a)[d] == shape[d] else None
@@ -62,7 +66,7 @@ def _elementwise(eqn: Any) -> list[Link]:
 
 
 def _leading(eqn: Any) -> list[Link]:
-    """Random bits, and words of keys: each key of an array of keys by itself."""
+    """The dimensions that all have: each key of an array of keys by itself, each number as its bytes."""
     count = min(len(_shape(a)) for a in (*eqn.invars, *eqn.outvars))
     return [Link((d,) * len(eqn.invars), (d,) * len(eqn.outvars)) for d in range(count)]
 
@@ -233,8 +237,8 @@ def _dot(eqn: Any) -> list[Link]:
 
 
 _NAMES_OF_ELEMENTWISE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt
-    ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt
+    ceil clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv
     erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p
     logistic lt lt_to max min mul name ne neg nextafter not or polygamma population_count pow random_fold_in
     random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
@@ -245,13 +249,14 @@ _NAMES_OF_ELEMENTWISE = """
 _RULES: dict[str, Callable[[Any], list[Link]]] = {
     **dict.fromkeys(_NAMES_OF_ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(("random_bits", "random_split", "random_wrap", "random_unwrap", "random_seed"), _leading),
+    "bitcast_convert_type": _leading,
     **dict.fromkeys(
         ("cholesky", "eigh", "householder_product", "lu", "qr", "svd", "triangular_solve"), _of_matrices
     ),
     **dict.fromkeys((*_COMBINE, "argmax", "argmin"), _reduction),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split"), _along("axis")),
     **dict.fromkeys(("concatenate", "sort"), _along("dimension")),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_mul", "scatter_min", "scatter_max"), _scatter),
+    **dict.fromkeys(SCATTERS, _scatter),
     "broadcast_in_dim": _broadcast,
     "dot_general": _dot,
     "dynamic_slice": _dynamic_slice,

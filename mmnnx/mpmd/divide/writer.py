@@ -22,7 +22,7 @@ from mmnnx.mpmd.divide.flatten import flatten
 from mmnnx.mpmd.divide.links import Link, links
 from mmnnx.mpmd.divide.recut import recut
 from mmnnx.mpmd.divide.values import Cut, Key, Pieces, Value
-from mmnnx.mpmd.ir.equations import Atom, Equation, Var, is_var
+from mmnnx.mpmd.ir.equations import CUSTOM_GRADIENTS, REMAT, Atom, Equation, Var, is_var
 from mmnnx.mpmd.ir.rewrite import trace_equations
 from mmnnx.sharding.division import starts
 from mmnnx.sharding.placement import PlacementError
@@ -371,7 +371,7 @@ def special(*names: str) -> Callable[[Special], Special]:
     return register
 
 
-@special("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint", "remat2", "remat")
+@special(*CUSTOM_GRADIENTS, REMAT)
 def _call(
     writer: Writer, node: Equation, operands: Sequence[Value], wanted: Sequence[Cut | None]
 ) -> Sequence[Value] | None:

@@ -21,7 +21,7 @@ from mmnnx.mpmd.hoist.contractions import (
     sharded_contractions,
 )
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Known, entering, follow
-from mmnnx.mpmd.ir.equations import Atom, Equation, Var, is_var
+from mmnnx.mpmd.ir.equations import REMAT, Atom, Equation, Var, is_var
 from mmnnx.mpmd.ir.rewrite import trace_equations
 
 # For each leading dimension of a divided value: the axes that its parts are over, and how many there are.
@@ -38,7 +38,7 @@ _ROUNDING = {
     "convert_element_type",
 }  # linear for floats alone: parts of integers would be rounded each
 _LINEAR_IN_ALL = {"add", "add_any", "sub", "concatenate"}
-_OPEN = {"scan", "checkpoint", "remat2"}
+_OPEN = {"scan", REMAT}
 _SUMS = {"dot_general", "reduce_sum", "scatter-add"}
 
 
@@ -100,7 +100,7 @@ class PartialSums:
         elif e.name in _LINEAR and (e.name not in _ROUNDING or is_float(e)):
             groups = self._groups(e.invars[0], sizes, found)
         elif e.name == "mul":
-            groups = self._groups(e.invars[self._factor(e, sizes)], sizes, found)
+            groups = self._of_factor(e, sizes, found)
         elif e.name in _LINEAR_IN_ALL:
             several = {self._groups(a, sizes, found) for a in e.invars}
             if len(several) > 1:
@@ -118,15 +118,18 @@ class PartialSums:
         found.append((self, var, groups))
         return groups
 
-    def _factor(self, e: Equation, sizes: Sizes) -> int:
-        """Which factor of a product is the sum."""
+    def _of_factor(self, e: Equation, sizes: Sizes, found: list[tuple[PartialSums, Var, Groups]]) -> Groups:
+        """The groups of the factor of a product that is the sum."""
         reasons: list[CannotHoist] = []
-        for n, a in enumerate(e.invars):
+        for a in e.invars:
+            inside: list[tuple[PartialSums, Var, Groups]] = []
             try:
-                self._groups(a, sizes, [])
-                return n
+                groups = self._groups(a, sizes, inside)
             except CannotHoist as reason:
                 reasons.append(reason)
+            else:
+                found += inside
+                return groups
         raise reasons[0]
 
     def _opened(self, e: Equation) -> PartialSums:

@@ -7,14 +7,13 @@ right: a dimension about which nothing is found counts as whole.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import Atom, Var, is_var
+from mmnnx.mpmd.ir.equations import CALLS, CUSTOM_GRADIENTS, REMAT, SCATTERS, Atom, Var, is_var
 
 Axes = tuple[Any, ...]  # mesh axes, outermost first
 Dims = tuple[Axes, ...]  # for each dimension of a value, the axes that it is sharded over
@@ -191,17 +190,11 @@ _RULES: dict[str, Callable[[Any, Known, Any], list[Dims]]] = {
     "dot_general": _dot,
     "gather": _gather,
     "scan": _scan,
-    **dict.fromkeys(("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"), _call),
-    **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr"), _call),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_mul", "scatter_min", "scatter_max"), _scatter),
+    **dict.fromkeys(CALLS | CUSTOM_GRADIENTS | {REMAT}, _call),
+    **dict.fromkeys(SCATTERS, _scatter),
     **dict.fromkeys(
         [f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")]
         + ["argmax", "argmin"],
         _reduction,
     ),
 }
-
-
-def parts(axes: Axes, sizes: dict[Any, int]) -> int:
-    """Into how many parts a dimension is divided over axes, on a mesh with axes of these sizes."""
-    return math.prod(sizes.get(axis, 1) for axis in axes)

@@ -165,13 +165,19 @@ class Flat:
 
 
 # Equations that compute a jaxpr as it stands.
-CALLS = {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"}
+CALLS = {"jit", "closed_call", "eval_jaxpr"}
+
+# Those that differentiation looks at first: of jax.checkpoint, and of functions with gradients of their own.
+REMAT = "remat2"
+CUSTOM_GRADIENTS = {"custom_jvp_call", "custom_vjp_call"}
 
 # Equations that multiply matrices, in which nearly all floating-point operations are.
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
+SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+
 # Equations that only lay out bytes anew. Done ahead of the loop they would cost memory and save nothing.
-LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev", "copy"}
+LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "rev", "copy"}
 
 
 def join(outer: str, inner: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mmnnx import _compat
+from mmnnx.mpmd.ir.equations import CALLS, CUSTOM_GRADIENTS, REMAT
 
-_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+_CALLS = CALLS | CUSTOM_GRADIENTS | {REMAT}
 
 
 def forwarded(jaxpr: Any) -> list[int | None]:

@@ -60,7 +60,7 @@ def name_results(
 
 
 def _inline_eqn(eqn: Any, env: dict[Var, Atom], scope: str) -> list[Equation]:
-    if eqn.primitive.name in ("jit", "pjit"):
+    if eqn.primitive.name == "jit":
         invars, outvars, eqns, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
         inner = dict(zip(invars, (read(env, a) for a in eqn.invars)))
         inner |= {v: jex.Literal(c, v.aval) for v, c in consts}

@@ -79,6 +79,7 @@ class Layout:
       classes: of what is at each place.
       objects: picks modules and Variables from the places.
       shared: for each of them that has an earlier place as well, (its place, the first one).
+      same: likewise for other values.
       variables, others: pick the Variables, each once, and all other values from the places.
       metadata: of the Variables.
       held: classes of their values.
@@ -92,6 +93,7 @@ class Layout:
     classes: list[type]
     objects: Pick
     shared: Sequence[tuple[int, int]]
+    same: Sequence[tuple[int, int]]
     variables: Pick
     others: Pick
     metadata: list[Mapping[str, Any]]
@@ -125,7 +127,7 @@ class Layout:
             if (
                 [*map(type, places)] != self.classes
                 or len({*map(id, objects)}) != len(objects) - len(self.shared)
-                or any(places[n] is not places[first] for n, first in self.shared)
+                or any(places[n] is not places[first] for n, first in (*self.shared, *self.same))
                 or [*map(_compat.metadata, variables)] != self.metadata
             ):
                 return None
@@ -164,9 +166,9 @@ def describe(dynamic: Any, static: Any) -> Arguments | None:
       static: the static ones.
     """
     places, tree = jax.tree.flatten(dynamic, is_leaf=_is_walked)
-    first: dict[int, int] = {}  # the place of each module and Variable, by id
+    first: dict[int, int] = {}  # the place of each module, Variable and value, by id
     parts: list[ModulePart | TreePart] = []
-    objects, shared, variables, others = [], [], [], []
+    objects, shared, same, variables, others = [], [], [], [], []
     for place, x in enumerate(places):  # which grows
         kind = _KINDS[type(x)]
         if kind is _VARIABLE or kind is _MODULE:
@@ -180,6 +182,8 @@ def describe(dynamic: Any, static: Any) -> Arguments | None:
                 places += module.data(vars(x))
         elif kind is not _OTHER:
             others.append(place)
+            if (before := first.setdefault(id(x), place)) != place:
+                same.append((place, before))
         elif x is not None:
             leaves, inner = jax.tree.flatten(x, is_leaf=_is_walked)
             if jax.tree_util.treedef_is_leaf(inner):
@@ -199,6 +203,7 @@ def describe(dynamic: Any, static: Any) -> Arguments | None:
         [*map(type, places)],
         picker(objects),
         shared,
+        same,
         picker(variables),
         picker(others),
         [dict(_compat.metadata(places[n])) for n in variables],

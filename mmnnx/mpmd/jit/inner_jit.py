@@ -175,8 +175,8 @@ class FlatJit:
         done: list[jax.stages.Traced] = []
 
         # One of its own for each trace: JAX would give a jax.jit the same trace again where what differs is
-        # not known to it. And what JAX forgets (jax.clear_caches) it traces again, and what gave a NaN under
-        # jax.debug_nans it runs again, in a call that did not go through nnx.jit, which the function cannot be
+        # not known to it. And JAX traces again what it forgets (jax.clear_caches), and under jax.debug_nans
+        # runs again what gave a NaN, in a call that did not go through nnx.jit, which the function cannot be
         # called without: then its equations stand for it.
         @functools.wraps(self.observed)
         def fun(*args: Any, **kwargs: Any) -> Any:

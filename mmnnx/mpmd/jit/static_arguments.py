@@ -70,9 +70,11 @@ def static_arguments(fun: Callable, numbers: Any, names: Any) -> StaticArguments
             parameters = list(inspect.signature(fun).parameters.values())
         except (TypeError, ValueError):
             parameters = []
-        positional = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+        both = {p.name: n for n, p in enumerate(parameters) if p.kind == p.POSITIONAL_OR_KEYWORD}
         if numbers:
-            names = tuple(positional[n] for n in numbers if -len(positional) <= n < len(positional))
+            positional = len(both) + sum(p.kind == p.POSITIONAL_ONLY for p in parameters)
+            wanted = {n + positional if n < 0 else n for n in numbers}
+            names = tuple(name for name, n in both.items() if n in wanted)
         else:
-            numbers = tuple(positional.index(n) for n in names if n in positional)
+            numbers = tuple(n for name, n in both.items() if name in names)
     return StaticArguments(frozenset(numbers), frozenset(names))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.equations import CUSTOM_GRADIENTS, LAYOUT, REMAT, Equation, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement
 
@@ -19,8 +19,7 @@ from mmnnx.mpmd.ir.placement import Placement
 _COSTLY = {
     "random_bits", "threefry2x32", "rng_bit_generator", "dot_general", "conv_general_dilated", "sort", "scan",
     "while", "cond", "cumsum", "cumprod", "cumlogsumexp", "cummax", "reduce_window_sum", "top_k", "fft",
-    "cholesky", "eigh", "svd", "qr", "lu", "triangular_solve", "custom_jvp_call", "custom_vjp_call",
-    "shard_map", "remat2", "checkpoint",
+    "cholesky", "eigh", "svd", "qr", "lu", "triangular_solve", "shard_map", REMAT, *CUSTOM_GRADIENTS,
 }  # fmt: skip
 _SMALL = 1024  # bytes: results of no more are made again where they are read, whatever that costs
 

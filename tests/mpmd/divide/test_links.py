@@ -25,6 +25,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 W, V, N = normal(L, 4, 6), normal(L, 4, 6, seed=1), normal(L)
 X = normal(3, 4)
+BYTES = lax.bitcast_convert_type(W, jnp.uint8)
 KEYS = jax.random.split(jax.random.key(3), L)
 SQUARE = normal(L, 4, 4) + 3 * jnp.eye(4)
 
@@ -78,6 +79,10 @@ STAYS = {
         W,
     ),
     "scatter": lambda: (lambda w: w.at[:, 1].set(0.0).at[:, :, 2].add(1.0), W),
+    "other scatters": lambda: (lambda w: w.at[:, 1].max(0.0).at[:, 2].multiply(3.0).at[:, :, 2].min(1.0), W),
+    "bytes of each": lambda: (lambda w: lax.bitcast_convert_type(w, jnp.uint8), W),
+    "of bytes": lambda: (lambda b: lax.bitcast_convert_type(b, jnp.float32), BYTES),
+    "bits of each": lambda: (lambda w: lax.bitcast_convert_type(w, jnp.int32), W),
     "matrices of each": lambda: (lambda w, v: jnp.einsum("lij,lkj->lik", w, v), W, V),
     "matrices with one": lambda: (lambda w, x: jnp.einsum("bi,lij->lbj", x, W * w), W, X),
     "vmap": lambda: (lambda w, v: jax.vmap(lambda w, v: jnp.linalg.norm(w @ v.T))(w, v), W, V),

@@ -498,8 +498,9 @@ def test_one_array_as_two_arguments(model, taken):
     for x, y in ((X, 3 * X), (X, X), (3 * X, X)):
         assert_same(f(model, x, y), by_hand(model, x) - 2 * by_hand(model, y))
     g = mm.jit(lambda model, x, y: model(x) - 2 * model(y))
-    for x, y in ((X, X), (X, 3 * X), (3 * X, X)):
+    for x, y in ((X, X), (X, 3 * X), (3 * X, X), (X, X), (2 * X, X)):
         assert_same(g(model, x, y), by_hand(model, x) - 2 * by_hand(model, y))
+    assert len(taken) == 2 + 3
 
 
 def test_changes_made_between_calls_are_seen(model, taken):

@@ -247,6 +247,15 @@ def test_static_argnames(mode, model):
     np.testing.assert_allclose(largest, y.max(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("static", [{"static_argnames": "n"}, {"static_argnums": 1}])
+def test_a_static_argument_after_one_that_has_no_name(mode, model, static):
+    def f(model, /, n):
+        return model(X) * len(range(n))
+
+    f = mode.jit(f, **static)
+    assert_same(f(model, 3), f(model, n=3))
+
+
 def test_keyword_arguments(mode, model):
     @mode.jit
     def f(model, x, *, shift, options):
