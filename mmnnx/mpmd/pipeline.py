@@ -15,11 +15,12 @@ from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.input_shardings import deriver
 from mmnnx.mpmd.divide.divide import divide, divides_inputs
 from mmnnx.mpmd.emit.emit import emit
-from mmnnx.mpmd.frontend.function import Function, check_device, enter
+from mmnnx.mpmd.frontend.function import Function, check_device, enter, place_tasks
 from mmnnx.mpmd.frontend.over_arrays import over_arrays
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.hoist.hoist import hoist
 from mmnnx.mpmd.inline.calls import inline
+from mmnnx.mpmd.ir.dump import Dump
 from mmnnx.mpmd.ir.equations import scopes_in
 from mmnnx.mpmd.ir.pieces import PieceMap
 from mmnnx.mpmd.ir.program import Program
@@ -59,6 +60,11 @@ class Split:
     is_described: bool = False
 
 
+def register(traced: jax.stages.Traced, record: Record) -> None:
+    """Registers the tasks that a traced function gives state to: two functions may do so differently."""
+    place_tasks(*over_arrays(traced, record))
+
+
 def split(
     traced: jax.stages.Traced,
     record: Record,
@@ -66,7 +72,7 @@ def split(
     multimesh: MultiMesh | None,
     device: jax.Device | None,
 ) -> Split:
-    """Splits a traced function for arguments that live where `leaves` do.
+    """Splits a traced function, whose tasks are registered, for arguments that live where `leaves` do.
 
     Args:
       device: the one that it was told to run on, if any.
@@ -75,7 +81,8 @@ def split(
       PlacementError, ValueError: as `mm.jit` does.
       VerificationError: if the program does not hold together.
     """
-    given = *over_arrays(traced, record), [_compat.held(x) for x in leaves], multimesh
+    dump = Dump.of(traced.fun_name)
+    given = *over_arrays(traced, record), [_compat.held(x) for x in leaves], multimesh, dump
     whole = enter(*given)
     try:
         function, pieces = divide(whole)

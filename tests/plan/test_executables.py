@@ -151,7 +151,9 @@ def test_another_step_is_compiled(tmp_path, forgotten):
         assert np.isfinite(losses(other)).all()
 
 
-@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(3)])
+@pytest.mark.parametrize(
+    "content", [b"", b"no pickle", *map(pickle.dumps, (3, {"a": 1, "b": 2}, ("0.10.2", [1])))]
+)
 def test_no_such_file(tmp_path, content):
     (tmp_path / "it").write_bytes(content)
     with pytest.raises(ValueError, match="it: this is no file of executables"):

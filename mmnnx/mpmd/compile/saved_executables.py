@@ -57,9 +57,12 @@ def load_executables(path: str | Path) -> int:
       >>> mm.plan(train_step, model, optimizer, batch).save("step.executables")  # on a laptop
       >>> count = load_executables("step.executables")  # on the machine, before the first call of train_step
     """
+    content = Path(path).read_bytes()
     try:
-        version, found = pickle.loads(Path(path).read_bytes())
-    except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
+        version, found = pickle.loads(content)
+        if not (isinstance(version, str) and isinstance(found, dict)):
+            raise TypeError(f"{type(version).__name__} and {type(found).__name__}")
+    except Exception as error:  # pickle raises any
         raise ValueError(f"{path}: this is no file of executables") from error
     if version != jax.__version__:
         raise ValueError(

@@ -26,7 +26,7 @@ def done_by_first(work: str) -> Iterator[bool]:
       whether this is process 0.
 
     Raises:
-      OSError: in every process, if process 0 raises one.
+      OSError: in the other processes, if process 0 raises anything.
 
     Example:
       >>> with done_by_first("write a note") as first:
@@ -41,7 +41,7 @@ def done_by_first(work: str) -> Iterator[bool]:
     failed = ""
     try:
         yield first
-    except OSError as error:
+    except BaseException as error:
         failed = str(error) or type(error).__name__
         raise
     finally:

@@ -91,16 +91,27 @@ class Function:
         return dict(zip(flat.invars, self.shardings.in_shardings))
 
 
+def place_tasks(traced: OverArrays, record: Record) -> None:
+    """Remembers which state the rules of a function give to which task; programs depend on that."""
+    for (task, mesh), paths in _placing(record, traced.jaxpr).items():
+        place_task(task, mesh, paths)
+    for leaf in (*record.inputs, *record.results):
+        if leaf is not None and leaf.rule is not None and leaf.rule.text and leaf.rule.own:
+            explain_placement(leaf.rule.path, leaf.rule.sharding, leaf.rule.text)
+
+
 def enter(
     traced: OverArrays,
     record: Record,
     leaves: Sequence[Any],
     multimesh: MultiMesh | None,
+    dump: Dump,
     inputs_in_pieces: bool = True,
 ) -> Function:
     """Finds out what a traced function touches, for arguments that live where `leaves` do.
 
     Args:
+      dump: where the stages are written to.
       inputs_in_pieces: whether an argument that is no state of an NNX object, and that is sharded over an
         axis of tasks, counts as divided between them.
 
@@ -117,11 +128,6 @@ def enter(
     task_of = functools.cache(functools.partial(_task_of, multimesh, meshes))
     for scope in scopes_in(traced.jaxpr):
         task_of(scope)  # from here on the mesh of its task is known
-    for (task, mesh), paths in _placing(record, traced.jaxpr).items():
-        place_task(task, mesh, paths)
-    for leaf in (*record.inputs, *record.results):
-        if leaf is not None and leaf.rule is not None and leaf.rule.text and leaf.rule.own:
-            explain_placement(leaf.rule.path, leaf.rule.sharding, leaf.rule.text)
     types, typed = traced.jaxpr.out_avals, traced.result_shardings
     shardings = find_in_out_shardings(record, leaves, types, typed, meshes, inputs_in_pieces)
     is_placed = bool(meshes.names())
@@ -136,7 +142,6 @@ def enter(
             f"every task, and they have {len(task_meshes)} of their own. Leave jax.set_mesh, and use the "
             "MultiMesh in its place (`with mesh:`, or mm.jit(mesh=mesh))"
         )
-    dump = Dump.of(traced.fun_name)
     function = Function(
         traced, record, leaves, multimesh, task_of, meshes, task_meshes, shardings, is_placed, dump
     )

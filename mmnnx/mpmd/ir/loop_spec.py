@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from typing import Any
 
 from mmnnx.mpmd.ir.timetable import Action
@@ -43,21 +44,25 @@ class LoopSpec:
         return {entry[1] for row in self.rows for entry in row if not isinstance(entry, Action)}
 
 
-_specs: list[LoopSpec] = []
+_specs: list[LoopSpec] = []  # never forgets: a jaxpr may keep a scope's name for as long as it lives
+_lock = threading.Lock()
 
 
 def loop_scope(spec: LoopSpec) -> str:
-    if spec not in _specs:
-        _specs.append(spec)
-    return f"microbatch[{_specs.index(spec)}]"
+    """The name scope that marks the loop; equal specs share one."""
+    with _lock:
+        if spec not in _specs:
+            _specs.append(spec)
+        return f"mm.microbatch[{_specs.index(spec)}]"
 
 
 def loop_spec(scope: str) -> LoopSpec | None:
     """The spec of the loop whose own scope ends the given name stack, None for any other equation."""
-    found = re.search(r"(?:^|/)microbatch\[(\d+)\]$", scope)
-    return _specs[int(found[1])] if found else None
+    found = re.search(r"(?:^|/)mm\.microbatch\[(\d+)\]$", scope)
+    number = int(found[1]) if found else len(_specs)
+    return _specs[number] if number < len(_specs) else None  # a user's scope may be called so
 
 
 def is_transformed(scope: str) -> bool:
     """Whether the equation of a loop is of its gradient or another transformation around it, not its own."""
-    return re.search(r"(?:jvp|transpose|vmap)\((?:.*/)?microbatch\[\d+\]\)+$", scope) is not None
+    return re.search(r"(?:jvp|transpose|vmap)\((?:.*/)?mm\.microbatch\[\d+\]\)+$", scope) is not None

@@ -63,7 +63,8 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
             transfers.append(Event(way, start, end, "transfer", i.microbatch, "transfer"))
         ends = [ready[s] for s in i.inputs] if isinstance(i, Control) else [end] * len(i.outputs)
         ready.update(zip(i.outputs, ends))
-        live = (live | {*i.outputs}) - {*i.frees}
+        live.update(i.outputs)
+        live.difference_update(i.frees)
         overwritten = _overwritten(reused, i)
         changes = [((start, 1, n, 0), 1, s) for s in made]
         changes += [((end, int(end == start), n, 1), -1, s) for s in dropped]

@@ -88,7 +88,7 @@ class FlatJit:
             key = program_key(tree, static, leaves)
             if key not in self.variants:
                 self._trace(leaves, tree, static).split()
-                key = program_key(tree, static, leaves)  # state may have been placed
+                key = program_key(tree, static, leaves)  # which tells what is registered
             variant = self.variants[key]
             run = variant.prepare(self.xla.compiler)
             results = run(leaves)

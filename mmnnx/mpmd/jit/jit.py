@@ -200,9 +200,11 @@ class Jit(Generic[P, R]):
                     arguments, path = self._find(args, kwargs)
             if arguments is not None and path is not None:
                 return path(arguments)
-        with hijax_refused((args, kwargs)):
-            out = self._nnx_jit(*args, **kwargs)
-        call = self._inner.take_call()
+        try:
+            with hijax_refused((args, kwargs)):
+                out = self._nnx_jit(*args, **kwargs)
+        finally:
+            call = self._inner.take_call()
         if call is None:
             return out
         note_homes(variables_in(args, kwargs, out))
@@ -245,7 +247,8 @@ class Jit(Generic[P, R]):
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> R:
         """The result's shapes and dtypes, without computing it. See `jax.eval_shape`."""
-        return self._nnx_jit.eval_shape(*args, **kwargs)
+        with hijax_refused((args, kwargs)):
+            return self._nnx_jit.eval_shape(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The function traced for these arguments, to be lowered and compiled. See `jax.stages.Traced`."""
@@ -253,8 +256,9 @@ class Jit(Generic[P, R]):
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The function lowered for these arguments, to be compiled. See `jax.stages.Lowered`."""
-        bring_home(variables_in(args, kwargs))
-        return Lowered(self._nnx_jit.lower(*args, **kwargs))
+        with hijax_refused((args, kwargs)):
+            bring_home(variables_in(args, kwargs))
+            return Lowered(self._nnx_jit.lower(*args, **kwargs))
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with these arguments runs: to print, verify, simulate and draw.

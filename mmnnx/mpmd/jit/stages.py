@@ -21,7 +21,7 @@ from mmnnx.mpmd.jit.argument_types import mesh_in_types, typed_mesh
 from mmnnx.mpmd.jit.cache_key import program_key, with_shardings
 from mmnnx.mpmd.jit.lowered import FlatLowered
 from mmnnx.mpmd.jit.static_arguments import restore
-from mmnnx.mpmd.pipeline import Split, split
+from mmnnx.mpmd.pipeline import Split, register, split
 from mmnnx.mpmd.runtime.collective_order import in_collective_order
 from mmnnx.mpmd.runtime.donated_arguments import check_shared
 from mmnnx.mpmd.runtime.prepare import Run, refuse_described
@@ -139,9 +139,11 @@ class FlatTraced:
         with contextlib.nullcontext() if inside or self.multimesh is None else self.multimesh:
             key = program_key(self.tree, self.static, self.leaves)
             if key not in variants:
+                register(self.traced, self.record)
+                key = program_key(self.tree, self.static, self.leaves)  # which tells what is registered
+            if key not in variants:
                 with gc_paused():
                     found = split(self.traced, self.record, self.leaves, self.multimesh, self.xla.device)
-                key = program_key(self.tree, self.static, self.leaves)  # state may have been placed
                 as_it_is = self.run_as_it_is()
                 if found.prepare is None and found.program.calls:
                     as_it_is = in_collective_order(as_it_is, found.program.calls[0].mesh)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from mmnnx.mpmd.distributed.processes import absent_array, is_here
+from mmnnx.mpmd.ir.equations import Var, is_var
 from mmnnx.mpmd.ir.shardings import entering, is_committed
 from mmnnx.mpmd.runtime.bound_program import BoundProgram
 from mmnnx.mpmd.runtime.put import own_copy, put
@@ -45,6 +46,10 @@ def bind_inputs(bound: BoundProgram, leaves: Sequence[Any], constants: Sequence[
     sources: list[tuple[int, Bind | None]] = []
     placed_constants: list[Callable[[], Any]] = []
     overwritable: set[int] = set()
+    returned = {*filter(is_var, bound.flat.outvars)}
+    meshes: dict[Var, list[Mesh]] = {}
+    for v, mesh in inputs.values():
+        meshes.setdefault(v, []).append(mesh)
     for buffer, (v, mesh) in inputs.items():
         n = number[v]
         own = bound.in_shardings[n] if n < len(leaves) else None
@@ -58,11 +63,10 @@ def bind_inputs(bound: BoundProgram, leaves: Sequence[Any], constants: Sequence[
             continue
         sources.append((n, bind))
         # Where it is used on a mesh with some of the same devices, that has its buffers there.
-        others = [m for u, m in inputs.values() if u is v and m != mesh]
-        alone = not any(set(mesh.devices.flat) & set(m.devices.flat) for m in others)
+        alone = not any({*mesh.devices.flat} & {*m.devices.flat} for m in meshes[v] if m != mesh)
         # An abstract argument stands for one that is there already, as the state of a later step is.
         is_there = bind is None or (here is own and isinstance(values[n], jax.ShapeDtypeStruct))
-        if donated[n] and is_there and alone and v not in bound.flat.outvars:
+        if donated[n] and is_there and alone and v not in returned:
             overwritable.add(buffer)
     return InputBindings(sources, placed_constants, overwritable)
 

@@ -15,7 +15,8 @@ import numpy as np
 
 def is_asked() -> bool:
     """Whether results are to be looked at; mypy does not know these attributes."""
-    return jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined,no-any-return]
+    config: Any = jax.config
+    return bool(config.jax_debug_nans or config.jax_debug_infs)
 
 
 def checked(execute: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
@@ -23,7 +24,7 @@ def checked(execute: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any
 
     def run(*arrays: jax.Array) -> Sequence[Any]:
         config: Any = jax.config
-        unwanted = {"nan": np.isnan} if config.jax_debug_nans else {}
+        unwanted: dict[str, Any] = {"nan": np.isnan} if config.jax_debug_nans else {}
         unwanted |= {"inf": np.isinf} if config.jax_debug_infs else {}
         with jax.debug_nans(False), jax.debug_infs(False):
             results = execute(*arrays)

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx.mpmd.jit import stages
 from mmnnx.train import TrainConfig
 from mmnnx.train.checkpoint import Checkpoints
 from mmnnx.train.sample import sample
@@ -120,3 +121,30 @@ def test_counters_made_outside_cost_no_second_program(compiled, kind, donated):
     assert logs[1:] == [[], []]
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_functions_that_name_the_tasks_of_one_mesh_differently_are_split_once(monkeypatch):
+    """Each says anew what the tasks are; neither is split again for that."""
+    mesh = mm.MultiMesh(axis_sizes=(2, 2), axis_names=("stage", "data"), devices=jax.devices()[:4])
+
+    class Two(nnx.Module):
+        def __init__(self):
+            self.a, self.b = (nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+
+    def maker(axes):
+        tasks = [mm.Task(name, mesh_slice={"stage": n}, logical_axes=axes) for n, name in enumerate("ab")]
+        placement = mm.TaskSharding({mm.path("a"): tasks[0], mm.path(...): tasks[1]})
+
+        def make(scale):  # of a Module: there is no fast path
+            return jax.tree.map(lambda x: x * scale, Two())
+
+        return mm.jit(make, out_shardings=placement)
+
+    taken, split = [], stages.split
+    monkeypatch.setattr(stages, "split", lambda *args: taken.append(1) or split(*args))
+    with mesh:
+        makers = [maker({"batch": "data"}), maker({})]
+        for _ in range(3):
+            for make in makers:
+                make(2.0)
+    assert len(taken) == 2

@@ -237,3 +237,6 @@ def test_hijax_variables_are_refused():
     for mode in MODES:
         with pytest.raises(ValueError, match=r"0\.w is a hijax Variable.*hijax=False"):
             mm.jit(lambda m: m.w[...].sum(), **mode)(Hijax())
+    for stage in ("eval_shape", "trace", "lower", "program"):
+        with pytest.raises(ValueError, match=r"0\.w is a hijax Variable.*hijax=False"):
+            getattr(mm.jit(lambda m: m.w[...].sum()), stage)(Hijax())
