@@ -167,7 +167,7 @@ def test_the_dumps_and_the_files_of_how_it_works(tmp_path):
     run_document("docs/how-it-works.md", tmp_path, MMNNX_DUMP=str(tmp_path / "dump"))
     sections = re.findall(r"^### (\S+\.txt).*?\n(.*?)(?=^##)", text, flags=re.DOTALL | re.MULTILINE)
     dumped = {path.name: path.read_text() for path in (tmp_path / "dump/001-step").iterdir()}
-    assert {name for name, _ in sections} | {"4-hoist.txt"} == dumped.keys()
+    assert {name for name, _ in sections} | {"5-hoist.txt"} == dumped.keys()
     for name, section in sections:
         shown = [
             line for block in re.findall(r"```\n(.*?)```", section, re.DOTALL) for line in block.splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ import jax
 import mmnnx.mpmd.divide.indexing  # noqa: F401  # rules of their own
 from mmnnx.mpmd.divide.loops import divide_jaxpr
 from mmnnx.mpmd.divide.values import Cut
-from mmnnx.mpmd.frontend.function import Function
+from mmnnx.mpmd.frontend.function import Function, function_text
 from mmnnx.mpmd.frontend.record import Leaf, Record
 from mmnnx.mpmd.ir.pieces import PieceMap
 from mmnnx.mpmd.ir.shardings import DividedSharding, mesh_of
@@ -75,17 +76,16 @@ def divide(function: Function) -> tuple[Function, PieceMap | None]:
         divided_arguments=[None] * arguments.count,
         divided_results=[None] * expanded.count,
     )
-    return (
-        dataclasses.replace(
-            function,
-            traced=traced,
-            record=record,
-            leaves=arguments.leaves(function.leaves),
-            shardings=divided,
-            task_meshes=function.meshes.tasks(),
-        ),
-        pieces,
+    over_pieces = dataclasses.replace(
+        function,
+        traced=traced,
+        record=record,
+        leaves=arguments.leaves(function.leaves),
+        shardings=divided,
+        task_meshes=function.meshes.tasks(),
     )
+    function.dump.write("divide", functools.partial(function_text, over_pieces))
+    return over_pieces, pieces
 
 
 def divides_inputs(function: Function) -> bool:

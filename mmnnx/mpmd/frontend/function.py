@@ -145,7 +145,7 @@ def enter(
     function = Function(
         traced, record, leaves, multimesh, task_of, meshes, task_meshes, shardings, is_placed, dump
     )
-    dump.write("frontend", functools.partial(_text, function))
+    dump.write("frontend", functools.partial(function_text, function))
     return function
 
 
@@ -189,7 +189,7 @@ def _placing(record: Record, jaxpr: Any) -> dict[tuple[Task, Mesh], list[Path]]:
     return found
 
 
-def _text(function: Function, _: Names) -> str:
+def function_text(function: Function, _: Names) -> str:
     """The meshes that a function touches, where its arguments live, and where its results go."""
     shardings, record = function.shardings, function.record
     labels = record.names()

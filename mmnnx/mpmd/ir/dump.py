@@ -16,7 +16,7 @@ import jax
 
 from mmnnx.mpmd.ir.listing import Names
 
-STAGES = ("frontend", "inline", "place", "hoist", "partition", "schedule", "emit", "compile")
+STAGES = ("frontend", "divide", "inline", "place", "hoist", "partition", "schedule", "emit", "compile")
 
 _numbers = itertools.count()
 

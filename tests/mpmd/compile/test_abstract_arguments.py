@@ -60,7 +60,7 @@ def compiled(tmp_path, monkeypatch):
         with MESH:
             compile_it()
         monkeypatch.delenv("MMNNX_DUMP")
-        (file,) = root.glob("*-step/8-compile.txt")
+        (file,) = root.glob("*-step/9-compile.txt")
         return file.read_text().partition("donations:")[2].partition("executables:")[0]
 
     return dumped

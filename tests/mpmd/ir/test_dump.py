@@ -45,7 +45,23 @@ def dumped(tmp_path_factory):
 
 
 def test_each_stage_writes_its_file(dumped):
-    assert tuple(dumped) == STAGES
+    """`divide` only where something is divided."""
+    assert tuple(dumped) == tuple(stage for stage in STAGES if stage != "divide")
+
+
+def test_what_is_divided(tmp_path, monkeypatch):
+    """A batch over the axis of stages is at first taken for divided state: that is one function all the same."""
+    monkeypatch.setenv("MMNNX_DUMP", str(tmp_path))
+    over_stages = jax.NamedSharding(mesh.mesh, jax.P("stage"))
+    x = jax.device_put(jnp.ones((2, 4)), over_stages)
+    with mesh:
+        make = mm.jit(lambda: nnx.Param(jnp.ones((2, 4))), out_shardings=mm.TaskSharding({...: tasks}))
+        mm.jit(lambda w: 2 * w[...])(make())
+        mm.jit(lambda x: jnp.sort(x, axis=0))(x)
+    first, second, third = sorted(tmp_path.iterdir())
+    assert (first / "2-divide.txt").exists() and (third / "1-frontend.txt").exists()
+    text = (second / "2-divide.txt").read_text()
+    assert "argument 0.[0:1]: float32[1,4]" in text and "float32[2,4]" not in text
 
 
 def test_where_arguments_live_and_results_go(dumped):
