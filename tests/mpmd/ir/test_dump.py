@@ -23,7 +23,6 @@ class Net(nnx.Module):
         return self.second(jnp.tanh(self.first(x)))
 
 
-@mm.jit
 def step(model, x):
     grad_fn = nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean())
     loss, grads = mm.microbatch(grad_fn, dim=0, size=2, argnum=1, schedule="zero-bubble-h1")(model, x)
@@ -38,7 +37,7 @@ def dumped(tmp_path_factory):
     with mesh, pytest.MonkeyPatch.context() as patch:
         model = mm.jit(lambda: Net(nnx.Rngs(0)), out_shardings=place(tasks, ["first"], ["second"]))()
         patch.setenv("MMNNX_DUMP", str(root))
-        step(model, jnp.ones((6, 4)))
+        mm.jit(step)(model, jnp.ones((6, 4)))
     (folder,) = root.iterdir()
     assert re.fullmatch(r"\d{3}-step", folder.name)
     return {path.stem.split("-")[1]: path.read_text() for path in sorted(folder.iterdir())}
@@ -50,7 +49,7 @@ def test_each_stage_writes_its_file(dumped):
 
 
 def test_what_is_divided(tmp_path, monkeypatch):
-    """A batch over the axis of stages is at first taken for divided state: that is one function all the same."""
+    """A batch over the axis of stages is taken for divided state at first: that is one function."""
     monkeypatch.setenv("MMNNX_DUMP", str(tmp_path))
     over_stages = jax.NamedSharding(mesh.mesh, jax.P("stage"))
     x = jax.device_put(jnp.ones((2, 4)), over_stages)
