@@ -92,10 +92,11 @@ def _run(args: list[str]) -> int:
         errors.print(f"mmnnx: {printable(text, keep=LINES)}", markup=False, soft_wrap=True)
 
     try:
-        output, (command, *options) = take_options(args or [""])
+        output, left = take_options(args)
     except ValueError as error:
         print_error(str(error))
         return 2
+    command, *options = left or [""]
     if command in COMMANDS:
         for option in options[: options.index("--")] if "--" in options else options:
             name = option.partition("=")[0]

@@ -77,7 +77,8 @@ def saying(output: Output) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.level, logger.propagate = before
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
         current.reset(token)
 
 

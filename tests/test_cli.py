@@ -150,6 +150,10 @@ def test_log_level(capsys):
         ["train", "--", "--quiet"],
     )
     assert take_options([*Output(True, "debug").arguments, "train"]) == (Output(True, "debug"), ["train"])
+    assert not logger.isEnabledFor(logging.INFO)
+    for args in (["--quiet"], ["--log-level", "info"]):
+        assert main(args) == 2
+        assert capsys.readouterr().err.startswith("usage: mmnnx")
     assert main(["schedule", "--log-level", "loud"]) == 2
     assert "--log-level is one of debug, info, warning, error, not 'loud'" in capsys.readouterr().err
 

@@ -33,11 +33,11 @@ def byte_unit(size: float) -> tuple[float, str]:
 def bytes_text(size: int) -> str:
     """Bytes in decimal units, as Flax writes them.
 
-    >>> bytes_text(80), bytes_text(16_060_522_496)
-    ('80 B', '16.1 GB')
+    >>> bytes_text(80), bytes_text(999_960), bytes_text(16_060_522_496)
+    ('80 B', '1.0 MB', '16.1 GB')
     """
     for unit, name in _BYTES:
-        if size > unit:
+        if size >= 0.99995 * unit:  # so that 999,960 is not "1,000.0 KB"
             return f"{size / unit:,.1f} {name}"
     return f"{size:,} B"
 
@@ -45,12 +45,13 @@ def bytes_text(size: int) -> str:
 def time_text(seconds: float) -> str:
     """Seconds with three digits.
 
-    >>> time_text(3.5), time_text(0.0163), time_text(2e-5)
-    ('3.5 s', '16.3 ms', '20 us')
+    >>> time_text(1234.5), time_text(3.5), time_text(0.0163), time_text(2e-5)
+    ('1,234 s', '3.5 s', '16.3 ms', '20 us')
     """
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
+        if seconds >= 0.9995 * unit:  # so that 0.9997 is not "1e+03 ms"
+            value = seconds / unit
+            return f"{value:,.0f} {name}" if value >= 999.5 else f"{value:.3g} {name}"
     return f"{seconds * 1e6:.3g} us"
 
 

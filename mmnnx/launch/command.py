@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from mmnnx.output import take_options
 from mmnnx.train.config import DEVICES, TrainConfig, share_of_devices
 from mmnnx.train.errors import UserError
 
@@ -39,7 +40,8 @@ def check_train(command: Sequence[str], processes: int, devices: int | None) -> 
     """
     if command[0] != "train":
         return
-    config = tyro.cli(TrainConfig, args=command[1:], prog="mmnnx train")
+    _, options = take_options([*command[1:]])
+    config = tyro.cli(TrainConfig, args=options, prog="mmnnx train")
     if config.processes > 1:
         raise UserError(f"--processes {config.processes} starts processes on one machine: leave it out here")
     if config.config is not None or config.resume:

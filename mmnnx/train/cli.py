@@ -93,6 +93,7 @@ def parse(options: Sequence[str]) -> TrainConfig:
     _, saved = read_run(place)
     # How this process was started is not kept, nor what it was to measure.
     before = dataclasses.replace(saved, cluster=False, config=None, profile=0)
+    before = dataclasses.replace(before, name=config.name, out=config.out)  # it may have been moved
     if given.config is not None:
         before = before.with_file(given.config)
     resumed = above(before)

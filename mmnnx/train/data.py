@@ -86,13 +86,13 @@ class Corpus:
     """Text for training, and text held out for validation.
 
     Attributes:
-      files: the number of documents.
+      documents: how many there are: text files and records.
       unit: what a token is called.
     """
 
     train: Text
     valid: Text
-    files: int
+    documents: int
     unit: str = "byte"
 
     @property

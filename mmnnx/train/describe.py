@@ -38,8 +38,8 @@ def describe(run: Run) -> str:
     shown = [n for axis, n in config.mesh_axes.items() if n > 1 or axis in ("stage", "model")]
     lines = [
         f"{size:,} parameters on {' x '.join(map(str, shown))} {describe_devices(run.mesh)}, "
-        f"{len(corpus.train) + len(corpus.valid):,} {corpus.unit}s of text in {corpus.files:,} "
-        f"{'files' if corpus.unit == 'byte' else 'documents'}, run in {run.folder.path}"
+        f"{len(corpus.train) + len(corpus.valid):,} {corpus.unit}s of text in {corpus.documents:,} "
+        f"{'document' if corpus.documents == 1 else 'documents'}, run in {run.folder.path}"
     ]
     if isinstance(rows, Packed):
         lines.append(

@@ -16,6 +16,7 @@ from rich.console import Console
 import mmnnx as mm
 from mmnnx.modules.generate import generate
 from mmnnx.output import current
+from mmnnx.printable import printable
 from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.errors import UserError
 from mmnnx.train.local_processes import MISTAKE
@@ -64,14 +65,14 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     """
     config = tyro.cli(GenerateConfig, args=options, prog="mmnnx generate")
     try:
-        write(config, Console(highlight=False, emoji=False))
+        write(config)
     except (UserError, CheckpointError, OSError, ValueError) as error:
         print_error(str(error))
         return MISTAKE
     return 0
 
 
-def write(config: GenerateConfig, console: Console) -> None:
+def write(config: GenerateConfig) -> None:
     """Prints the text after each prompt.
 
     Raises:
@@ -93,7 +94,7 @@ def write(config: GenerateConfig, console: Console) -> None:
         padded = np.stack([np.pad(row, (0, max(lengths) - len(row))) for row in rows])
         stream = None
         if len(rows) == 1:
-            stream = Stream(codec, console, "" if config.chat else config.prompt[0])
+            stream = Stream(codec, "" if config.chat else config.prompt[0])
         began = time.perf_counter()
         made = generate(
             model,
@@ -104,7 +105,7 @@ def write(config: GenerateConfig, console: Console) -> None:
             key=jax.random.key(config.seed) if config.temperature else None,
             eos=codec.ends,
             lengths=lengths if len(rows) > 1 else None,
-            in_flight=config.in_flight or groups(len(rows), config.stages),
+            in_flight=groups(len(rows), config.stages) if config.in_flight is None else config.in_flight,
             prefill_chunk=config.prefill_chunk,
             on_token=stream,
         )
@@ -112,9 +113,10 @@ def write(config: GenerateConfig, console: Console) -> None:
         seconds = time.perf_counter() - began
     if stream is None:
         for prompt, row in zip(config.prompt, tokens):
-            console.print(f"{prompt}{codec.decode(until(row, codec.ends))}\n", markup=False, soft_wrap=True)
+            begin = f"{prompt}\n" if config.chat else prompt
+            say(f"{begin}{codec.decode(until(row, codec.ends))}\n\n")
     else:
-        console.print(markup=False)
+        say("\n")
     count = sum(len(until(row, codec.ends)) for row in tokens)
     Console(stderr=True, highlight=False, quiet=current.get().quiet).print(
         f"{count} tokens in {seconds:.1f} s, with what was compiled", markup=False
@@ -142,14 +144,14 @@ def until(tokens: np.ndarray, ends: Sequence[int]) -> list[int]:
 class Stream:
     """Prints a prompt, and tokens as they come: whole characters, which may be several tokens."""
 
-    def __init__(self, codec: Codec, console: Console, prompt: str):
-        self._codec, self._console, self._prompt = codec, console, prompt
+    def __init__(self, codec: Codec, prompt: str):
+        self._codec, self._prompt = codec, prompt
         self._tokens: list[int] = []
         self._shown = 0
         self._ended = False
 
     def __call__(self, tokens: np.ndarray) -> None:
-        self._console.print(self._prompt, end="", markup=False, soft_wrap=True)
+        say(self._prompt)
         self._prompt = ""
         self._ended |= int(tokens[0]) in self._codec.ends
         if self._ended:
@@ -157,5 +159,10 @@ class Stream:
         self._tokens.append(int(tokens[0]))
         text = self._codec.decode(self._tokens)
         if not text.endswith("\ufffd"):
-            self._console.print(text[self._shown :], end="", markup=False, soft_wrap=True)
+            say(text[self._shown :])
             self._shown = len(text)
+
+
+def say(text: str) -> None:
+    """Writes what a model wrote: as it is, but for what a terminal would take for commands."""
+    print(printable(text, keep="\n\t"), end="", flush=True)

@@ -356,7 +356,7 @@ def test_bytes_and_ranges():
     sizes = [80, 1000, 1001, 23_200, 5_000_000, 16_060_522_496, 1_200_000_000_000]
     assert [bytes_text(n) for n in sizes] == [
         "80 B",
-        "1,000 B",
+        "1.0 KB",
         "1.0 KB",
         "23.2 KB",
         "5.0 MB",

@@ -229,5 +229,9 @@ def test_what_are_no_options_of_train(capsys):
     assert "--stags" in capsys.readouterr().err
 
 
+def test_options_of_every_command(launch):
+    assert "--quiet" in launch(*SLURM, "--", "train", "--quiet", "--log-level", "info")
+
+
 def test_the_folder_of_a_job_is_not_looked_for_here(launch):
     assert "--resume" in launch(*SLURM, "--", "train", "--resume", "--out", "/not/here")

@@ -49,7 +49,7 @@ def test_standard_library_is_python_source_without_installed_packages(monkeypatc
 def test_every_file_is_on_one_side(text):
     corpus = load_corpus(text)
     files = {path.read_bytes() for path in text.iterdir()}
-    assert corpus.files == len(files)
+    assert corpus.documents == len(files)
     train, valid = corpus.train.tokens.tobytes(), corpus.valid.tokens.tobytes()
     assert all((file in train) != (file in valid) for file in files)
     assert len(train) + len(valid) == sum(map(len, files))
@@ -85,14 +85,14 @@ def test_hidden_and_binary_files_are_passed_over(tmp_path):
         **{"a": "first", "b": "second", "c": b"\0\1", "d": b"\xff\xfe", ".e": "hidden", ".f__g": "hidden"},
     )
     corpus = load_corpus(tmp_path)
-    assert corpus.files == 2
+    assert corpus.documents == 2
     assert sorted(corpus.train.tokens.tobytes() + corpus.valid.tokens.tobytes()) == sorted(b"firstsecond")
 
 
 def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path):
     write(tmp_path, a="first", b="second")
     os.mkfifo(tmp_path / "pipe")
-    assert load_corpus(tmp_path).files == 2
+    assert load_corpus(tmp_path).documents == 2
 
 
 def test_checksum_tells_texts_apart(tmp_path):
@@ -205,12 +205,12 @@ def test_records_are_documents(tmp_path):
     file = tmp_path / "some.jsonl"
     file.write_text(RECORDS)
     corpus = load_corpus(file)
-    assert corpus.files == 3 and corpus.valid.bytes == len(corpus.valid)
+    assert corpus.documents == 3 and corpus.valid.bytes == len(corpus.valid)
     both = sorted([bytes(corpus.train.tokens), bytes(corpus.valid.tokens)], key=len)
     assert both in ([b"two", b"oneone"], [b"one", b"onetwo"], [b"one", b"twoone"])
     (tmp_path / "notes.txt").write_text("and text")
     (tmp_path / "image").write_bytes(b"\0\1\2")
-    assert load_corpus(tmp_path).files == 4
+    assert load_corpus(tmp_path).documents == 4
 
 
 def test_other_records_do_not_move_what_is_held_out(tmp_path):
@@ -269,7 +269,7 @@ def test_parquet_has_the_records_of_json_lines(tmp_path):
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     file = parquet(tmp_path / "rows.parquet", id=range(100), text=texts)
     one, other = load_corpus(lines), load_corpus(file)
-    assert one.checksum == other.checksum and other.files == 100 and other.train.records
+    assert one.checksum == other.checksum and other.documents == 100 and other.train.records
     (tmp_path / "notes.txt").write_text("and text")
     both = load_corpus(tmp_path)
     assert both.files == 201 and both.train.records and both.valid.records

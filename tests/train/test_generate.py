@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from mmnnx.cli import main
 from mmnnx.modules import generate, hf
@@ -79,6 +78,7 @@ def test_mistakes_are_told(folder, tmp_path, capsys):
         ([str(folder / "new"), "--prompt", "a", "--tokens", "0"], "--tokens 0: generate at least one"),
         ([str(folder / "new"), "--prompt", "a", "--temperature", "nan"], "temperature=nan"),
         ([str(folder / "new"), "--prompt", "a", "b", "--in-flight", "4"], "in_flight=4 groups do not divide"),
+        ([str(folder / "new"), "--prompt", "a", "b", "--in-flight", "0"], "in_flight=0"),
     ]:
         assert main(["generate", *options]) == 2
         shown = capsys.readouterr()
@@ -87,10 +87,22 @@ def test_mistakes_are_told(folder, tmp_path, capsys):
 
 
 def test_a_character_shows_when_all_of_it_is_there(capsys):
-    stream = Stream(Bytes(), Console(highlight=False), "")
+    stream = Stream(Bytes(), "")
     for byte in "hé!".encode():
         stream(np.array([byte]))
     assert capsys.readouterr().out == "hé!"
+
+
+def test_a_model_cannot_command_the_terminal(folder, capsys, monkeypatch):
+    stream = Stream(Bytes(), "a\tb\n")
+    for byte in b"\x1b]0;owned\x07\nok":
+        stream(np.array([byte]))
+    assert capsys.readouterr().out == "a\tb\n\\x1b]0;owned\\x07\nok"
+    monkeypatch.setattr(HubTokenizer, "decode", lambda *_: "\x1b[31m")
+    found = written(capsys, str(folder / "new"), "--prompt", "a", "the", "--tokens", "2")
+    assert found == "a\\x1b[31m\n\nthe\\x1b[31m\n\n"
+    found = written(capsys, str(folder / "new"), "--prompt", "a", "the", "--tokens", "2", "--chat")
+    assert found.startswith("a\n\\x1b")  # a question and its answer
 
 
 def test_tokens_are_shown_in_order(folder):

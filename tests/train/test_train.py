@@ -251,6 +251,14 @@ def test_a_run_whose_text_has_moved_goes_on_with_checkpoints_that_were_kept(conf
         dataclasses.replace(parse(out), data=None).check_resumes(parse(out))
 
 
+def test_a_run_that_was_moved_goes_on_where_it_is(config, tmp_path):
+    first = train(config(steps=1))
+    moved = first.path.rename(tmp_path / "moved")
+    folder = train(parse(["--resume", "--out", str(moved), "--steps", "2"]))
+    assert folder.path == moved and not first.path.exists()
+    assert len(losses(folder)) == 2
+
+
 @pytest.mark.slow
 def test_stacked_layers_that_are_divided_unevenly_go_on(config):
     options = dict(stages=3, tensor=1, layers=4, scan=True, optimizer="adafactor", eval_every=1)
