@@ -272,7 +272,7 @@ def test_parquet_has_the_records_of_json_lines(tmp_path):
     assert one.checksum == other.checksum and other.documents == 100 and other.train.records
     (tmp_path / "notes.txt").write_text("and text")
     both = load_corpus(tmp_path)
-    assert both.files == 201 and both.train.records and both.valid.records
+    assert both.documents == 201 and both.train.records and both.valid.records
 
 
 class Shown(Bytes):
