@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -81,8 +82,19 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
         # As of `mmnnx schedule | head`: nobody reads the rest. (Rich makes a SystemExit of it.)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _drop_output()
+        print("mmnnx: the output cannot be written: no space is left on its device", file=sys.stderr)
+        return 2
+
+
+def _drop_output() -> None:
+    """Has Python not try again to write at its end what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: list[str]) -> int:

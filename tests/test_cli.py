@@ -267,12 +267,17 @@ def test_a_schedule_that_refuses_says_why_in_the_table(capsys):
     assert reason.startswith(str(error.value))
 
 
-@pytest.mark.parametrize("columns", [None, 80, 60])
+@pytest.mark.parametrize("columns", [None, 80, 60, 20])
 def test_lines_fit(columns, capsys, monkeypatch):
+    """On a narrow terminal all but the table, which keeps its columns."""
     if columns:
         monkeypatch.setenv("COLUMNS", str(columns))
     lines = schedule(capsys, "--all --stages 8 --microbatches 5")  # some refuse
-    assert max(map(len, lines)) <= (columns or 120)
+    assert max(map(len, lines)) <= max(columns or 120, 80)
+    end = next(n for n, line in enumerate(lines) if line.startswith("step time"))
+    assert max(map(len, lines[end:])) <= max(columns or 120, 60)
+    cells = [float(cell.rstrip("%")) for cell in table(lines)["gpipe"]]
+    assert cells == pytest.approx(numbers("gpipe", 8, 5), abs=0.051)
 
 
 def test_csv_written_and_read(capsys):

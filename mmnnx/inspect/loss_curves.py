@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmnnx.inspect.figure_style import WIDTH, settle_ticks, styled
 
@@ -26,6 +26,7 @@ def draw_loss(rows: Iterable[Mapping[str, float]], *, dark: bool = False) -> Fig
     >>> draw_loss([{"step": 1, "loss": 5.5}, {"step": 1, "val_loss": 5.6}]).savefig("loss.png")
     """
     from matplotlib.figure import Figure  # slow to import
+    from matplotlib.ticker import MaxNLocator
 
     rows = list(rows)
 
@@ -39,8 +40,12 @@ def draw_loss(rows: Iterable[Mapping[str, float]], *, dark: bool = False) -> Fig
         panels = figure.subplots(1 + len(below), height_ratios=[3.2] + [1] * len(below), squeeze=False)[:, 0]
         losses, *others = panels
         steps, values = series("loss")
-        losses.plot(steps, values, color=TRAINING, linewidth=0.7, alpha=0.6, label="training, each step")
-        losses.plot(steps, smooth(values), color=SMOOTHED, linewidth=1.5, label="training, smoothed")
+        dot: dict[str, Any] = (
+            {"marker": "o", "markersize": 4} if len(steps) == 1 else {}
+        )  # one point is no line
+        each, smoothed = "training, each step", "training, smoothed"
+        losses.plot(steps, values, color=TRAINING, linewidth=0.7, alpha=0.6, label=each, **dot)
+        losses.plot(steps, smooth(values), color=SMOOTHED, linewidth=1.5, label=smoothed, **dot)
         steps, values = series("val_loss")
         if values:
             losses.plot(
@@ -64,13 +69,14 @@ def draw_loss(rows: Iterable[Mapping[str, float]], *, dark: bool = False) -> Fig
         losses.set(ylabel="loss (nats per token)")
         losses.legend(loc="upper right")
         for axes, key in zip(others, below, strict=True):
-            axes.plot(*series(key), color=BELOW, linewidth=1.2)
+            axes.plot(*series(key), color=BELOW, linewidth=1.2, **dot)
             axes.set(ylabel=names[key])
             axes.set_ylim(bottom=0)
         for axes in panels:
             axes.grid(linewidth=0.5)
             axes.set_axisbelow(True)
             axes.set_xlim(0, max((row["step"] for row in rows), default=0) * 1.07 or 1)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             settle_ticks(axes, look)
             axes.tick_params(labelbottom=axes is panels[-1])
         panels[-1].set_xlabel("step")

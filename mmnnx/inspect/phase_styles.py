@@ -34,9 +34,15 @@ STYLES = {
 }
 
 
-def phase_name(phase: str) -> str:
-    """The name of a phase in legends."""
-    return "optimizer" if phase == "none" else phase
+def phase_name(phase: str, alone: bool = False) -> str:
+    """The name of a phase in legends; what has none, and is `alone` in its timeline, is no optimizer's.
+
+    >>> phase_name("forward"), phase_name("none"), phase_name("none", alone=True)
+    ('forward', 'optimizer', 'computation')
+    """
+    if phase == "none":
+        return "computation" if alone else "optimizer"
+    return phase
 
 
 def phase_colour(phase: str, nth: int = 0, of: int = 1, dark: bool = False) -> str:

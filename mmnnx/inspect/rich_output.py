@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -14,6 +15,27 @@ HTML = (
     "<pre style=\"white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu Sans Mono',"
     'consolas,monospace">{code}</pre>'
 )
+
+
+NARROWEST = 80
+"""Columns that tables of a terminal have at least: rich leaves cells out where there are fewer."""
+
+
+def table_console(file_width: int) -> Console:
+    """Where a command prints: as wide as the terminal or `COLUMNS`, or `file_width` in a file or a pipe."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = file_width
+    return console
+
+
+def print_table(console: Console, table: RenderableType) -> None:
+    """Prints a table with all its columns. A terminal that is narrower wraps the lines itself."""
+    width, console.width = console.width, max(console.width, NARROWEST)
+    try:
+        console.print(table)
+    finally:
+        console.width = width
 
 
 def plain(renderable: RenderableType) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mmnnx.inspect.cells import cell
+from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.inspect.schedules import Simulated, by_name, from_csv
 from mmnnx.inspect.timeline import TimelineView, check_suffix
 from mmnnx.mpmd.schedule import schedule_names, write_schedule
@@ -96,9 +96,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     config = tyro.cli(
         ScheduleConfig, args=options, prog="mmnnx schedule", config=(tyro.conf.FlagCreatePairsOff,)
     )
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = FILE_WIDTH
+    console = table_console(FILE_WIDTH)
     try:
         config.validate()
         show(config, console)
@@ -133,7 +131,7 @@ def show(config: ScheduleConfig, console: Console) -> None:
     else:
         found = [by_name(config.schedule, meshes, microbatches, config.interleave, config.costs)]
 
-    console.print(make_table(found, refused))
+    print_table(console, make_table(found, refused))
     console.print(
         "step time: steady state, from one step to the next; step latency: one step on its own; bubble: "
         "share of the step time in which a mesh runs nothing; peak activations: the most saved activations "

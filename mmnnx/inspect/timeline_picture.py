@@ -91,7 +91,8 @@ def draw_rows(axes: Axes, timeline: Timeline, title: str, look: Look, dark: bool
     by_mesh, scale = mesh_rows(timeline), scale_of(timeline)
     phases = _draw_boxes(axes, timeline, by_mesh, scale, look, dark)
     entries: dict[str, Entry] = {
-        phase_name(phase): Patch(color=phase_colour(phase, dark=dark)) for phase in phases
+        phase_name(phase, alone=len(phases) == 1): Patch(color=phase_colour(phase, dark=dark))
+        for phase in phases
     }
     if any(of > 1 for _, of in stage_ranks(by_mesh).values()):
         entries["lighter: a later stage of the mesh"] = Patch(color=phase_colour(phases[0], 1, 2, dark))
@@ -107,7 +108,7 @@ def draw_rows(axes: Axes, timeline: Timeline, title: str, look: Look, dark: bool
 
 def draw_legend(figure: Figure, entries: Mapping[str, Entry]) -> None:
     """A line below all panels, phases first."""
-    order = [*map(phase_name, STYLES)]
+    order = [phase_name("none", alone=True), *map(phase_name, STYLES)]
     labels = sorted(entries, key=lambda label: order.index(label) if label in order[:-1] else len(order))
     figure.legend(
         handles=[entries[label] for label in labels],

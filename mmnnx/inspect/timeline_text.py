@@ -81,7 +81,8 @@ def _legend(timeline: Timeline, events: list[Event], several: bool, width: int) 
     shown = {e.phase for e in events}
     parts = [
         Text.assemble(
-            (style.letter, Style(color=text_colour(style.dark), bgcolor=style.dark)), f" {phase_name(phase)}"
+            (style.letter, Style(color=text_colour(style.dark), bgcolor=style.dark)),
+            f" {phase_name(phase, alone=len(shown) == 1)}",
         )
         for phase, style in STYLES.items()
         if phase in shown

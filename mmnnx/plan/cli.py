@@ -15,6 +15,7 @@ import tyro
 from rich.console import Console
 
 from mmnnx.inspect.cells import cell
+from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.inspect.schedule_cli import optional
 from mmnnx.mpmd.compile import compile_program
 from mmnnx.output import current
@@ -106,9 +107,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     # What is here does not matter, and JAX would look for it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     config = tyro.cli(PlanConfig, args=options, prog="mmnnx plan", config=(tyro.conf.FlagCreatePairsOff,))
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = WIDTH
+    console = table_console(WIDTH)
     try:
         job = config.job()
         if config.save is not None:
@@ -118,14 +117,14 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         if config.search:
             with progress(console, f"searching for {job.model} on {job.target}"):
                 found = search(job, config.given(), config.compile_best)
-            console.print(found)
+            print_table(console, found)
             if found.best is None:
                 return 1
             job, plan = found.best
         else:
             with progress(console, f"compiling {job.model} for {job.target}"):
                 plan = job.plan()
-        console.print(plan)
+        print_table(console, plan)
         for line in throughput(job, plan):
             console.print(line)
         if config.json is not None:

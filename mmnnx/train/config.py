@@ -212,6 +212,9 @@ class TrainConfig:
         for field in ("warmup", "weight_decay", "seed", "sample", "profile", "lora"):
             if not getattr(self, field) >= 0:
                 raise UserError(f"{_option(field)} must not be below zero, not {getattr(self, field)}")
+        for field, value in vars(self).items():
+            if isinstance(value, int) and field != "seed" and value >= 2**31:
+                raise UserError(f"{_option(field)} must be below 2**31, not {value}")
         if not 0 <= self.ema < 1:
             raise UserError(f"--ema must be 0 or more and below 1, not {self.ema}")
         if self.profile > self.steps:
@@ -225,7 +228,13 @@ class TrainConfig:
             )
         if self.checkpoints is not None:
             self._check_bucket(self.checkpoints)
-        if re.search(r"[*?[]", where := os.path.abspath(self.folder())):
+        if self.out is None and (not self.name or {"..", "/"} & {*Path(self.name).parts}):
+            raise UserError(f"--name {self.name!r}: it is a folder in runs; --out is for others")
+        try:
+            where = os.path.abspath(self.folder())
+        except FileNotFoundError:
+            raise UserError("the working directory is gone: go to one that is there") from None
+        if re.search(r"[*?[]", where):
             raise UserError(f"{where}: orbax would take *, ? and [ for a pattern; choose another --out")
         self._check_multiple("batch", "microbatches")
         self._check_multiple("sequence", "context")

@@ -88,6 +88,8 @@ class RunFolder:
             except Exception as error:  # gcsfs has many types
                 why = "no such bucket" if isinstance(error, FileNotFoundError) else error
                 raise UserError(f"--checkpoints {self.bucket} cannot be written ({why})") from error
+        elif self.checkpoints.exists() and not self.checkpoints.is_dir():
+            raise UserError(f"{self.checkpoints} is a file, where a folder is to be: move it away")
         with _written(self.path, "; choose another --out"):
             _write(self.path / "config.json", config.to_json())
             _write(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
@@ -127,7 +129,7 @@ def read_run(place: str | Path) -> tuple[epath.Path, TrainConfig]:
         config = TrainConfig.from_json(file.read_text())
     except FileNotFoundError:
         lacks = "it has no config.json" if folder.exists() else "there is no such folder"
-        raise UserError(f"{place} is no run to resume: {lacks}; check its name") from None
+        raise UserError(f"{place} is not the folder of a run: {lacks}; check its name") from None
     except Exception as error:  # gcsfs has many types
         raise UserError(f"{file} is not the config of a run that can be resumed ({error})") from error
     if in_bucket(folder):

@@ -58,7 +58,8 @@ def with_schedule(config: TrainConfig) -> TrainConfig:
     """The config with the schedule that "auto" stands for.
 
     That is the one with the lowest step latency in simulation with unit costs, of those for so many stages,
-    virtual stages and microbatches; of equal ones, that with the fewest saved activations. There always is one: 1f1b, and looped-bfs for virtual stages.
+    virtual stages and microbatches; of equal ones, that with the fewest saved activations. There always is
+    one: 1f1b, and looped-bfs for virtual stages.
     """
     if config.schedule != "auto":
         return config

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import os
 from collections.abc import Callable, Sequence
 
 import tyro
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mmnnx.inspect.cells import cell
+from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.inspect.units import bytes_text, ranges_text
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.train.checkpoint.contents import Contents, contents_of
@@ -43,9 +43,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     config = tyro.cli(
         InspectConfig, args=options, prog="mmnnx inspect", config=(tyro.conf.FlagCreatePairsOff,)
     )
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = FILE_WIDTH
+    console = table_console(FILE_WIDTH)
     try:
         found = contents_of(config.path)
     except CheckpointError as error:
@@ -64,8 +62,8 @@ def show(found: Contents, console: Console) -> None:
     for line in _about(found):
         console.print(cell(line), soft_wrap=True)
     if found.homes:
-        console.print(_homes(found))
-    console.print(_state(found))
+        print_table(console, _homes(found))
+    print_table(console, _state(found))
 
 
 def _about(found: Contents) -> list[str]:
