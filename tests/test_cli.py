@@ -158,6 +158,16 @@ def test_log_level(capsys):
     assert "--log-level is one of debug, info, warning, error, not 'loud'" in capsys.readouterr().err
 
 
+def test_no_space_for_the_output():
+    command = [sys.executable, "-m", "mmnnx", "schedule", "--stages", "2", "--microbatches", "2"]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60
+        )
+    assert found.returncode == 2
+    assert found.stderr == "mmnnx: the output cannot be written: no space is left on its device\n"
+
+
 def test_ctrl_c(capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt

@@ -137,6 +137,8 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         print_error(str(error))
         return 2
     except OSError as error:
+        if error.filename is None:  # the output
+            raise
         print_error(f"{error.filename}: {error.strerror}")
         return 2
     return int(plan.fits is False)

@@ -47,6 +47,9 @@ def test_mistakes_are_told_in_one_line(tmp_path, capsys, monkeypatch):
         "--processes 3": f"3 processes cannot share 8 devices ({DEVICES})",
         "--processes 2 --cluster": "--cluster joins processes that were started elsewhere",
         "--data short.txt --batch 1 --microbatches 1 --sequence 1 --stages 1 --tensor 1": "runs/lm exists",
+        f"--warmup {10**20}": "--warmup must be below 2**31",
+        "--name ../up": "--name '../up': it is a folder in runs; --out is for others",
+        "--name=": "--name '': it is a folder in runs",
         "--resume --name other": "runs/other is not the folder of a run",
         "--resume": "not the config of a run that can be resumed",
     }.items():

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 from itertools import product
 from pathlib import Path
@@ -249,6 +250,15 @@ def test_a_run_whose_text_has_moved_goes_on_with_checkpoints_that_were_kept(conf
         UserError, match="started with --data .*moved.txt, and --resume cannot go on without --data"
     ):
         dataclasses.replace(parse(out), data=None).check_resumes(parse(out))
+
+
+def test_a_file_where_checkpoints_are_to_be(config, tmp_path):
+    """Is seen at the start, not when the first one is written."""
+    folder = train(config(steps=1))
+    shutil.rmtree(folder.path / "checkpoints")
+    (folder.path / "checkpoints").touch()
+    with pytest.raises(UserError, match="run/checkpoints is a file, where a folder is to be: move it away"):
+        train(parse(["--resume", "--out", str(folder.path), "--steps", "2"]))
 
 
 def test_a_run_that_was_moved_goes_on_where_it_is(config, tmp_path):
