@@ -63,7 +63,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/$(BENCH).py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-cuda dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-cuda .venv-hf dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml

@@ -19,14 +19,10 @@ from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.inspect.schedules import Simulated, by_name, from_csv
 from mmnnx.inspect.timeline import TimelineView, check_suffix
 from mmnnx.mpmd.schedule import schedule_names, write_schedule
+from mmnnx.options import optional
 from mmnnx.output import current
 
 FILE_WIDTH = 120  # columns of output to a file or a pipe
-
-
-def optional(metavar: str, default: str) -> Any:
-    """How the help shows an option that may be left out."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True)

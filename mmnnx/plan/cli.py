@@ -16,8 +16,8 @@ from rich.console import Console
 
 from mmnnx.inspect.cells import cell
 from mmnnx.inspect.rich_output import print_table, table_console
-from mmnnx.inspect.schedule_cli import optional
 from mmnnx.mpmd.compile import compile_program
+from mmnnx.options import optional
 from mmnnx.output import current
 from mmnnx.plan.language_models import TrainingJob
 from mmnnx.plan.planning import Plan, plan_suffix

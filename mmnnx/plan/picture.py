@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 MOST_NAMES = 32
 
 
-def draw_plan(plan: StepPlan, *, dark: bool = False) -> Figure:
+def draw_plan(plan: StepPlan) -> Figure:
     """Bars of the bytes of a device of each mesh, by kind, with the limit; below, the step's timeline.
 
     >>> draw_plan(mm.plan(train_step, model, optimizer, batch)).savefig("plan.png")
     """
     from matplotlib.figure import Figure  # slow to import
 
-    with styled(dark) as look:
+    with styled(dark=False) as look:
         heights = [2.6]
         if plan.timeline is not None:
             rows = len(mesh_rows(plan.timeline))
@@ -38,7 +38,7 @@ def draw_plan(plan: StepPlan, *, dark: bool = False) -> Figure:
         settle_ticks(panels[0], look)
         if plan.timeline is not None:
             title = headline(plan.timeline, "estimated")
-            draw_legend(figure, draw_rows(panels[1], plan.timeline, title, look, dark))
+            draw_legend(figure, draw_rows(panels[1], plan.timeline, title, look, dark=False))
         verdict = "" if plan.fits is None else ": it fits" if plan.fits else ": it does not fit"
         title = f"{plan.name} on {plan.devices} x {plan.device_kind}{verdict}"
         panels[0].set_title(printable(title))

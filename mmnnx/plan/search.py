@@ -57,10 +57,10 @@ class Search:
     @property
     def best(self) -> tuple[TrainingJob, Plan] | None:
         """The compiled job that is fastest of those that fit, and its plan."""
-        for found in self.compiled[:1]:
-            if found.fits and found.plan is not None:
-                return found.estimate.job, found.plan
-        return None
+        first = self.compiled[0] if self.compiled else None
+        if first is None or first.plan is None or not first.fits:
+            return None
+        return first.estimate.job, first.plan
 
     def __rich__(self) -> RenderableType:
         return report(self)

@@ -14,7 +14,6 @@ import jax
 from mmnnx.plan.chips import CHIPS, GIBI, Chip
 
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
-GPUS = tuple(name for name in CHIPS if name not in TPUS)
 
 # What XLA's compiler asks of a GPU beside the figures in `CHIPS`: facts of its data sheet and of CUDA's
 # guide (compute capability; multiprocessors; shared memory of one, and what a block may have; clock in GHz;

@@ -11,8 +11,9 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+from mmnnx.options import optional
 from mmnnx.plan.language_models import mesh_axes
 from mmnnx.train.assistant import LossOn
 from mmnnx.train.checkpoint.errors import CheckpointError
@@ -30,6 +31,7 @@ POSITIVE = (
 )
 SIZES = ("layers", "width", "heads", "kv_heads", "mlp", "tied")
 
+Precision = Literal["float32", "bfloat16"]
 Schedule = Literal[
     "auto",
     "1f1b",
@@ -57,16 +59,17 @@ class TrainConfig:
 
     # --- the run
 
-    config: Path | None = None
+    config: Annotated[Path | None, optional("PATH", "none")] = None
     """A TOML file with some of these options, by their names; those of the command line go before."""
     name: str = "lm"
     """Name of the run: it is kept in runs/NAME."""
-    out: Path | None = None
-    """Folder to keep the run in, instead of runs/NAME."""
-    checkpoints: str | None = None
+    out: Annotated[Path | None, optional("PATH", "runs/NAME")] = None
+    """Folder to keep the run in."""
+    checkpoints: Annotated[str | None, optional("URL", "in the run's folder")] = None
     """Keep the checkpoints in a bucket: the URL of a folder in it, gs://BUCKET/FOLDER."""
     resume: bool = False
-    """Go on with the run in that folder, from its latest checkpoint. Its options are the defaults."""
+    """Go on with the run in --out, or in runs/NAME, from its latest checkpoint. Options that are left out
+    are as they were."""
     steps: int = 200
     """Number of optimizer steps, counted from the start of the run."""
     seed: int = 0
@@ -83,14 +86,14 @@ class TrainConfig:
 
     tensorboard: bool = False
     """Write what is measured for TensorBoard as well, in the run's folder, in tensorboard/."""
-    wandb: str | None = None
+    wandb: Annotated[str | None, optional("PROJECT", "none")] = None
     """Project of Weights & Biases to send what is measured to; a resumed run goes on in the same place."""
 
     # --- the data
 
-    data: Path | None = None
+    data: Annotated[Path | None, optional("PATH", "the source text of Python's standard library")] = None
     """A file or a folder of UTF-8 text, JSON Lines (.jsonl) or Parquet (.parquet). Records have a "text", or
-    "messages" for the model's chat template. Default: the source text of Python's standard library."""
+    "messages" for the model's chat template."""
     packing: Packing = "auto"
     """How documents become sequences. "documents": whole ones side by side, of which none sees another, and
     padding; longer ones are cut. "stream": joined and cut, so that a token sees the documents before its own.
@@ -120,7 +123,7 @@ class TrainConfig:
     fsdp: bool = False
     """Divide weights and optimizer state among the groups of --data-parallel, too."""
     virtual_stages: int = 1
-    """Stages on the same devices, for schedules with interleaved placement."""
+    """Stages on each mesh; above 1 for interleaved and V-shaped schedules."""
     processes: int = 1
     """Processes on this machine to run in, each with an equal share of the devices."""
     cluster: bool = False
@@ -136,12 +139,12 @@ class TrainConfig:
     """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "ring" has the devices
     of --context pass their keys and values around, where others gather them; "xla" makes all scores. "auto":
     ring with --context, else xla."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     """Type to compute in. Weights and optimizer state are float32 either way."""
 
     # --- the model
 
-    model: Path | None = None
+    model: Annotated[Path | None, optional("PATH", "none")] = None
     """A folder of the Hugging Face hub with a published model to start from: its sizes, weights and
     tokenizer. Without one, a new model of bytes is made, of the sizes below."""
     lora: int = 0
@@ -166,9 +169,10 @@ class TrainConfig:
 
     optimizer: Literal["adamw", "lion", "muon", "adafactor"] = "adamw"
     """How weights follow from gradients. What --learning-rate suits one rarely suits another."""
-    learning_rate: float | None = None
-    """Peak learning rate, reached after the warm-up; it then decays along a cosine to a tenth. Default: 4e-3
-    for a new model, 2e-5 for one from --model, 2e-4 with --lora."""
+    learning_rate: Annotated[
+        float | None, optional("FLOAT", "4e-3; 2e-5 for a model from --model; 2e-4 with --lora")
+    ] = None
+    """Peak learning rate, reached after the warm-up; it then decays along a cosine to a tenth."""
     warmup: int = 20
     """Steps over which the learning rate rises from zero."""
     weight_decay: float = 0.1

@@ -7,15 +7,17 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 
 import mmnnx as mm
+from mmnnx.options import optional
 from mmnnx.train.assistant import LossOn
 from mmnnx.train.batches import in_batches
 from mmnnx.train.checkpoint import CheckpointError
+from mmnnx.train.config import Precision
 from mmnnx.train.data import load_corpus
 from mmnnx.train.errors import UserError, above_zero
 from mmnnx.train.local_processes import MISTAKE
@@ -47,10 +49,11 @@ class EvalConfig:
     """Pipeline stages that the layers are split over."""
     tensor: int = 1
     """Devices over which the weights of a stage are split."""
-    precision: Literal["float32", "bfloat16"] | None = None
-    """Type to compute in. Default: that of the run; float32 for a published model, whose weights are kept in
-    it too."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    precision: Annotated[
+        Precision | None, optional("{float32,bfloat16}", "that of the run; float32 for a published model")
+    ] = None
+    """Type to compute in; a published model's weights are kept in it, too."""
+    json: bool = False
     """Print JSON."""
 
 
@@ -59,7 +62,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 
     Returns the exit status: 0, or 2 for a mistake in the options.
     """
-    config = tyro.cli(EvalConfig, args=options, prog="mmnnx eval")
+    config = tyro.cli(EvalConfig, args=options, prog="mmnnx eval", config=(tyro.conf.FlagCreatePairsOff,))
     try:
         found = evaluate(config)
     except (UserError, CheckpointError, OSError, ValueError) as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
 import tyro
 from flax import nnx
 
+from mmnnx.options import optional
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
 from mmnnx.train.errors import UserError
 from mmnnx.train.local_processes import MISTAKE
@@ -27,10 +28,13 @@ class ExportConfig:
     weights."""
     folder: tyro.conf.Positional[Path]
     """The folder to write, new or empty."""
-    step: int | None = None
-    """Step of the checkpoint. Default: the latest."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights. Default: as in the model that the run started from, else float32."""
+    step: Annotated[int | None, optional("INT", "the latest")] = None
+    """Step of the checkpoint."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        optional("{float32,bfloat16,float16}", "that of the model the run started from; float32 without one"),
+    ] = None
+    """Type of the weights."""
 
 
 def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import numpy as np
@@ -15,9 +15,11 @@ from rich.console import Console
 
 import mmnnx as mm
 from mmnnx.modules.generate import generate
+from mmnnx.options import optional
 from mmnnx.output import current
 from mmnnx.printable import printable
 from mmnnx.train.checkpoint import CheckpointError
+from mmnnx.train.config import Precision
 from mmnnx.train.errors import UserError
 from mmnnx.train.local_processes import MISTAKE
 from mmnnx.train.read_model import read_model, stage_mesh
@@ -39,7 +41,7 @@ class GenerateConfig:
     """Most tokens to write; it ends before at a token that ends a text or a turn."""
     temperature: float = 0.0
     """What the logits are divided by; 0 takes the likeliest token."""
-    top_p: float | None = None
+    top_p: Annotated[float | None, optional("FLOAT", "all tokens")] = None
     """Tokens are drawn from the likeliest ones whose probabilities add up to it."""
     seed: int = 0
     """Of the draw."""
@@ -47,15 +49,16 @@ class GenerateConfig:
     """Pipeline stages that the layers are split over."""
     tensor: int = 1
     """Devices over which the weights of a stage are split."""
-    in_flight: int | None = None
-    """Groups of prompts that follow each other through the stages, so that none waits. Default: as many as
-    stages, or more, if there are so many prompts."""
-    prefill_chunk: int | None = None
-    """Tokens of a prompt that are read at once; the parts follow each other through the stages.
-    Default: all."""
-    precision: Literal["float32", "bfloat16"] | None = None
-    """Type to compute in. Default: that of the run; float32 for a published model, whose weights are kept in
-    it too."""
+    in_flight: Annotated[int | None, optional("INT", "the fewest equal groups that keep all stages busy")] = (
+        None
+    )
+    """Groups of prompts that follow each other through the stages, so that none waits."""
+    prefill_chunk: Annotated[int | None, optional("INT", "all")] = None
+    """Tokens of a prompt that are read at once; the parts follow each other through the stages."""
+    precision: Annotated[
+        Precision | None, optional("{float32,bfloat16}", "that of the run; float32 for a published model")
+    ] = None
+    """Type to compute in; a published model's weights are kept in it, too."""
 
 
 def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
@@ -63,7 +66,9 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 
     Returns the exit status: 0, or 2 for a mistake in the options.
     """
-    config = tyro.cli(GenerateConfig, args=options, prog="mmnnx generate")
+    config = tyro.cli(
+        GenerateConfig, args=options, prog="mmnnx generate", config=(tyro.conf.FlagCreatePairsOff,)
+    )
     try:
         write(config)
     except (UserError, CheckpointError, OSError, ValueError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,13 +13,12 @@ from mmnnx.modules import LM, LMConfig
 from mmnnx.sharding.pipeline import pipeline_sharding
 from mmnnx.sharding.rules import logical_rules
 from mmnnx.train.checkpoint import Checkpoints
+from mmnnx.train.config import Precision
 from mmnnx.train.devices import choose_devices
 from mmnnx.train.errors import UserError, above_zero
 from mmnnx.train.run_folder import RunFolder, read_run
 from mmnnx.train.step import make_model, published
 from mmnnx.train.tokens import Codec, codec_of
-
-Precision = Literal["float32", "bfloat16"]
 
 
 def stage_mesh(stages: int, tensor: int) -> mm.MultiMesh:

@@ -9,7 +9,7 @@ import mmnnx as mm
 from mmnnx.cli import main
 from mmnnx.plan.chips import CHIPS
 from mmnnx.plan.language_models import TrainingJob
-from mmnnx.plan.targets import GPUS
+from mmnnx.plan.targets import TPUS
 
 pytestmark = pytest.mark.cuda
 
@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_an_answer():
 
 
 def test_every_gpu_of_the_table_compiles():
-    for name in GPUS:
+    for name in CHIPS.keys() - set(TPUS):
         plan = TrainingJob("tiny", f"{name}:1x2", stages=2, layers=2, batch=2, sequence=32).plan()
         assert plan.fits and plan.chip is CHIPS[name]
 

@@ -22,6 +22,8 @@ from mmnnx.sharding.held_parts import Bounds, array_of_parts, held_parts
 from mmnnx.sharding.placement import TaskSharding
 from mmnnx.sharding.state_shardings import shardings_of
 
+SHOWN = 4  # names that a message lists
+
 
 def abstract(folder: str | FilePath, *, dtype: Any = None, param_dtype: Any = None, **changes: Any) -> LM:
     """The model in a folder, without its weights: for a placement, a table or a plan.
@@ -115,9 +117,9 @@ def _check(weights: Weights, pieces: Mapping[Path, tuple[Piece, ...]]) -> None:
         weights.dtype(name)
 
 
-def _some(text: str, names: list[str], count: int = 4) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return text.format(", ".join(names[:count]) + more) if names else ""
+def _some(text: str, names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return text.format(", ".join(names[:SHOWN]) + more) if names else ""
 
 
 def _read(weights: Weights, pieces: tuple[Piece, ...], like: Any, sharding: Sharding | None) -> jax.Array:
