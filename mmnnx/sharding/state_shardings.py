@@ -24,7 +24,8 @@ Path = tuple[str, ...]
 def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path, Sharding]:
     """The shardings of abstract state by a TaskSharding, as `mm.jit` would place it.
 
-    Optimizer state follows its parameters; scalars without a rule are copied to every mesh.
+    Optimizer state follows its parameters; scalars without a rule are copied to every mesh. The tasks are
+    registered, as in a call of `mm.jit`, so that what runs on this state later knows whose it is.
 
     Raises:
       PlacementError: for state that no rule places.

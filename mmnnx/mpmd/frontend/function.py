@@ -25,6 +25,8 @@ from mmnnx.sharding.registered_tasks import explain_placement, place_task, task_
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import find_task
 
+TaskOf = Callable[[str], tuple[Task, Mesh] | None]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Function:
@@ -46,7 +48,7 @@ class Function:
     record: Record
     leaves: Sequence[Any]
     multimesh: MultiMesh | None
-    task_of: Callable[[str], tuple[Task, Mesh] | None]
+    task_of: TaskOf
     meshes: Meshes
     task_meshes: list[Mesh]
     shardings: InOutShardings

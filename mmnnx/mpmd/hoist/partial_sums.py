@@ -23,6 +23,7 @@ from mmnnx.mpmd.hoist.contractions import (
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Known, entering, follow
 from mmnnx.mpmd.ir.equations import REMAT, Atom, Equation, Var, is_var
 from mmnnx.mpmd.ir.rewrite import trace_equations
+from mmnnx.mpmd.ir.scans import run_scan
 
 # For each leading dimension of a divided value: the axes that its parts are over, and how many there are.
 Groups = tuple[tuple[Axes, int], ...]
@@ -179,24 +180,11 @@ class PartialSums:
             jaxpr = closed if isinstance(params["jaxpr"], type(closed)) else closed.jaxpr
             return [Equation(e.eqn.replace(params=params | {"jaxpr": jaxpr}, outvars=outvars), e.scope)]
         num_consts, num_carry = _compat.scan_counts(params)
-        compute = jex.jaxpr_as_fun(closed)
 
         def scan(*args: Any) -> list[Any]:
-            consts, carry, xs = (
-                args[:num_consts],
-                args[num_consts:][:num_carry],
-                args[num_consts + num_carry :],
-            )
-
-            def step(carry: Any, x: Any) -> tuple[Any, Any]:
-                made = compute(*consts, *carry, *x)
-                return tuple(made[:num_carry]), made[num_carry:]
-
-            options = {name: params[name] for name in ("length", "reverse", "unroll")}
-            carry, ys = jax.lax.scan(step, carry, xs, **options)
+            made = run_scan(closed, num_consts, num_carry, params, *args)
             # The parts come first, before the dimension of the scan.
-            made = enumerate((*carry, *ys))
-            return [jnp.moveaxis(x, 0, lead[n]) if n in lead else x for n, x in made]
+            return [jnp.moveaxis(x, 0, lead[n]) if n in lead else x for n, x in enumerate(made)]
 
         flat, made = trace_equations(
             lambda *xs: scan(*_filled(e.invars, xs)), *filter(is_var, e.invars), scope=e.scope

@@ -7,13 +7,14 @@ What no task reads is constrained as in the task that made it; what none made ei
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from mmnnx import _compat
+from mmnnx.mpmd.frontend.function import TaskOf
 from mmnnx.mpmd.ir.equations import (
     Atom,
     Equation,
@@ -22,6 +23,7 @@ from mmnnx.mpmd.ir.equations import (
     Node,
     Var,
     While,
+    holds,
     is_var,
     join,
     scopes_in,
@@ -32,7 +34,6 @@ from mmnnx.sharding.logical import logical_sharding
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import scope_name
 
-TaskOf = Callable[[str], "tuple[Task, Mesh] | None"]
 _NAME = "logical_constraint"
 
 
@@ -42,14 +43,9 @@ def resolve_logical_constraints(flat: Flat, task_of: TaskOf) -> Flat:
     Raises:
       ValueError: a rule of a task names an axis that its mesh lacks.
     """
-    if not any(isinstance(n, Equation) and _holds_one(n.eqn) for n in with_bodies(flat.nodes)):
+    if not any(isinstance(n, Equation) and holds(n.eqn, _NAME) for n in with_bodies(flat.nodes)):
         return flat
     return _Resolver(flat.nodes, task_of).resolved(flat)
-
-
-def _holds_one(eqn: Any) -> bool:
-    inner = (e for jaxpr in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(jaxpr)[2])
-    return eqn.primitive.name == _NAME or any(map(_holds_one, inner))
 
 
 class _Resolver:

@@ -180,6 +180,12 @@ SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min
 LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "rev", "copy"}
 
 
+def holds(eqn: Any, name: str) -> bool:
+    """Whether an equation, or one in the jaxprs inside it, is of a primitive."""
+    inner = (e for jaxpr in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(jaxpr)[2])
+    return eqn.primitive.name == name or any(holds(e, name) for e in inner)
+
+
 def join(outer: str, inner: str) -> str:
     return f"{outer}/{inner}" if outer and inner else outer or inner
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 
+from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import PRODUCTS, nbytes
 
 Flops = Counter[str]  # by the dtype of the operands
@@ -32,7 +32,7 @@ def count_flops(jaxpr: Any) -> Flops:
       >>> count_flops(jax.make_jaxpr(jnp.dot)(jnp.ones((8, 4)), jnp.ones((4, 2))))
       Counter({'float32': 128})
     """
-    return flops_of(_equations(jaxpr))
+    return flops_of(_compat.open_jaxpr(jaxpr)[2])
 
 
 def flops_of(eqns: Iterable[Any]) -> Flops:
@@ -47,11 +47,7 @@ def count_moved(jaxpr: Any) -> float:
       >>> count_moved(jax.make_jaxpr(jnp.dot)(jnp.ones((8, 4)), jnp.ones((4, 2))))
       224
     """
-    return sum(_sum(_equations(jaxpr), _moved).values())
-
-
-def _equations(jaxpr: Any) -> list[Any]:
-    return getattr(jaxpr, "jaxpr", jaxpr).eqns
+    return sum(_sum(_compat.open_jaxpr(jaxpr)[2], _moved).values())
 
 
 def _sum(eqns: Iterable[Any], of_product: Callable[[Any], Flops]) -> Flops:
@@ -63,16 +59,15 @@ def _sum(eqns: Iterable[Any], of_product: Callable[[Any], Flops]) -> Flops:
         if costed or name in PRODUCTS:
             total += of_product(eqn)
         elif name == "cond":
-            branches: list[Flops] = [
-                _sum(_equations(branch), of_product) for branch in eqn.params["branches"]
-            ]
+            branches = [_sum(_compat.open_jaxpr(b)[2], of_product) for b in eqn.params["branches"]]
             total += max((sum(b.values()), n, b) for n, b in enumerate(branches))[2]
         else:
             times = eqn.params["length"] if name == "scan" else 1
             if name == "shard_map":  # its body is what one device does
                 times = eqn.params["mesh"].size
             for inner in _bodies(eqn):
-                total += Counter({key: times * n for key, n in _sum(_equations(inner), of_product).items()})
+                once = _sum(_compat.open_jaxpr(inner)[2], of_product)
+                total += Counter({key: times * n for key, n in once.items()})
     return total
 
 
@@ -86,7 +81,7 @@ def largest_results(jaxpr: Any, count: int = 8) -> list[tuple[int, str]]:
     found: dict[tuple[int, str], None] = {}
 
     def visit(jaxpr: Any) -> None:
-        for eqn in _equations(jaxpr):
+        for eqn in _compat.open_jaxpr(jaxpr)[2]:
             inner = _bodies(eqn)
             for one in inner:
                 visit(one)
@@ -104,18 +99,7 @@ def _bodies(eqn: Any) -> list[Any]:
     if eqn.primitive.name == "logical_shard_map":  # over no mesh yet: all of it
         types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
         return [jax.make_jaxpr(eqn.params["fun"])(*types)]
-    return _inner(eqn.params)
-
-
-def _inner(params: dict[str, Any]) -> list[Any]:
-    found = []
-    for value in params.values():
-        found += [v for v in (value if isinstance(value, tuple | list) else [value]) if _is_jaxpr(v)]
-    return found
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, jex.ClosedJaxpr | jex.Jaxpr)
+    return _compat.subjaxprs(eqn)
 
 
 def _flops(eqn: Any) -> Flops:

@@ -11,9 +11,8 @@ from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import Atom, Equation, Flat, Node, Var, While, is_var
 from mmnnx.mpmd.ir.fragments import Fragment, Plan, WhilePlan
 from mmnnx.mpmd.ir.placement import Placed, Placement
-from mmnnx.mpmd.ir.timetable import Action, Timetable
+from mmnnx.mpmd.ir.timetable import LETTERS, Action, Timetable
 
-_LETTERS = {"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}
 _LONGEST = 60  # characters of a parameter
 
 
@@ -182,4 +181,4 @@ def _timetable(times: Timetable) -> str:
 
 
 def _row(row: Sequence[Action]) -> str:
-    return " ".join(f"{a.stage}{_LETTERS[a.phase]}{a.microbatch}" for a in row)
+    return " ".join(f"{a.stage}{LETTERS[a.phase]}{a.microbatch}" for a in row)

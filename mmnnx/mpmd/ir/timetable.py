@@ -13,6 +13,8 @@ Phase = Literal["forward", "backward", "backward-input", "backward-weight"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
+LETTERS: Mapping[Phase, str] = dict(zip(PHASES, "FBIW"))
+
 
 PARTS: tuple[Phase, ...] = ("backward-input", "backward-weight")
 

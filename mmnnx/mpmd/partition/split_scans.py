@@ -8,17 +8,15 @@ to layer and keeps them, and each weight's gradient is made of what it kept.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
-
-import jax
-import jax.extend.core as jex
 
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import PRODUCTS, Atom, Equation, Node, Var, is_var
 from mmnnx.mpmd.ir.placement import Placement
 from mmnnx.mpmd.ir.rewrite import name_results, trace_equations
-from mmnnx.mpmd.ir.scans import split_operands
+from mmnnx.mpmd.ir.scans import run_scan, split_operands
 
 
 def split_scans(
@@ -122,36 +120,21 @@ def _parts(node: Equation) -> list[Equation]:
     outside = {*body.constants, *body.slices, *body.held}
     reads = {n: _reads(own) for n, own in body.gradients.items()}
     kept = list(dict.fromkeys(v for own in reads.values() for v in own if v not in outside))
-    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-
-    def run_chain(*operands: jax.Array) -> list[jax.Array]:
-        consts, init, xs = split_operands(operands, len(body.constants), num_carry)
-        invars = [*body.constants, *body.carries, *body.slices]
-        run = jex.jaxpr_as_fun(_compat.close_jaxpr(invars, [*body.results, *kept], body.chain, body.held))
-
-        def step(carry: Any, row: Any) -> Any:
-            made = run(*consts, *carry, *row)
-            return made[:num_carry], made[num_carry:]
-
-        carry, stacks = jax.lax.scan(step, init, xs, **params)
-        return [*carry, *stacks]
-
+    invars = [*body.constants, *body.carries, *body.slices]
+    chain = _compat.close_jaxpr(invars, [*body.results, *kept], body.chain, body.held)
+    run_chain = functools.partial(run_scan, chain, len(body.constants), num_carry, eqn.params)
     made, atoms = trace_equations(run_chain, *eqn.invars, scope=node.scope)
     others = [y for n, y in enumerate(ys) if n not in body.gradients]
     named = [*node.outvars[:num_carry], *others]
     stacks = atoms[len(named) :]
     parts = name_results(made, atoms, [*named, *stacks])
-    given = dict(zip((*body.constants, *body.carries, *body.slices), eqn.invars)) | dict(zip(kept, stacks))
+    given = dict(zip(invars, eqn.invars)) | dict(zip(kept, stacks))
 
     for n, own in body.gradients.items():
         whole = [v for v in reads[n] if v in body.constants]
         rows = [v for v in reads[n] if v not in body.constants and v not in body.held]
-        run = jex.jaxpr_as_fun(_compat.close_jaxpr([*whole, *rows], [inside[n]], own, body.held))
-
-        def run_gradient(*operands: jax.Array, run: Any = run, count: int = len(whole)) -> jax.Array:
-            consts, xs = operands[:count], list(operands[count:])
-            return jax.lax.scan(lambda _, row: (None, run(*consts, *row)[0]), None, xs, **params)[1]
-
+        gradient = _compat.close_jaxpr([*whole, *rows], [inside[n]], own, body.held)
+        run_gradient = functools.partial(run_scan, gradient, len(whole), 0, eqn.params)
         made, atoms = trace_equations(run_gradient, *(given[v] for v in (*whole, *rows)), scope=node.scope)
         parts += name_results(made, atoms, [ys[n]])
     return parts

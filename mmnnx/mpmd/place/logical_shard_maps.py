@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.function import Function
-from mmnnx.mpmd.ir.equations import Equation, Node, is_var
+from mmnnx.mpmd.ir.equations import Equation, Node, holds, is_var
 from mmnnx.mpmd.ir.placement import Placed, Placement
 from mmnnx.mpmd.ir.rewrite import trace_equations
 from mmnnx.sharding.logical_shard_map import divided
@@ -34,7 +34,7 @@ def divide_shard_maps(function: Function, placed: Placed) -> Placed:
 
 def over_mesh(function: Function, e: Equation, mesh: Mesh) -> list[Equation]:
     """What stands for an equation on a mesh, with the shard maps in logical names in it over that mesh."""
-    if not _holds_one(e.eqn):
+    if not holds(e.eqn, _NAME):
         return [e]
     scoped, owners = function.task_of(e.scope), placed_tasks(mesh, function.multimesh)
     task = scoped[0] if scoped is not None else next(iter(owners), None)
@@ -53,18 +53,13 @@ def _divided(function: Function, nodes: Sequence[Node], placement: Placement) ->
                     if node in keyed:
                         keyed[new] = keyed.pop(node)
                 node = new
-        elif node in placement.locations and _holds_one(node.eqn):
+        elif node in placement.locations and holds(node.eqn, _NAME):
             equations = over_mesh(function, node, placement.locations[node].mesh)
             placement.put_like(equations, node)
             found += equations
             continue
         found.append(node)
     return found
-
-
-def _holds_one(eqn: Any) -> bool:
-    inner = (e for jaxpr in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(jaxpr)[2])
-    return eqn.primitive.name == _NAME or any(map(_holds_one, inner))
 
 
 def _over_mesh(eqn: Any, task: Task | None, mesh: Mesh) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
+from mmnnx.mpmd.frontend.function import TaskOf
 from mmnnx.mpmd.ir.dataflow import follow_back
 from mmnnx.mpmd.ir.equations import PRODUCTS, Atom, Equation, Loop, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import CONST, FREE, Kind, Origin, combine
@@ -18,7 +19,6 @@ from mmnnx.mpmd.place.classify import Role, classify
 from mmnnx.mpmd.place.options import fusing
 from mmnnx.sharding.task import Task
 
-TaskOf = Callable[[str], "tuple[Task, Mesh] | None"]
 Fits = Callable[[Loop, Placement], bool]
 
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Mapping
 
-from mmnnx.mpmd.ir.timetable import Action, Phase, Table
+from mmnnx.mpmd.ir.timetable import LETTERS, Action, Table
 
-LETTERS: Mapping[Phase, str] = {
-    "forward": "F",
-    "backward": "B",
-    "backward-input": "I",
-    "backward-weight": "W",
-}
 PHASES = {letter: phase for phase, letter in LETTERS.items()}
 CELLS = "'0F3' (forward of microbatch 3 on stage 0), '0B3' (its backward), '0I3' and '0W3' (its two parts)"
 SENDS = ("SEND", "RECV", "SHARD", "REDUCE")  # also in UNSHARD, RESHARD, REDUCE_GRAD
