@@ -303,10 +303,18 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="whichever-are-shared",
         file="mmnnx/mpmd/jit/arguments.py",
-        old="or any(places[n] is not places[first] for n, first in self.shared)",
-        new="",
+        old="(*self.shared, *self.same)",
+        new="self.same",
         what="A call whose arguments share other Variables is taken for one like before.",
         tests=("tests/mpmd/jit/test_fast_path.py::test_which_variables_are_one",),
+    ),
+    Fault(
+        name="one-value-given-twice",
+        file="mmnnx/mpmd/jit/arguments.py",
+        old="(*self.shared, *self.same)",
+        new="self.shared",
+        what="A call that is given two values is taken for one that was given the same value twice.",
+        tests=("tests/mpmd/jit/test_fast_path.py::test_one_array_as_two_arguments",),
     ),
     Fault(
         name="parts-of-what-jax-overwrites",
@@ -350,9 +358,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="gradients-of-rows-in-reverse",
-        file="mmnnx/mpmd/partition/split_scans.py",
-        old='params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}',
-        new='params = {name: eqn.params[name] for name in ("length", "unroll")}',
+        file="mmnnx/mpmd/ir/scans.py",
+        old='params = {name: like[name] for name in ("length", "reverse", "unroll")}',
+        new='params = {name: like[name] for name in ("length", "unroll")}',
         what=("The parts of a backward scan go over its layers in the other order."),
         tests=("tests/mpmd/partition/test_split_scans.py::test_stacks_of_two_layers",),
     ),
