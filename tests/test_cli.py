@@ -267,14 +267,12 @@ def test_draws_the_shortest_or_all(capsys):
     assert drawn(lines) == list(table(lines)) and len(drawn(lines)) == len(schedule_names())
 
 
-def test_a_schedule_that_refuses_says_why_in_the_table(capsys):
+def test_a_schedule_that_refuses_says_why(capsys):
     lines = schedule(capsys, "--stages 4 --microbatches 3")
-    assert table(lines)["dualpipe-v"][:5] == ["-"] * 5
     with pytest.raises(ValueError) as error:
         by_name("dualpipe-v", 4, 3, 2, UNIT_COSTS)
-    start = next(n for n, line in enumerate(lines) if "dualpipe-v" in line)
-    reason = " ".join(" ".join(lines[start:]).split("- ", 5)[-1].split())
-    assert reason.startswith(str(error.value))
+    assert str(error.value) in lines
+    assert set(table(lines)) == set(schedule_names()) - {"dualpipe-v"}
 
 
 @pytest.mark.parametrize("columns", [None, 80, 60, 20])

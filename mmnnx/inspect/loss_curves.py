@@ -40,9 +40,8 @@ def draw_loss(rows: Iterable[Mapping[str, float]], *, dark: bool = False) -> Fig
         panels = figure.subplots(1 + len(below), height_ratios=[3.2] + [1] * len(below), squeeze=False)[:, 0]
         losses, *others = panels
         steps, values = series("loss")
-        dot: dict[str, Any] = (
-            {"marker": "o", "markersize": 4} if len(steps) == 1 else {}
-        )  # one point is no line
+        # One point is no line.
+        dot: dict[str, Any] = {"marker": "o", "markersize": 4} if len(steps) == 1 else {}
         each, smoothed = "training, each step", "training, smoothed"
         losses.plot(steps, values, color=TRAINING, linewidth=0.7, alpha=0.6, label=each, **dot)
         losses.plot(steps, smooth(values), color=SMOOTHED, linewidth=1.5, label=smoothed, **dot)

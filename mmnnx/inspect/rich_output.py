@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
+from rich.protocol import rich_cast
+from rich.table import Table
 
 WIDTH = 240
 """Columns that there are; wider cells are folded."""
@@ -17,10 +22,6 @@ HTML = (
 )
 
 
-NARROWEST = 80
-"""Columns that tables of a terminal have at least: rich leaves cells out where there are fewer."""
-
-
 def table_console(file_width: int) -> Console:
     """Where a command prints: as wide as the terminal or `COLUMNS`, or `file_width` in a file or a pipe."""
     console = Console(highlight=False, markup=False, emoji=False)
@@ -29,11 +30,21 @@ def table_console(file_width: int) -> Console:
     return console
 
 
-def print_table(console: Console, table: RenderableType) -> None:
-    """Prints a table with all its columns. A terminal that is narrower wraps the lines itself."""
-    width, console.width = console.width, max(console.width, NARROWEST)
+def print_table(console: Console, shown: RenderableType) -> None:
+    """Prints a table, or text and tables, at least as wide as the longest words: rich would cut them.
+
+    A terminal that is narrower wraps the lines itself.
+    """
+    shown = rich_cast(shown)
+    for table in shown.renderables if isinstance(shown, Group) else [shown]:
+        for column in table.columns if isinstance(table, Table) else []:
+            words = " ".join(map(str, (column.header, *column.cells))).split()
+            column.min_width = max(map(cell_len, words), default=None)
+    unlimited = console.options.update_width(sys.maxsize)
+    width = console.width
+    console.width = max(width, Measurement.get(console, unlimited, shown).minimum)
     try:
-        console.print(table)
+        console.print(shown, crop=False)  # the minimum that a table measures leaves out its edges
     finally:
         console.width = width
 

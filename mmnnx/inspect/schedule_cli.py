@@ -114,7 +114,7 @@ def show(config: ScheduleConfig, console: Console) -> None:
     file that cannot be read or written.
     """
     meshes, microbatches = config.stages or 4, config.microbatches or 8
-    refused: dict[str, str] = {}
+    refused: list[str] = []
     if config.schedule is None:
         found = []
         for name in schedule_names():
@@ -122,14 +122,16 @@ def show(config: ScheduleConfig, console: Console) -> None:
                 with _progress(console, name):  # large ones take seconds
                     found.append(by_name(name, meshes, microbatches, config.interleave, config.costs))
             except ValueError as error:
-                refused[name] = str(error)
+                refused.append(str(error))
         found.sort(key=lambda one: one.rank)
     elif config.schedule.lower().endswith(".csv"):
         found = [from_csv(Path(config.schedule), config.stages, config.microbatches, config.costs)]
     else:
         found = [by_name(config.schedule, meshes, microbatches, config.interleave, config.costs)]
 
-    print_table(console, make_table(found, refused))
+    print_table(console, make_table(found))
+    for reason in refused:
+        console.print(cell(reason))
     console.print(
         "step time: steady state, from one step to the next; step latency: one step on its own; bubble: "
         "share of the step time in which a mesh runs nothing; peak activations: the most saved activations "
@@ -154,14 +156,12 @@ def _progress(console: Console, name: str) -> contextlib.AbstractContextManager[
     return console.status(cell(f"simulating {name}"))
 
 
-def make_table(found: Sequence[Simulated], refused: Mapping[str, str]) -> Table:
-    """A row for each schedule; for those that cannot be used, the reason."""
+def make_table(found: Sequence[Simulated]) -> Table:
+    """A row for each schedule."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
     for heading in ("stages\nper mesh", "step\ntime", "step\nlatency", "bubble", "peak\nactivations"):
         table.add_column(heading, justify="right")
-    if refused:
-        table.add_column("why not", style="dim", overflow="fold")
     for one in found:
         table.add_row(
             cell(one.name),
@@ -171,8 +171,6 @@ def make_table(found: Sequence[Simulated], refused: Mapping[str, str]) -> Table:
             f"{one.timeline.bubble:.1%}",
             _brief(max(one.memory)),
         )
-    for name, reason in refused.items():
-        table.add_row(cell(name), *["-"] * 5, cell(reason))
     return table
 
 

@@ -40,7 +40,10 @@ def check_train(command: Sequence[str], processes: int, devices: int | None) -> 
     """
     if command[0] != "train":
         return
-    _, options = take_options([*command[1:]])
+    try:
+        _, options = take_options([*command[1:]])
+    except ValueError as error:
+        raise UserError(str(error)) from None
     config = tyro.cli(TrainConfig, args=options, prog="mmnnx train")
     if config.processes > 1:
         raise UserError(f"--processes {config.processes} starts processes on one machine: leave it out here")

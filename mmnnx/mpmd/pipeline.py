@@ -15,8 +15,8 @@ from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.input_shardings import deriver
 from mmnnx.mpmd.divide.divide import divide, divides_inputs
 from mmnnx.mpmd.emit.emit import emit
-from mmnnx.mpmd.frontend.function import Function, check_device, enter, place_tasks
-from mmnnx.mpmd.frontend.over_arrays import over_arrays
+from mmnnx.mpmd.frontend.function import Function, check_device, enter
+from mmnnx.mpmd.frontend.over_arrays import OverArrays
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.hoist.hoist import hoist
 from mmnnx.mpmd.inline.calls import inline
@@ -60,19 +60,14 @@ class Split:
     is_described: bool = False
 
 
-def register(traced: jax.stages.Traced, record: Record) -> None:
-    """Registers the tasks that a traced function gives state to: two functions may do so differently."""
-    place_tasks(*over_arrays(traced, record))
-
-
 def split(
-    traced: jax.stages.Traced,
+    traced: OverArrays,
     record: Record,
     leaves: Sequence[Any],
     multimesh: MultiMesh | None,
     device: jax.Device | None,
 ) -> Split:
-    """Splits a traced function, whose tasks are registered, for arguments that live where `leaves` do.
+    """Splits a function, whose tasks are registered, for arguments that live where `leaves` do.
 
     Args:
       device: the one that it was told to run on, if any.
@@ -82,7 +77,7 @@ def split(
       VerificationError: if the program does not hold together.
     """
     dump = Dump.of(traced.fun_name)
-    given = *over_arrays(traced, record), [_compat.held(x) for x in leaves], multimesh, dump
+    given = traced, record, [_compat.held(x) for x in leaves], multimesh, dump
     whole = enter(*given)
     try:
         function, pieces = divide(whole)

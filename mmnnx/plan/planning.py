@@ -16,6 +16,7 @@ from rich.console import Console
 
 from mmnnx import _compat
 from mmnnx.inspect.figure_bytes import PICTURES, picture_bytes
+from mmnnx.inspect.rich_output import print_table
 from mmnnx.mpmd.compile.compile_program import Compiled
 from mmnnx.mpmd.compile.executables import WHILE_COMPILING
 from mmnnx.mpmd.compile.saved_executables import save_executables
@@ -53,8 +54,8 @@ class Plan(StepPlan):
     """
 
     def show(self) -> None:
-        """Prints it, as wide as the terminal."""
-        Console().print(report(self))
+        """Prints it, as wide as the terminal; wider, if words would be cut."""
+        print_table(Console(), report(self))
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to a file: `.json` the data, `.svg`, `.png` or `.pdf` the picture, `.html` both.

@@ -229,8 +229,10 @@ def test_what_are_no_options_of_train(capsys):
     assert "--stags" in capsys.readouterr().err
 
 
-def test_options_of_every_command(launch):
+def test_options_of_every_command(launch, capsys):
     assert "--quiet" in launch(*SLURM, "--", "train", "--quiet", "--log-level", "info")
+    assert main(["launch", *SLURM, "--", "train", "--log-level", "loud"]) == 2
+    assert "mmnnx: --log-level is one of debug, info, warning, error, not 'loud'" in capsys.readouterr().err
 
 
 def test_the_folder_of_a_job_is_not_looked_for_here(launch):

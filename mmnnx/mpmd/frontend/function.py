@@ -93,8 +93,11 @@ class Function:
         return dict(zip(flat.invars, self.shardings.in_shardings))
 
 
-def place_tasks(traced: OverArrays, record: Record) -> None:
-    """Remembers which state the rules of a function give to which task; programs depend on that."""
+def register_tasks(traced: OverArrays, record: Record) -> None:
+    """Registers the tasks to which the rules of a function give state, on the current MultiMesh.
+
+    Programs depend on what is registered. Two functions may name the tasks of one mesh differently.
+    """
     for (task, mesh), paths in _placing(record, traced.jaxpr).items():
         place_task(task, mesh, paths)
     for leaf in (*record.inputs, *record.results):

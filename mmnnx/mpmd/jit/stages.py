@@ -13,7 +13,9 @@ from flax import nnx
 from mmnnx import _compat
 from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.gc_pause import gc_paused
+from mmnnx.mpmd.frontend.function import register_tasks
 from mmnnx.mpmd.frontend.graph import is_node
+from mmnnx.mpmd.frontend.over_arrays import over_arrays
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.equations import scopes_in
 from mmnnx.mpmd.ir.shardings import is_committed
@@ -21,7 +23,7 @@ from mmnnx.mpmd.jit.argument_types import mesh_in_types, typed_mesh
 from mmnnx.mpmd.jit.cache_key import program_key, with_shardings
 from mmnnx.mpmd.jit.lowered import FlatLowered
 from mmnnx.mpmd.jit.static_arguments import restore
-from mmnnx.mpmd.pipeline import Split, register, split
+from mmnnx.mpmd.pipeline import Split, split
 from mmnnx.mpmd.runtime.collective_order import in_collective_order
 from mmnnx.mpmd.runtime.donated_arguments import check_shared
 from mmnnx.mpmd.runtime.prepare import Run, refuse_described
@@ -139,11 +141,12 @@ class FlatTraced:
         with contextlib.nullcontext() if inside or self.multimesh is None else self.multimesh:
             key = program_key(self.tree, self.static, self.leaves)
             if key not in variants:
-                register(self.traced, self.record)
+                function = over_arrays(self.traced, self.record)
+                register_tasks(*function)
                 key = program_key(self.tree, self.static, self.leaves)  # which tells what is registered
             if key not in variants:
                 with gc_paused():
-                    found = split(self.traced, self.record, self.leaves, self.multimesh, self.xla.device)
+                    found = split(*function, self.leaves, self.multimesh, self.xla.device)
                 as_it_is = self.run_as_it_is()
                 if found.prepare is None and found.program.calls:
                     as_it_is = in_collective_order(as_it_is, found.program.calls[0].mesh)
