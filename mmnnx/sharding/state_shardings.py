@@ -19,6 +19,7 @@ from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.sharding.registered_tasks import explain_placement, place_task
 
 Path = tuple[str, ...]
+Shape = tuple[int, ...]
 
 
 def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path, Sharding]:
@@ -31,7 +32,7 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
       PlacementError: for state that no rule places.
     """
     found: dict[Path, Sharding] = {}
-    parameters: dict[tuple[Path, tuple[int, ...]], Sharding] = {}
+    parameters: dict[Path, dict[Shape, Sharding]] = {}  # two models may have one path
     variables = [
         (name, tuple(map(str, path)), variable)
         for name, node in nodes.items()
@@ -47,19 +48,20 @@ def shardings_of(nodes: Mapping[str, Any], sharding: TaskSharding) -> dict[Path,
             shape = tuple(np.shape(x))
             if not isinstance(x, jax.ShapeDtypeStruct):
                 if isinstance(x, jax.Array):
-                    parameters[path, shape] = named_sharding(x) or x.sharding
+                    parameters.setdefault(path, {}).setdefault(shape, named_sharding(x) or x.sharding)
                 continue
             if _compat.is_optimizer_state(variable):
                 own = _of_optimizer_state(sharding, path, variable, shape, parameters, of_path)
             else:
-                own = parameters[path, shape] = _of_parameter(sharding, path, variable, shape)
+                own = _of_parameter(sharding, path, variable, shape)
+                parameters.setdefault(path, {}).setdefault(shape, own)
             inner = jax.tree_util.keystr(keys, simple=True, separator="/")
             placed = sharding_of(own) if isinstance(own, NamedSharding) else own
             found[tuple("/".join((name, *path, *([inner] if inner else []))).split("/"))] = placed
     return found
 
 
-def _of_parameter(sharding: TaskSharding, path: Path, variable: Any, shape: tuple[int, ...]) -> NamedSharding:
+def _of_parameter(sharding: TaskSharding, path: Path, variable: Any, shape: Shape) -> NamedSharding:
     try:
         match = sharding.lookup(path, variable)
     except PlacementError:
@@ -79,8 +81,8 @@ def _of_optimizer_state(
     sharding: TaskSharding,
     path: Path,
     variable: nnx.Variable,
-    shape: tuple[int, ...],
-    parameters: Mapping[tuple[Path, tuple[int, ...]], Sharding],
+    shape: Shape,
+    parameters: Mapping[Path, Mapping[Shape, Sharding]],
     of_path: Mapping[Path, list[Any]],
 ) -> Sharding:
     """By a rule of its own, else where its parameter lives, or would live by the rules if it is not among the
@@ -88,14 +90,14 @@ def _of_optimizer_state(
     match = sharding.lookup_optimizer_state([path], variable, of_path)
     if match is not None and match.own:
         return match.sharding
-    endings = [path[k:] for k in range(len(path))]
-    for ending in endings:
-        if (ending, shape) in parameters:
-            return parameters[ending, shape]
+    of_endings = [parameters[path[k:]] for k in range(len(path)) if path[k:] in parameters]
+    for by_shape in of_endings:
+        if shape in by_shape:
+            return by_shape[shape]
     if shape:
-        for ending in endings:
-            for (parameter, its_shape), own in parameters.items():
-                if parameter == ending and isinstance(own, NamedSharding):
+        for by_shape in of_endings:
+            for its_shape, own in by_shape.items():
+                if isinstance(own, NamedSharding):
                     return NamedSharding(own.mesh, aligned_spec(own.spec, its_shape, shape))
         if match is not None:
             return match.sharding

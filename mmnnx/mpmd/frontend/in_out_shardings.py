@@ -72,36 +72,24 @@ def find_in_out_shardings(
     """
     in_shardings = [_in_sharding(x, leaf, meshes) for x, leaf in zip(leaves, record.inputs)]
     rules = [_rule(leaf, meshes) for leaf in record.results]
-    divided = functools.cache(meshes.divided)
+    divided = functools.cache(lambda s: None if s is None else meshes.divided(s))
     divided_arguments = [
-        divided(s) if s is not None and (_is_state(leaf) or (inputs_in_pieces and _is_over_one(s))) else None
+        divided(s) if _is_state(leaf) or (inputs_in_pieces and _is_over_one(s)) else None
         for s, leaf in zip(in_shardings, record.inputs)
     ]
-    divided_rules = [None if s is None else divided(s) for s in rules]
-    unions = {d.whole.mesh for d in (*divided_arguments, *divided_rules) if d is not None}
+    unions = {d.whole.mesh for d in (*divided_arguments, *map(divided, rules)) if d is not None}
     spanning = meshes.spanning()
     placed = [
         None if s is None or (s.mesh in spanning and d is None) else s
         for s, d in zip(in_shardings, divided_arguments)
     ]
     homes = [None if s is None or not jnp.ndim(x) else mesh_of(s) for s, x in zip(placed, leaves)]
-    shapes = [jnp.shape(x) for x in leaves]
-    owners = Owners(record, in_shardings, homes, shapes, types, rules)
+    owners = Owners(record, in_shardings, homes, [jnp.shape(x) for x in leaves], types, rules)
+
     follows: list[int | None] = []
     out_shardings: list[NamedSharding | None] = []
     for leaf, aval, rule, by_type in zip(record.results, types, rules, typed):
-        follow, sharding = None, rule
-        if leaf is not None and leaf.updates is not None:
-            same = shapes[leaf.updates] == aval.shape
-            home, own = homes[leaf.updates], placed[leaf.updates]
-            follow = leaf.updates if same and home is not None else None
-            if not same:  # its own, as far as that fits
-                own = entering(aval, home, own) if home is not None else None
-            sharding = rule or own
-        elif leaf is not None:
-            follow, of_owner = owners.owner(leaf, aval)
-            inherited = leaf.rule is not None and not leaf.rule.own
-            sharding = of_owner or rule if inherited else rule or of_owner
+        follow, sharding = _result(leaf, aval, rule, owners, placed)
         if by_type is not None and rule is None and sharding is not None:
             typed_as = entering(aval, mesh_of(sharding), by_type)
             sharding = sharding if sharding.is_equivalent_to(typed_as, aval.ndim) else typed_as
@@ -109,7 +97,6 @@ def find_in_out_shardings(
             follow, sharding = None, None  # statistics of all layers, say: where they are computed
         follows.append(follow)
         out_shardings.append(sharding)
-    divided_results = [None if s is None else divided(s) for s in out_shardings]
     on_every_mesh = [
         leaf is not None
         and leaf.updates is not None
@@ -118,30 +105,56 @@ def find_in_out_shardings(
         and ((own := in_shardings[leaf.updates]) is None or own.mesh in spanning)
         for leaf, aval, sharding in zip(record.results, types, out_shardings)
     ]
-    around = [
-        owners.module_mesh(leaf) if leaf is not None and leaf.within else None for leaf in record.results
-    ]
-    # Divided arrays alone can be on a mesh with a layout.
-    module_meshes = [None if mesh is None or has_layout(mesh) else mesh for mesh in around]
     return InOutShardings(
         in_shardings,
         homes,
         follows,
         out_shardings,
-        module_meshes,
+        [_module_mesh(leaf, owners) for leaf in record.results],
         on_every_mesh,
         divided_arguments,
-        divided_results,
+        list(map(divided, out_shardings)),
     )
+
+
+def _result(
+    leaf: Leaf | None,
+    aval: Any,
+    rule: NamedSharding | None,
+    owners: Owners,
+    placed: Sequence[NamedSharding | None],
+) -> tuple[int | None, NamedSharding | None]:
+    """(the owner of a result, the sharding that it must have).
+
+    Args:
+      leaf, aval, rule: what the result is, its type, and what out_shardings ask for it.
+      placed: for each argument, its sharding; None if it is unplaced, or whole on several meshes.
+    """
+    if leaf is None:
+        return None, rule
+    if leaf.updates is not None:
+        home, own = owners.homes[leaf.updates], placed[leaf.updates]
+        if owners.shapes[leaf.updates] == aval.shape:
+            return leaf.updates if home is not None else None, rule or own
+        return None, rule or (entering(aval, home, own) if home is not None else None)  # as far as it fits
+    follow, of_owner = owners.owner(leaf, aval)
+    inherited = leaf.rule is not None and not leaf.rule.own
+    return follow, of_owner or rule if inherited else rule or of_owner
+
+
+def _module_mesh(leaf: Leaf | None, owners: Owners) -> Mesh | None:
+    mesh = owners.module_mesh(leaf) if leaf is not None and leaf.within else None
+    # Divided arrays alone can be on a mesh with a layout.
+    return None if mesh is None or has_layout(mesh) else mesh
 
 
 def _is_state(leaf: Leaf | None) -> bool:
     return leaf is not None and (leaf.is_variable or leaf.rule is not None)
 
 
-def _is_over_one(sharding: NamedSharding) -> bool:
+def _is_over_one(sharding: NamedSharding | None) -> bool:
     """Whether each dimension is sharded over one axis at most: a batch may be over all that there are."""
-    return all(entry is None or isinstance(entry, str) for entry in sharding.spec)
+    return sharding is not None and all(entry is None or isinstance(entry, str) for entry in sharding.spec)
 
 
 def _in_sharding(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
