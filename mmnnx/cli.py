@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 import mmnnx
+from mmnnx.exit_status import MISTAKE
 from mmnnx.output import saying, take_options
 from mmnnx.printable import printable
 from mmnnx.sharding.rules import did_you_mean
@@ -89,7 +90,7 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         _drop_output()
         print("mmnnx: the output cannot be written: no space is left on its device", file=sys.stderr)
-        return 2
+        return MISTAKE
 
 
 def _drop_output() -> None:
@@ -107,14 +108,14 @@ def _run(args: list[str]) -> int:
         output, left = take_options(args)
     except ValueError as error:
         print_error(str(error))
-        return 2
+        return MISTAKE
     command, *options = left or [""]
     if command in COMMANDS:
         for option in options[: options.index("--")] if "--" in options else options:
             name = option.partition("=")[0]
             if name.startswith("-") and printable(name) != name:  # what parses them would print it as it is
                 print_error(f"there is no option {printable(name)}: `mmnnx {command} --help` lists them")
-                return 2
+                return MISTAKE
         with saying(output):
             try:
                 return importlib.import_module(COMMANDS[command]).run(options, print_error)
@@ -130,6 +131,6 @@ def _run(args: list[str]) -> int:
     if command:
         near = did_you_mean(command, COMMANDS)
         print_error(f"there is no command {command!r}{near}: `mmnnx --help` lists them")
-        return 2
+        return MISTAKE
     print(USAGE, file=sys.stderr)
-    return 2
+    return MISTAKE

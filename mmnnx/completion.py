@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 from tyro.conf import subcommand
 
+from mmnnx.exit_status import MISTAKE
 from mmnnx.inspect.schedule_cli import ScheduleConfig
 from mmnnx.launch.cli import WAYS
 from mmnnx.output import Level
@@ -66,7 +67,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         return 0
     if len(options) != 1 or options[0] not in SHELLS:
         print_error(f"completion is for one of {', '.join(SHELLS)}: mmnnx completion bash")
-        return 2
+        return MISTAKE
     script, status = io.StringIO(), 0
     try:
         with contextlib.redirect_stdout(script):

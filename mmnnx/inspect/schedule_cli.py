@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mmnnx.exit_status import MISTAKE
 from mmnnx.inspect.cells import cell
 from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.inspect.schedules import Simulated, by_name, from_csv
@@ -98,12 +99,12 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         show(config, console)
     except ValueError as error:
         print_error(str(error))
-        return 2
+        return MISTAKE
     except OSError as error:
         if error.filename is None:  # the output
             raise
         print_error(f"{error.filename}: {error.strerror}")
-        return 2
+        return MISTAKE
     return 0
 
 

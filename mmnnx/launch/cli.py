@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
+from mmnnx.exit_status import MISTAKE
 from mmnnx.launch.gke import Gke
 from mmnnx.launch.hosts import Hosts
 from mmnnx.launch.slurm import Slurm
@@ -46,15 +47,15 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         return 0
     if not command and not asks_for_help:
         print_error("nothing to launch: give the command after --, as in: mmnnx launch --slurm -- train")
-        return 2
+        return MISTAKE
     if len(ways) != 1:
         print_error(f"give one of {', '.join(WAYS)}" + (f", not {' and '.join(ways)}" if ways else ""))
-        return 2
+        return MISTAKE
     try:
         way: Way = tyro.cli(WAYS[ways[0]], args=["--help"] if asks_for_help else own, prog="mmnnx launch")
         text = way.write(command)
     except UserError as error:
         print_error(str(error))
-        return 2
+        return MISTAKE
     sys.stdout.write(text)
     return 0

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from mmnnx.exit_status import FAILED, MISTAKE
 from mmnnx.inspect.cells import cell
 from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.mpmd.compile import compile_program
@@ -119,7 +120,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
                 found = search(job, config.given(), config.compile_best)
             print_table(console, found)
             if found.best is None:
-                return 1
+                return FAILED
             job, plan = found.best
         else:
             with progress(console, f"compiling {job.model} for {job.target}"):
@@ -135,12 +136,12 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
             console.print(f"wrote {config.save}", markup=False, soft_wrap=True)
     except (ValueError, ImportError, RuntimeError) as error:
         print_error(str(error))
-        return 2
+        return MISTAKE
     except OSError as error:
         if error.filename is None:  # the output
             raise
         print_error(f"{error.filename}: {error.strerror}")
-        return 2
+        return MISTAKE
     return int(plan.fits is False)
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import tyro
 
+from mmnnx.exit_status import DIVERGED, MISTAKE
 from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.errors import Diverged, Interrupted, ReportedElsewhere, UserError
-from mmnnx.train.local_processes import DIVERGED, MISTAKE, follow_launcher, supervise
+from mmnnx.train.local_processes import follow_launcher, supervise
 from mmnnx.train.lockstep import VARIABLES, is_first, join
 from mmnnx.train.loop import train
 from mmnnx.train.run_folder import read_run

@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 
 import mmnnx as mm
+from mmnnx.exit_status import MISTAKE
 from mmnnx.options import optional
 from mmnnx.train.assistant import LossOn
 from mmnnx.train.batches import in_batches
@@ -20,7 +21,6 @@ from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.config import Precision
 from mmnnx.train.data import load_corpus
 from mmnnx.train.errors import UserError, above_zero
-from mmnnx.train.local_processes import MISTAKE
 from mmnnx.train.read_model import read_model, stage_mesh
 from mmnnx.train.rows import Packing, rows_of
 from mmnnx.train.step import cross_entropy

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import tyro
 from flax import nnx
 
+from mmnnx.exit_status import MISTAKE
 from mmnnx.options import optional
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
 from mmnnx.train.errors import UserError
-from mmnnx.train.local_processes import MISTAKE
 from mmnnx.train.run_folder import read_run
 from mmnnx.train.step import make_model, published
 

@@ -14,6 +14,7 @@ import tyro
 from rich.console import Console
 
 import mmnnx as mm
+from mmnnx.exit_status import MISTAKE
 from mmnnx.modules.generate import generate
 from mmnnx.options import optional
 from mmnnx.output import current
@@ -21,7 +22,6 @@ from mmnnx.printable import printable
 from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.config import Precision
 from mmnnx.train.errors import UserError
-from mmnnx.train.local_processes import MISTAKE
 from mmnnx.train.read_model import read_model, stage_mesh
 from mmnnx.train.tokens import Codec
 

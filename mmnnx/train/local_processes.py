@@ -17,12 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from mmnnx.exit_status import DIVERGED, FAILED, MISTAKE
 from mmnnx.output import current
 from mmnnx.train.accelerators import share_accelerators
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.run_folder import RunFolder
 
-MISTAKE, DIVERGED = 2, 3
 EXPECTED_STATUSES = {0, MISTAKE, DIVERGED, 128 + signal.SIGINT, 128 + signal.SIGTERM}
 """Exit statuses that all processes of a run agree on; the first process has reported why."""
 
@@ -73,7 +73,7 @@ def supervise(options: Sequence[str], config: TrainConfig, print_error: Callable
     )
     pid = processes[number].pid
     print_error(f"process {number} (process id {pid}) {_exit_text(status)}; ended the others, {left}")
-    return 1
+    return FAILED
 
 
 def follow_launcher() -> None:

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mmnnx.exit_status import MISTAKE
 from mmnnx.inspect.cells import cell
 from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.inspect.units import bytes_text, ranges_text
@@ -48,7 +49,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         found = contents_of(config.path)
     except CheckpointError as error:
         print_error(str(error))
-        return 2
+        return MISTAKE
     if config.json:
         print(json.dumps(dataclasses.asdict(found), indent=2, default=str))
     else:
