@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -20,6 +21,16 @@ def printable(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def first_few(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Those of a list that a message has room for, and how many there are besides.
+
+    >>> first_few(["a", "b", "c", "d"], most=2)
+    'a, b and 2 more'
+    """
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
 
 
 def shortened(text: str, length: int) -> str:

@@ -36,8 +36,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="catch-all-rule-takes-optimizer-state",
         file="mmnnx/mpmd/frontend/in_out_shardings.py",
-        old="sharding = of_owner or rule if inherited else rule or of_owner",
-        new="sharding = rule or of_owner",
+        old="return follow, of_owner or rule if inherited else rule or of_owner",
+        new="return follow, rule or of_owner",
         what=(
             "Slots of an optimizer go where the rule for all that is left says, and not to their parameters."
         ),

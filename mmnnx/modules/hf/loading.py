@@ -18,6 +18,7 @@ from mmnnx.modules.hf.configs import read_config
 from mmnnx.modules.hf.tensors import NO_WEIGHTS, Path, Piece, pieces_of, tensor_shapes
 from mmnnx.modules.hf.weights import Weights
 from mmnnx.modules.lm import LM
+from mmnnx.printable import first_few
 from mmnnx.sharding.held_parts import Bounds, array_of_parts, held_parts
 from mmnnx.sharding.placement import TaskSharding
 from mmnnx.sharding.state_shardings import shardings_of
@@ -118,8 +119,7 @@ def _check(weights: Weights, pieces: Mapping[Path, tuple[Piece, ...]]) -> None:
 
 
 def _some(text: str, names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return text.format(", ".join(names[:SHOWN]) + more) if names else ""
+    return text.format(first_few(names, SHOWN)) if names else ""
 
 
 def _read(weights: Weights, pieces: tuple[Piece, ...], like: Any, sharding: Sharding | None) -> jax.Array:

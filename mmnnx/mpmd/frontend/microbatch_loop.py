@@ -21,7 +21,7 @@ from mmnnx.mpmd.frontend.graph import changes, is_node
 from mmnnx.mpmd.frontend.reductions import Reduction, reductions
 from mmnnx.mpmd.ir.forwarding import forwarded
 from mmnnx.mpmd.ir.loop_spec import LoopSpec, loop_scope
-from mmnnx.printable import printable
+from mmnnx.printable import first_few, printable
 from mmnnx.sharding.incompatible_devices import advise
 
 CLOSED_OVER = (
@@ -122,7 +122,7 @@ class _Call:
         graphdef, after = nnx.split(nodes, graph=True)
         if not _compat.same_graph(graphdef, self.graphdef):
             before = self._arguments(nnx.merge(self.graphdef, self.nnx_state(state)))
-            found = ", ".join(changes(before, (args, kwargs))[:3]) or "the structure of its arguments"
+            found = first_few(changes(before, (args, kwargs)), most=3) or "the structure of its arguments"
             raise ValueError(
                 f"microbatch: the function changes {printable(found)}. Every microbatch must leave all but "
                 "arrays as it was: make modules and set attributes before the loop, and count in a Variable"

@@ -27,6 +27,7 @@ from mmnnx.mpmd.jit.stages import FlatTraced
 from mmnnx.mpmd.jit.static_arguments import static_arguments
 from mmnnx.mpmd.runtime.prepare import OUTERMOST
 from mmnnx.mpmd.runtime.profile import measuring
+from mmnnx.printable import first_few
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import ignoring
@@ -317,7 +318,7 @@ class Jit(Generic[P, R]):
             ]
             raise ValueError(
                 "profile: these arguments are not like those that the program was made for: "
-                + ("; ".join(differ[:3]) or f"{len(found)} arrays, not {len(expected)}")
+                + (first_few(differ, 3, "; ") or f"{len(found)} arrays, not {len(expected)}")
             )
         if jax.process_count() > 1:
             raise ValueError("a program is profiled in one process: run the script without mm.initialize")

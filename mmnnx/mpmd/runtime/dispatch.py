@@ -17,6 +17,7 @@ from mmnnx.mpmd.runtime.collective_order import check_threads
 from mmnnx.mpmd.runtime.pick import picker
 from mmnnx.mpmd.runtime.steps import Step, absent, group_transfers, has_part, is_local, make_step
 from mmnnx.mpmd.runtime.whiles import find_jumps, walk
+from mmnnx.printable import first_few
 
 
 def runner(
@@ -62,9 +63,8 @@ def runner(
         return f"instruction {numbers[groups[step][0]]} of call {call} of {name}: {what(step)}"
 
     def what(step: int) -> str:
-        group = groups[step]
-        more = [f"{len(group) - SHOWN:,} more"] if len(group) > SHOWN else []
-        return " and ".join([*(program.describe(program.instructions[n]) for n in group[:SHOWN]), *more])
+        described = [program.describe(program.instructions[n]) for n in groups[step]]
+        return first_few(described, SHOWN, " and ")
 
     @functools.cache
     def annotated() -> list[_PlacedStep]:

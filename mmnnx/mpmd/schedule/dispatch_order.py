@@ -18,6 +18,7 @@ from mmnnx.mpmd.ir.fragments import Fragment, LoopPlan
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.mpmd.ir.timetable import PARTS, Phase
 from mmnnx.mpmd.schedule.list_scheduling import Jobs, Stuck, play
+from mmnnx.printable import first_few
 
 Instance = tuple[int, int]  # (index of a fragment in the body, microbatch)
 
@@ -153,7 +154,7 @@ def _named_rows(plan: LoopPlan) -> list[Asked]:
             names = ", ".join(dict.fromkeys(repr(name) for _, name in row))
             wrong.append(f"row {number} names what runs on {len(meshes)} TaskMeshes: {names}")
     if wrong:
-        raise ValueError(f"custom_schedule, for {spec.length} microbatches: " + "; ".join(wrong[:4]))
+        raise ValueError(f"custom_schedule, for {spec.length} microbatches: " + first_few(wrong, 4, "; "))
     return [[(by_name[name], m) for m, name in row] for row in spec.rows]
 
 
