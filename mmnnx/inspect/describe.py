@@ -107,5 +107,5 @@ def describe(x: Any, *, sharding: TaskSharding | None = None) -> Description:
             )
         )
     if not nnx.graph.is_graph_node(x):
-        raise TypeError(f"an NNX object, a Variable or an array is needed, not {x!r}")
+        raise TypeError(f"an NNX object, a Variable or an array is needed, not {type(x).__name__}")
     return Description(list_state(x, homes).pieces)

@@ -10,6 +10,7 @@ import jax
 
 from mmnnx.inspect.colours import mesh_colour, text_colour
 from mmnnx.inspect.figure_style import TEXT, WIDTH, settle_ticks, styled
+from mmnnx.printable import shortened
 from mmnnx.sharding.mesh import MultiMesh, devices_key, idle_text
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 HEIGHT = 8.0  # inches that all rows share at most
 MOST_NAMES = 12
+LETTERS = 90  # in a line of the legend; a box and the gaps beside it are 6
 
 
 def draw_mesh(mesh: MultiMesh, *, dark: bool = False) -> Figure:
@@ -39,7 +41,9 @@ def draw_mesh(mesh: MultiMesh, *, dark: bool = False) -> Figure:
         row = min(0.36, HEIGHT / len(rows))
         room = 72 * (WIDTH - 2) / columns / (0.68 * TEXT)  # letters
         named = bool(groups) and row > 0.2 and all(len(f"device 0000: {name}") < room for name in groups)
-        legend = 0 if named else 0.25 * -(-min(len(groups), MOST_NAMES + 1) // 4)
+        names = [shortened(name, LETTERS - 6) for name in groups[:MOST_NAMES]]
+        across = max(1, min(4, LETTERS // (6 + max(map(len, names), default=0))))
+        legend = 0 if named else 0.25 * -(-min(len(groups), MOST_NAMES + 1) // across)
         figure = Figure(figsize=(WIDTH, 0.85 + row * len(rows) + legend), layout="constrained")
         axes = figure.add_subplot()
         letters = max(len(str(device.id)) for device in mesh.devices.flat)
@@ -56,20 +60,20 @@ def draw_mesh(mesh: MultiMesh, *, dark: bool = False) -> Figure:
                     label = f"device {device.id}" + (f": {tasks[device]}" if device in tasks else "")
                 axes.text(x, y, label, fontsize=size, color=text_colour(colour), ha="center", va="center")
         labels = [", ".join(f"{axis}={n}" for axis, n in zip(others, at)) for at in rows]
-        every, across = -(-len(rows) * 10 // round(HEIGHT * 72)), -(-columns * (len(first) + 3) // 90)
+        every, each = -(-len(rows) * 10 // round(HEIGHT * 72)), -(-columns * (len(first) + 3) // 90)
         axes.set(xlim=(-0.5, columns - 0.5), ylim=(len(rows) - 0.45, -0.55))
-        axes.set_xticks(range(0, columns, across), [f"{first}={n}" for n in range(0, columns, across)])
+        axes.set_xticks(range(0, columns, each), [f"{first}={n}" for n in range(0, columns, each)])
         axes.set_yticks(range(0, len(rows), every), labels[::every])
         axes.xaxis.tick_top()
         axes.spines[:].set_visible(False)
         settle_ticks(axes, look)
         axes.tick_params(length=0)
         axes.set_title(title_of(mesh), pad=10)
-        handles = [Patch(color=colours[name], label=name) for name in groups[:MOST_NAMES]]
+        handles = [Patch(color=colours[group], label=name) for group, name in zip(groups, names)]
         if len(groups) > MOST_NAMES:
             handles.append(Patch(color="none", label=f"{len(groups) - MOST_NAMES} more"))
         if handles and not named:
-            figure.legend(handles=handles, loc="outside lower left", ncols=4, handlelength=1.2)
+            figure.legend(handles=handles, loc="outside lower left", ncols=across, handlelength=1.2)
         return figure
 
 

@@ -75,7 +75,9 @@ def list_state(obj: Any, homes: Homes) -> Contents:
       PlacementError: state that the TaskSharding of `homes` cannot place.
     """
     if not nnx.graph.is_graph_node(obj) or isinstance(obj, nnx.Variable):
-        raise TypeError(f"an NNX object is needed, such as an nnx.Module or nnx.Optimizer, not {obj!r}")
+        raise TypeError(
+            f"an NNX object is needed, such as an nnx.Module or nnx.Optimizer, not {type(obj).__name__}"
+        )
     nodes, shared = {}, {}
     for path, value in nnx.iter_graph(obj, graph=True):
         if not isinstance(value, nnx.Variable) and nnx.graph.is_node(value):

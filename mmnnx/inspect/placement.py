@@ -175,9 +175,8 @@ def show_placement(
         if share.placed is not None
     ]
     if not found:
-        raise NowhereError(
-            f"no array of {' and '.join(names)} is on a device: give sharding= to see where they would live"
-        )
+        help = "give sharding= to see where they would live" if named else "there is none"
+        raise NowhereError(f"no array of {' and '.join(names)} is on a device: {help}")
     submeshes = _in_one_order(_submeshes(found, multimesh))
     return PlacementView(
         tuple(names),

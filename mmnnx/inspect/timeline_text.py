@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,10 +89,9 @@ def _legend(timeline: Timeline, events: list[Event], several: bool, width: int) 
         if phase in shown
     ]
     if several:
-        parts.append(Text("small: every other stage of a mesh"))
-    parts.append(
-        Text(f"blank: bubble, {timeline.bubble:.1%}; steady-state step time {step_time_text(timeline)}")
-    )
+        parts += map(Text, textwrap.wrap("small: every other stage of a mesh", width))
+    blank = f"blank: bubble, {timeline.bubble:.1%}; steady-state step time {step_time_text(timeline)}"
+    parts += map(Text, textwrap.wrap(blank, width))
     legend, used = Text(), 0
     for part in parts:
         gap = "" if not used else "  " if used + 2 + len(part) <= width else "\n"

@@ -36,6 +36,7 @@ def plan(f: Jit[..., Any], *args: Any, **kwargs: Any) -> Plan:
     Raises:
       TypeError: for a function that `mm.jit` did not make.
       ValueError: as `mm.jit` does, for a function that is on one TaskMesh, and in several processes.
+      RuntimeError: if the compiler refuses a fragment, for another reason than memory.
 
     Example:
       >>> found = plan(train_step, model, optimizer, jax.ShapeDtypeStruct((16, 9), jnp.int32))

@@ -113,6 +113,10 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         job = config.job()
         if config.save is not None:
             plan_suffix(config.save)
+        files = [path for path in (config.json, config.save) if path is not None]
+        for path in files:
+            if not path.parent.is_dir():
+                raise ValueError(f"{path}: there is no folder {path.parent}")
         if config.compile_best < 1:
             raise ValueError(f"--compile-best {config.compile_best}: a search compiles at least one")
         if config.search:
@@ -120,6 +124,8 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
                 found = search(job, config.given(), config.compile_best)
             print_table(console, found)
             if found.best is None:
+                for path in files:
+                    console.print(f"{path} is not written: there is no plan", markup=False, soft_wrap=True)
                 return FAILED
             job, plan = found.best
         else:
@@ -132,7 +138,11 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
             config.json.write_text(json.dumps(to_json(job, plan), indent=2))
             console.print(f"wrote {config.json}", markup=False, soft_wrap=True)
         if config.save is not None:
-            plan.save(config.save)
+            try:
+                plan.save(config.save)
+            except ValueError as error:  # it does not fit
+                print_error(str(error))
+                return FAILED
             console.print(f"wrote {config.save}", markup=False, soft_wrap=True)
     except (ValueError, ImportError, RuntimeError) as error:
         print_error(str(error))

@@ -23,7 +23,7 @@ from mmnnx.mpmd.frontend.microbatch import microbatch
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.mpmd.jit.jit import Jit, jit
 from mmnnx.plan.planning import Plan, make_plan
-from mmnnx.plan.targets import target
+from mmnnx.plan.targets import TPUS, target
 from mmnnx.sharding.mesh import MultiMesh
 from mmnnx.sharding.pipeline import pipeline_sharding
 from mmnnx.sharding.rules import LogicalRules, logical_rules
@@ -84,9 +84,12 @@ class TrainingJob:
     scan: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("stages", "data", "context", "expert", "tensor", "batch", "sequence", "rows"):
+        sizes = ("stages", "data", "context", "expert", "tensor", "batch", "sequence", "rows", "interleave")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.attention == "cudnn" and (chip := self.target.partition(":")[0]) in TPUS:
+            raise ValueError(f"attention 'cudnn' is for GPUs, and {chip} is a TPU: leave it out")
         if self.batch % self.microbatch:
             along = f" x {self.expert} along expert" if self.expert > 1 else ""
             raise ValueError(

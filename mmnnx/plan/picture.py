@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mmnnx.inspect.colours import LIMIT, memory_colour
-from mmnnx.inspect.figure_style import WIDTH, settle_ticks, styled
+from mmnnx.inspect.figure_style import LONGEST_NAME, WIDTH, settle_ticks, styled
 from mmnnx.inspect.timeline_picture import draw_legend, draw_rows
 from mmnnx.inspect.timeline_rows import headline, mesh_rows
 from mmnnx.inspect.units import byte_unit, bytes_text
 from mmnnx.plan.memory import KINDS
 from mmnnx.plan.step_plan import StepPlan
-from mmnnx.printable import printable
+from mmnnx.printable import printable, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ def draw_plan(plan: StepPlan) -> Figure:
 
 
 def _draw_memory(axes: Axes, plan: StepPlan) -> None:
-    names = [", ".join(m.meshes) for m in plan.memory]
+    names = [shortened(printable(", ".join(m.meshes)), 2 * LONGEST_NAME) for m in plan.memory]
     most = max(m.total for m in plan.memory)
     size, unit = byte_unit(most)
     places, bottom = range(len(names)), [0.0] * len(names)

@@ -119,7 +119,7 @@ def make_plan(f: Jit[..., Any], *args: Any, **kwargs: Any) -> Plan:
     except jax.errors.JaxRuntimeError as error:
         overflow = _overflow(error, lowered.program)
         if overflow is None:
-            raise
+            raise _refusal(error) from error
         return _plan(lowered.fun_name, lowered.program, overflow=overflow)
     return _planned(compiled)
 
@@ -202,6 +202,19 @@ def _is_across(source: Mesh, target: Mesh) -> bool:
     return len(places) > 1
 
 
+def _refusal(error: Exception) -> RuntimeError:
+    """What to raise where the compiler refuses a fragment."""
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    if "limited ICI routing" in said:
+        said += ". Give it a block of the machine that is at most half of it, or all of it"
+    return RuntimeError(f"the compiler refuses {_fragment_name(error)}: {said}")
+
+
+def _fragment_name(error: Exception) -> str:
+    notes = (note.partition(WHILE_COMPILING)[2] for note in getattr(error, "__notes__", ()))
+    return next(filter(None, notes), "a fragment")
+
+
 def _overflow(error: Exception, program: Program) -> Overflow | None:
     """What the compiler says of a fragment that is too large; None if it says something else."""
     said = str(error)
@@ -210,8 +223,7 @@ def _overflow(error: Exception, program: Program) -> Overflow | None:
     if "RESOURCE_EXHAUSTED" not in said or sizes is None:
         return None
     needed, limit = (int(float(sizes[n]) * _UNITS[sizes[n + 1]]) for n in (1, 3))
-    notes = (note.partition(WHILE_COMPILING)[2] for note in getattr(error, "__notes__", ()))
-    name = next(filter(None, notes), "a fragment")
+    name = _fragment_name(error)
     found = next((f for f in program.fragments if f.name == name), None)
     largest = () if found is None else tuple(largest_results(found.jaxpr))
     return Overflow(name, needed, limit, largest, said)

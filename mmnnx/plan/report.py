@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from mmnnx.inspect.cells import cell
 from mmnnx.inspect.figure_bytes import picture_bytes
+from mmnnx.inspect.rich_output import print_table
 from mmnnx.inspect.units import bytes_text, time_text
 from mmnnx.plan.fragments import FragmentCost
 from mmnnx.plan.memory import KINDS, DeviceMemory
@@ -41,9 +43,8 @@ def report(plan: StepPlan) -> RenderableType:
 def as_text(plan: StepPlan) -> str:
     """The report without colours."""
     file = io.StringIO()
-    Console(file=file, width=WIDTH, color_system=None, force_jupyter=False, highlight=False).print(
-        report(plan)
-    )
+    console = Console(file=file, width=WIDTH, color_system=None, force_jupyter=False, highlight=False)
+    print_table(console, report(plan))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
@@ -102,7 +103,8 @@ def _memory(plan: StepPlan) -> Table:
         if plan.chip is not None:
             over = m.total > plan.chip.memory
             share = [Text(f"{m.total / plan.chip.memory:.0%}", style="red" if over else "green")]
-        moment = m.moment.replace(f"{m.meshes[0]} ", "")  # of one of the stages in the row
+        # Of one of the stages in the row; of a number alone nobody knows what it counts.
+        moment = re.sub(rf"(?<!\S){re.escape(m.meshes[0])} (?!\()", "", m.moment)
         table.add_row(cell(names), *cells, bytes_text(m.total), *share, cell(moment))
     return table
 

@@ -175,7 +175,11 @@ def report(found: Search) -> RenderableType:
         table.add_row(*_cells(e), "-", "-")
     tried = len(found.estimates) + sum(found.refused.values())
     reasons = "; ".join(f"{n:,} with {why}" for why, n in found.refused.items())
-    lines: list[RenderableType] = [f"{tried:,} plans; left out: {reasons or 'none'}", "", table]
+    lines: list[RenderableType] = [
+        f"{tried:,} plans; left out: {reasons or 'none'}",
+        "",
+        *([table] if table.rows else []),
+    ]
     return Group(*lines, *_why(found))
 
 
@@ -199,7 +203,7 @@ def _why(found: Search) -> list[str]:
     """Why the best is best: what the others lose most time with."""
     lines = [f"not possible, {_name(c.estimate.job)}: {c.error}" for c in found.compiled if c.plan is None]
     if found.best is None:
-        return [*lines, "None that was compiled fits."]
+        return [*lines, "None that was compiled fits." if found.compiled else "No plan fits."]
     best = found.compiled[0].estimate
     lines.append(f"Best: {_name(best.job)}.")
     for c in found.compiled[1:]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mmnnx.modules.hf.configs import read_json
 from mmnnx.train.errors import UserError
 
 Marks = tuple[str, str] | None
@@ -222,7 +222,10 @@ class HubTokenizer:
 
     def _special(self, name: str) -> str | None:
         found = self._fields.get(name)
-        return found["content"] if isinstance(found, dict) else found
+        found = found.get("content") if isinstance(found, dict) else found
+        if not isinstance(found, str | None):
+            raise UserError(f"{self.folder}: {name} of the tokenizer is a text, not {found!r}")
+        return found
 
 
 def codec_of(model: Path | None) -> Codec:
@@ -234,8 +237,6 @@ def codec_of(model: Path | None) -> Codec:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())
-    except FileNotFoundError:
-        return {}
+        return read_json(file) if file.is_file() else {}
     except ValueError as error:
-        raise UserError(f"{file} is no JSON: {error}") from error
+        raise UserError(str(error)) from error

@@ -289,8 +289,10 @@ def test_mistakes():
         show_placement(abstract(), sharding=placement(4), mesh=mesh.mesh)
     with pytest.raises(TypeError, match="sharding= is a TaskSharding"):
         show_placement(abstract(), sharding=P())
-    with pytest.raises(TypeError, match="an NNX object is needed"):
-        show_placement(3)
+    with pytest.raises(TypeError, match="an NNX object is needed.*, not State$"):
+        show_placement(nnx.state(abstract()))
+    with pytest.raises(ValueError, match="no array of Module is on a device: there is none$"):
+        show_placement(nnx.Module(), sharding=mm.TaskSharding({}))
     for memory in (0, -1.0, float("nan"), "80GB"):
         with pytest.raises(ValueError, match="memory= is the bytes that one device has"):
             show_placement(abstract(), sharding=placement(4), memory=memory, mesh=mesh)

@@ -42,6 +42,16 @@ def test_stages_of_a_mesh_and_parts_of_a_backward_written_out():
     ]
 
 
+def test_the_legend_of_a_narrow_terminal():
+    assert draw_text(pipeline("zbv", 2, 3), width=40).plain.split("\n")[2:] == [
+        "F forward  I backward-input",
+        "W backward-weight",
+        "small: every other stage of a mesh",
+        "blank: bubble, 0.0%; steady-state step",
+        "time 9 units",
+    ]
+
+
 SIZES, WIDTHS = [(4, 8), (4, 12), (16, 64)], [60, 80, 120, 250]
 
 

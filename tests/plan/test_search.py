@@ -113,6 +113,25 @@ def test_a_file_of_another_kind_is_refused_before_anything_is_compiled(monkeypat
     assert "plan.txt: the file name of a plan must end in .json, .html" in capsys.readouterr().err
 
 
+def test_nothing_fits_and_nothing_is_written(eight_devices, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = "--search --target v5e:2x4 --model llama3-70b --stages 1 --json it.json --save it.html"
+    assert main(["plan", *options.split()]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3:] == [
+        "No plan fits.",
+        "it.json is not written: there is no plan",
+        "it.html is not written: there is no plan",
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_compiled(monkeypatch, capsys):
+    monkeypatch.setattr(TrainingJob, "plan", lambda self: pytest.fail("it was compiled"))
+    assert main(["plan", *["--target", "v5e:2x4", "--model", "tiny", "--save", "nowhere/plan.html"]]) == 2
+    assert "nowhere/plan.html: there is no folder nowhere" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_command_compiles_the_best(capsys):
     options = "--search --target v5e:2x4 --model tiny --batch 16 --sequence 64 --compile-best 2"

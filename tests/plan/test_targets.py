@@ -67,6 +67,8 @@ def test_a_gpu_in_the_words_of_xla():
         ),
         (dict(stages=5), "tiny has 4 blocks, too few for 5 stages"),
         (dict(rows=0), "rows must be at least 1, not 0"),
+        (dict(interleave=0), "interleave must be at least 1, not 0"),
+        (dict(attention="cudnn", target="v6e:2x4"), "'cudnn' is for GPUs, and v6e is a TPU: leave it out"),
         (dict(context=3), "a sequence of 4096 tokens is not divisible over 3 along context"),
         (dict(expert=2), "tiny has no experts to divide over 2 along expert"),
         (dict(model="tiny-moe", expert=3, batch=3), "has 4 experts, not divisible over 3 along expert"),

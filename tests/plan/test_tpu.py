@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.cli import main
+from mmnnx.mpmd.compile import executables
 from mmnnx.plan.chips import CHIPS
 from mmnnx.plan.language_models import TrainingJob
 from tests.test_readme import run_document
@@ -104,8 +108,49 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_picture_of_what_does_not_fit(tmp_path, capsys):
+    job = "--target v5e:2x4 --model tiny --stages 2 --tensor 4 --batch 4 --sequence 32768 --rows 2"
+    assert main(["plan", *job.split(), "--save", str(tmp_path / "plan.png")]) == 1
+    assert "train_step does not fit, so there is no picture: .html has" in capsys.readouterr().err
+
+
 def test_the_program_of_the_document(tmp_path):
     printed = run_document("docs/targets.md", tmp_path).splitlines()
     assert printed[0] == "train_step on 8 x TPU v5 lite: it fits"
     fits, total, seconds = printed[-1].split()
     assert fits == "True" and 10**6 < int(total) < 10**8 and 0 < float(seconds) < 1
+
+
+@pytest.mark.parametrize("name, sizes", [("v5e:4x8", (8, 4)), ("v6e:4x4", (4, 4))])
+def test_a_stage_with_the_first_of_many_chips(name, sizes):
+    """The compiler refuses it there."""
+    mesh = mm.MultiMesh(devices=mm.target(name), axis_sizes=sizes, axis_names=("stage", "model"))
+    with mesh:
+        meshes = [mm.Task(f"stage{n}", mesh_slice={"stage": n}).to_mesh() for n in range(2)]
+    weights = [
+        jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(m, P("model"))) for m in meshes
+    ]
+
+    @jax.shard_map(mesh=meshes[0], in_specs=P("model"), out_specs=P())
+    def sums(x):
+        return jax.lax.psum(x, "model")
+
+    with mesh:
+        plan = mm.plan(mm.jit(lambda first, second: sums(first).sum() * second.sum()), *weights)
+    assert [m.peak_of["other arguments"] for m in plan.memory] == [64 * 64 * 4 // 4] * 2
+    for fragment in plan.fragments[:2]:
+        assert {(c.kind, c.axes, c.devices) for c in fragment.collectives} == {("all-reduce", ("model",), 4)}
+
+
+def test_what_the_compiler_refuses_is_said(monkeypatch, compiled_anew):
+    def refuse(lowered, options):
+        raise jax.errors.JaxRuntimeError("INTERNAL: on platforms with limited ICI routing: no\nmore")
+
+    monkeypatch.setattr(executables, "compile_lowered", refuse)
+    with pytest.raises(RuntimeError) as error:
+        JOB.plan()
+    assert re.fullmatch(
+        r"the compiler refuses stage\d.*: INTERNAL: on platforms with limited ICI routing: no\. Give it a "
+        "block of the machine that is at most half of it, or all of it",
+        str(error.value),
+    )

@@ -96,6 +96,20 @@ def test_a_template_gets_what_transformers_gives_it(tmp_path):
     assert other.chat([{"role": "user", "content": "hi"}]) == f"<unk>{year}hi"
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json", "config.json"])
+@pytest.mark.parametrize("text, said", [("[]", "holds no JSON object, but a list"), ("{", "is damaged")])
+def test_files_that_are_no_objects(tmp_path, file, text, said):
+    folder = publish(tmp_path / "model")
+    (folder / file).write_text(text)
+    with pytest.raises(UserError, match=f"{file} {said}"):
+        HubTokenizer(folder)
+
+
+def test_the_name_of_a_token_is_a_text(tmp_path):
+    with pytest.raises(UserError, match=r"eos_token of the tokenizer is a text, not \['x'\]"):
+        rewritten(publish(tmp_path / "model"), eos_token=["x"])
+
+
 def test_where_the_token_is_named_that_ends_a_text(tmp_path):
     folder = publish(tmp_path / "model")
     end = HubTokenizer(folder).end

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
+from mmnnx.mpmd.compile.described_tpus import compiling_mesh, moved
 from mmnnx.mpmd.compile.donation import Donations
 from mmnnx.mpmd.compile.lower import Lowered, lower, lowering_key
 from mmnnx.mpmd.compile.saved_executables import (
@@ -85,12 +86,11 @@ class Code:
         if mesh == self.mesh:
             return self.compiled
         if mesh not in self.loaded:
+            if is_described(mesh.devices.flat[0]):
+                return self.compiled  # it is looked at, and never runs
             results = jax.tree.leaves(self.compiled.output_shardings)
             named = all(isinstance(s, NamedSharding) for s in results)  # or nothing says how to move it
-            if named and is_described(mesh.devices.flat[0]):
-                self.loaded[mesh] = self.compiled  # it is looked at, and never runs
-            else:
-                self.loaded[mesh] = (self._load(mesh) if named else None) or compile_there()
+            self.loaded[mesh] = (self._load(mesh) if named else None) or compile_there()
         return self.loaded[mesh]
 
     def _load(self, mesh: Mesh) -> jax.stages.Compiled | None:
@@ -139,7 +139,8 @@ class CompilePool:
         donations: Donations,
     ) -> None:
         """Lowers a fragment, unless an equal one was, and begins to compile it, unless that is known."""
-        lower_it = functools.partial(lower, f, shardings, fixed, donations)
+        mesh = compiling_mesh(f.mesh)
+        lower_it = functools.partial(lower, *moved(f, shardings, fixed, mesh), donations)
         key = lowering_key(f, shardings, fixed, donations)
         lowered = self._lowered.get(key) or lower_it()
         if key is not None and lowered.is_shareable:
@@ -148,7 +149,7 @@ class CompilePool:
         code_key = lowered.key, self._options
         if code_key not in self._code:
             known = _in_use.get(code_key)
-            compiling = lambda: self._compile_first(lowered, f)
+            compiling = lambda: self._compile_first(lowered, f.name, mesh)
             self._code[code_key] = self._threads.submit(compiling) if known is None else _finished(known)
 
     def completed(self) -> Iterator[tuple[Fragment, Executable]]:
@@ -162,19 +163,19 @@ class CompilePool:
                 call = code.on(f.mesh, lambda: compile_lowered(lower_it(), self._options))  # noqa: B023
                 yield f, Executable(call, lowered.inputs, lowered.outputs, code)
 
-    def _compile_first(self, lowered: Lowered, f: Fragment) -> Code:
+    def _compile_first(self, lowered: Lowered, name: str, mesh: Mesh) -> Code:
         key = lowered.key, self._options
-        if (saved := find_saved(key, f.mesh)) is not None:
-            compiled = load_saved(saved, lowered.stage, f.mesh)
+        if (saved := find_saved(key, mesh)) is not None:
+            compiled = load_saved(saved, lowered.stage, mesh)
             if compiled is not None:
-                return Code(f.mesh, compiled, key, saved)
+                return Code(mesh, compiled, key, saved)
         start, hits = time.perf_counter(), _compat.cache_hits()
         try:
             compiled = compile_lowered(lowered, self._options)
             seconds = time.perf_counter() - start if _compat.cache_hits() == hits else None
-            return Code(f.mesh, compiled, key, seconds=seconds)
+            return Code(mesh, compiled, key, seconds=seconds)
         except Exception as error:
-            error.add_note(f"{WHILE_COMPILING}{f.name}")
+            error.add_note(f"{WHILE_COMPILING}{name}")
             raise
 
 
