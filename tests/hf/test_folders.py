@@ -100,6 +100,13 @@ def test_there_and_back(name, tmp_path):
     assert_equal_files(tmp_path / "two", tmp_path / "one")
 
 
+def test_who_may_read_a_file(tmp_path):
+    """As for any new file: safetensors would let nobody but the owner."""
+    hf.save(model_of("llama"), tmp_path / "model")
+    (tmp_path / "new").touch()
+    assert {f.stat().st_mode for f in (tmp_path / "model").iterdir()} == {(tmp_path / "new").stat().st_mode}
+
+
 @pytest.mark.parametrize("layers", [4, 5])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_a_stack_in_pieces(kind, layers, tmp_path, monkeypatch):

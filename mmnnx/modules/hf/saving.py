@@ -157,8 +157,11 @@ def save_adapter(model: LM, folder: str | FilePath) -> None:
 
 
 def _write(tensors: dict[str, np.ndarray], file: FilePath) -> None:
+    file.touch()
+    mode = file.stat().st_mode  # that of new files here: safetensors lets nobody but the owner read its own
     try:
         save_file(tensors, file, metadata={"format": "pt"})
+        file.chmod(mode)
     except SafetensorError as error:  # a full disk, say
         raise OSError(f"cannot write {file.name}: {error}") from error
 
