@@ -205,8 +205,11 @@ def _is_across(source: Mesh, target: Mesh) -> bool:
 def _refusal(error: Exception) -> RuntimeError:
     """What to raise where the compiler refuses a fragment."""
     said = (str(error).splitlines() or [type(error).__name__])[0]
-    if "limited ICI routing" in said:
-        said += ". Give it a block of the machine that is at most half of it, or all of it"
+    if "limited ICI routing" in said or "Unexpected device_id" in said:
+        said += (
+            ". It compiles for all devices of such a machine, and for a block of at most half of them: have "
+            "the axis of the stages come first in the MultiMesh"
+        )
     return RuntimeError(f"the compiler refuses {_fragment_name(error)}: {said}")
 
 

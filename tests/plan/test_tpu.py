@@ -150,7 +150,8 @@ def test_what_the_compiler_refuses_is_said(monkeypatch, compiled_anew):
     with pytest.raises(RuntimeError) as error:
         JOB.plan()
     assert re.fullmatch(
-        r"the compiler refuses stage\d.*: INTERNAL: on platforms with limited ICI routing: no\. Give it a "
-        "block of the machine that is at most half of it, or all of it",
+        r"the compiler refuses stage\d.*: INTERNAL: on platforms with limited ICI routing: no\. It compiles "
+        "for all devices of such a machine, and for a block of at most half of them: have the axis of the "
+        "stages come first in the MultiMesh",
         str(error.value),
     )
