@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 from rich.console import Console
 
@@ -105,8 +105,8 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 
     Returns the exit status: 0 if the step fits; 1 if it does not; 2 for a mistake in the options.
     """
-    # What is here does not matter, and JAX would look for it.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if not jax.config.values["jax_platforms"]:  # what is here does not matter, and JAX would look for it
+        jax.config.update("jax_platforms", "cpu")
     config = tyro.cli(PlanConfig, args=options, prog="mmnnx plan", config=(tyro.conf.FlagCreatePairsOff,))
     console = table_console(WIDTH)
     try:

@@ -90,6 +90,8 @@ def _gpus(chip: Chip, hosts: int, each: int) -> list[jax.Device]:
         raise ImportError(
             f"target '{chip.name}' needs the GPU compiler: pip install 'mmnnx[cuda12]' (or cuda13)"
         )
+    if not glob.glob("/dev/nvidia*"):  # or JAX's plugin would not start
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     name, topology = f"{chip.name}:{hosts}x{each}", f"1x{hosts}x{each}"
     return _described(name, chip.name, "cuda", topology=topology, target_config=gpu_description(chip))
 
@@ -99,6 +101,11 @@ def _described(name: str, what: str, platform: str, **options: Any) -> list[jax.
 
     try:
         found: Sequence[jax.Device] = topologies.get_topology_desc(what, platform, **options).devices
+    except NotImplementedError as error:
+        raise RuntimeError(
+            f"target {name!r}: JAX has looked for a GPU and found none, so the compiler does not start: call "
+            "mm.target before anything runs, or set JAX_PLATFORMS=cpu"
+        ) from error
     except Exception as error:  # the compilers raise what they like
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if "INVALID_ARGUMENT" in said:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import jax
 import pytest
 
@@ -75,3 +79,34 @@ def test_the_command(capsys):
     job = "--target h100:1x8 --model tiny-moe --stages 4 --tensor 2 --batch 8 --sequence 128 --remat"
     assert main(["plan", *job.split()]) == 0
     assert "train_step on 8 x NVIDIA H100 80GB HBM3: it fits" in capsys.readouterr().out
+
+
+PYTHON = """
+import mmnnx as mm
+devices = mm.target("h100:1x2")
+import jax
+print(len(devices), jax.devices()[0].platform)
+"""
+
+
+@pytest.mark.parametrize(
+    "command, said",
+    [
+        (
+            [
+                "-m",
+                "mmnnx",
+                "plan",
+                *["--target", "h100:1x2", "--model", "tiny", "--stages", "2", "--batch", "2"],
+            ],
+            "it fits",
+        ),
+        (["-c", PYTHON], "2 cpu"),
+    ],
+)
+def test_without_a_word_on_platforms(command, said):
+    """On a machine without a GPU JAX's plugin would not start, if it is not told that there is none."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run([sys.executable, *command], env=kept, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
