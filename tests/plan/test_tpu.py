@@ -155,3 +155,12 @@ def test_what_the_compiler_refuses_is_said(monkeypatch, compiled_anew):
         "stages come first in the MultiMesh",
         str(error.value),
     )
+
+
+def test_two_machines_in_one_process(plan):
+    """What was compiled for one is not taken for the other, though all else is equal."""
+    other = TrainingJob("tiny", "v5p:2x2x2", stages=4, tensor=2, batch=8, sequence=128).plan()
+    for found, kind in ((plan, "TPU v5 lite"), (other, "TPU v5")):
+        for executable in found.compiled.executables.values():
+            shardings = jax.tree.leaves(executable.call.output_shardings)
+            assert {d.device_kind for s in shardings for d in s.device_set} == {kind}

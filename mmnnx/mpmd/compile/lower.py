@@ -109,8 +109,9 @@ def lowering_key(
 
 def _mesh_key(mesh: Mesh) -> Any:
     """What an executable depends on of its mesh."""
-    is_one_of_many = loads_on_other_meshes(mesh) or is_described(mesh.devices.flat[0])
-    return (mesh.axis_names, mesh.devices.shape) if is_one_of_many else mesh
+    first = mesh.devices.flat[0]
+    is_one_of_many = loads_on_other_meshes(mesh) or is_described(first)
+    return (mesh.axis_names, mesh.devices.shape, first.device_kind) if is_one_of_many else mesh
 
 
 def _donated_first(f: Fragment, donations: Donations) -> tuple[tuple[int, ...], tuple[int, ...]]:
