@@ -7,4 +7,4 @@ MISTAKE = 2
 """A mistake in the arguments, or in a file that they name."""
 
 DIVERGED = 3
-"""The loss of a training run is no number any more."""
+"""The loss of a training run became infinite or NaN."""

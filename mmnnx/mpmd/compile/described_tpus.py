@@ -1,12 +1,11 @@
 """Where fragments for described TPUs are compiled.
 
-libtpu refuses programs for the first chip of a described v5e or v6e machine with some others but not all: it
-takes the machine for one of so many chips. It compiles the same program for chips beside them.
+For a described v5e or v6e machine libtpu refuses programs that run on its first chip and on some of the
+others, but not on all. It compiles the same programs for the chips beside them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -14,10 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from mmnnx import _compat
 from mmnnx.mpmd.distributed.processes import is_described
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
-from mmnnx.mpmd.partition.change_mesh import change_mesh
+from mmnnx.mpmd.partition.change_mesh import fragment_on
 
 
 def compiling_mesh(mesh: Mesh) -> Mesh:
@@ -45,13 +43,8 @@ def moved(
     """A fragment, the shardings of its inputs and those that are decided, on a mesh of the same form."""
     if mesh == f.mesh:
         return f, shardings, fixed
-    jaxpr = _compat.map_equations(f.jaxpr, lambda e: change_mesh(e, mesh))
     there = {(v, mesh): NamedSharding(mesh, fixed[v, f.mesh].spec) for v in f.outvars if (v, f.mesh) in fixed}
-    return (
-        dataclasses.replace(f, mesh=mesh, jaxpr=jaxpr),
-        [NamedSharding(mesh, s.spec) for s in shardings],
-        there,
-    )
+    return fragment_on(f, mesh), [NamedSharding(mesh, s.spec) for s in shardings], there
 
 
 def _place(device: jax.Device) -> tuple[int, ...]:

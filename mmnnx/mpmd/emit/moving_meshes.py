@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from jax.sharding import Mesh
 
-from mmnnx import _compat
 from mmnnx.mpmd.ir.fragments import Fragment
-from mmnnx.mpmd.partition.change_mesh import change_mesh
+from mmnnx.mpmd.partition.change_mesh import fragment_on
 from mmnnx.mpmd.schedule.dispatch_order import Moves
 
 
@@ -32,8 +29,7 @@ class MovingMeshes:
         if f.mesh == mesh:
             return f
         if (f, mesh) not in self._moved:
-            jaxpr = _compat.map_equations(f.jaxpr, lambda e: change_mesh(e, mesh))
-            self._moved[f, mesh] = dataclasses.replace(f, mesh=mesh, jaxpr=jaxpr)
+            self._moved[f, mesh] = fragment_on(f, mesh)
         return self._moved[f, mesh]
 
     def variants(self, f: Fragment) -> tuple[Fragment, ...]:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
+from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.shardings import transferred
+
+
+def fragment_on(f: Fragment, mesh: Mesh) -> Fragment:
+    """A fragment for another TaskMesh; raises ValueError as `change_mesh` does."""
+    jaxpr = _compat.map_equations(f.jaxpr, lambda e: change_mesh(e, mesh))
+    return dataclasses.replace(f, mesh=mesh, jaxpr=jaxpr)
 
 
 def change_mesh(eqn: Any, mesh: Mesh) -> Any:
