@@ -16,7 +16,8 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
-_CALLED = re.compile(r"(?:body|calls|to_apply|called_computations)=\{?%?([\w.\-]+)")
+_CALLED = re.compile(r"(?:body|calls|to_apply|called_computations|\w+_computation)=\{?%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'known_trip_count":?\{"n":"(\d+)"')
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -70,7 +71,10 @@ class Value:
 
 
 def collectives(text: str, mesh: Mesh) -> list[Collective]:
-    """What the devices of a mesh send each other, the largest first; in loops, times their iterations."""
+    """What the devices of a mesh send each other, the largest first.
+
+    In loops, times their iterations, where the compiler says how many; of a conditional, in all branches.
+    """
     found: defaultdict[tuple[str, tuple[str, ...], int], list[int]] = defaultdict(lambda: [0, 0])
     for times, _, shape, kind, line in _instructions(text):
         base = kind.removesuffix("-start")
@@ -80,7 +84,7 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
         if group.size < 2:
             continue
         entry = found[base, _axes(group, mesh), group.size]
-        entry[0] += times * max(map(_nbytes, _arrays(shape)), default=0)
+        entry[0] += times * _moved_bytes(kind, shape, group.size)
         entry[1] += times
     all_of_them = (Collective(*key, *entry) for key, entry in found.items())
     return sorted(all_of_them, key=lambda c: -c.nbytes)
@@ -127,7 +131,9 @@ def _instructions(text: str) -> Iterator[tuple[int, bool, str, str, str]]:
             if kind in ("while", "fusion", "call", "conditional", "async-start"):
                 trips = _TRIPS.search(line)
                 inner = times * int(trips[1]) if kind == "while" and trips else times
-                for called in _CALLED.findall(line):
+                branches = _BRANCHES.search(line)
+                called_here = re.findall(r"[\w.\-]+", branches[1]) if branches else _CALLED.findall(line)
+                for called in called_here:
                     yield from walk(called, inner, in_fusion or kind == "fusion")
 
     return walk(entry, 1, False)
@@ -165,6 +171,20 @@ def _axes(group: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
 
 def _numbers(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", text)]
+
+
+def _moved_bytes(kind: str, shape: str, devices: int) -> int:
+    """The larger of the operands and the results of a collective, from the type of its result.
+
+    Several that go together have a tuple of results. Where an all-gather or a permute begins, the tuple has
+    the operands, the results, and perhaps numbers of 32 bits for the hardware.
+    """
+    arrays = _arrays(shape)
+    if kind in ("all-gather-start", "collective-permute-start"):
+        arrays = [array for array in arrays if array != ("u32", "")]
+        half = len(arrays) // 2
+        return max(sum(map(_nbytes, arrays[:half])), sum(map(_nbytes, arrays[half:])))
+    return sum(map(_nbytes, arrays)) * (devices if kind == "reduce-scatter" else 1)
 
 
 def _arrays(shape: str) -> list[tuple[str, str]]:

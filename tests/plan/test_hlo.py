@@ -75,6 +75,37 @@ def test_groups_as_other_compilers_write_them():
     assert found["model",].nbytes == 8 * 4 * 2
 
 
+SEVERAL = """
+HloModule jit_f
+
+ENTRY %main (p: f32[8,4]) -> f32[8,4] {
+  %a = (f32[8,4]{1,0}, f32[16]{0}, f32[]) all-reduce(%p, %q, %r), replica_groups={{0,1,2,3}}, to_apply=%add
+  %g = ((f32[8], f32[4]), (f32[32], f32[16])) all-gather-start(%q, %r), replica_groups={{0,1,2,3}}
+  %c = (f32[8], f32[8], u32[], u32[]) collective-permute-start(%q), source_target_pairs={{0,1},{1,0}}
+  ROOT %s = (f32[8,4], f32[2]) reduce-scatter(%p, %q), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+
+
+def test_several_arrays_that_go_together():
+    found = {c.kind: c.nbytes for c in collectives(SEVERAL, MESH)}
+    assert found == {
+        "all-reduce": 4 * (8 * 4 + 16 + 1),
+        "all-gather": 4 * (32 + 16),
+        "collective-permute": 4 * 8,
+        "reduce-scatter": 4 * 4 * (8 * 4 + 2),
+    }
+
+
+@pytest.mark.parametrize("branches", [2, 3])
+def test_a_conditional(branches):
+    """Two branches are written otherwise than three."""
+    sums = lambda x: lax.psum(x, "model")
+    choose = lambda x: lax.switch((x[0, 0] > 0) * 1, [lambda x: x] * (branches - 1) + [sums], x)
+    (found,) = collectives(text(mapped(choose), ((64, 64), P("data", "model"))), MESH)
+    assert (found.kind, found.axes, found.nbytes) == ("all-reduce", ("model",), 32 * 16 * 4)
+
+
 def test_large_values_are_named():
     def f(x):
         with jax.named_scope("attention"):
