@@ -43,6 +43,18 @@ def test_the_import_is_light():
     assert python(f"import sys, mmnnx; mmnnx.jit; print([m for m in {later} if m in sys.modules])") == "[]\n"
 
 
+def test_commands_need_no_optional_package():
+    """A package of an extra is imported where it is used: whoever installed mmnnx alone can run commands."""
+    extras = "('safetensors', 'tokenizers', 'jinja2', 'pyarrow', 'gcsfs', 'tensorboardX', 'wandb', 'libtpu')"
+    program = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys({extras}))
+from mmnnx.cli import COMMANDS
+print([importlib.import_module(module).run.__name__ for module in COMMANDS.values()])
+"""
+    assert python(program) == str(["run"] * 9) + "\n"
+
+
 def test_a_package_of_the_same_name_as_a_function():
     """`mm.plan` is the function, whatever was imported before."""
     assert (

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mmnnx.modules.hf.configs import read_json
+from mmnnx.json_object import read_json_object
 from mmnnx.train.errors import UserError
 
 Marks = tuple[str, str] | None
@@ -237,6 +237,6 @@ def codec_of(model: Path | None) -> Codec:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        return read_json(file) if file.is_file() else {}
+        return read_json_object(file) if file.is_file() else {}
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mmnnx.json_object import read_json_object
 from mmnnx.modules.gemma import GemmaConfig
 from mmnnx.modules.gpt2 import GPT2Config
 from mmnnx.modules.lm import LMConfig
@@ -49,7 +49,7 @@ def read_config(folder: str | Path, **changes: Any) -> LMConfig:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
         raise FileNotFoundError(f"there is no {CONFIG} in {folder}: it is no folder of a published model")
-    found = _Json(read_json(file), file)
+    found = _Json(read_json_object(file), file)
     kind = found.need("model_type")
     if kind not in READERS:
         raise ValueError(
@@ -57,21 +57,6 @@ def read_config(folder: str | Path, **changes: Any) -> LMConfig:
         )
     config = READERS[kind](found)
     return dataclasses.replace(config, **changes)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The fields of a JSON file.
-
-    Raises:
-      ValueError: for one that is damaged, or no object; names it.
-    """
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:  # no JSON, or no text
-        raise ValueError(f"{file} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no JSON object, but a {type(found).__name__}")
-    return found
 
 
 def write_config(config: LMConfig) -> dict[str, Any]:

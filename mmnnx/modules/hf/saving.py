@@ -18,7 +18,8 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from mmnnx.modules.hf.configs import CONFIG, DTYPES, read_config, read_json, write_config
+from mmnnx.json_object import read_json_object
+from mmnnx.modules.hf.configs import CONFIG, DTYPES, read_config, write_config
 from mmnnx.modules.hf.tensors import Path, Piece, pieces_of, tensor_shapes
 from mmnnx.modules.hf.weights import INDEX, ONE_FILE, Weights
 from mmnnx.modules.lm import LM
@@ -198,7 +199,7 @@ def _config(model: LM, source: Any, dtypes: Mapping[str, np.dtype]) -> dict[str,
     written = jnp.dtype(max(dtypes.values(), key=list(dtypes.values()).count)).name
     if source is None:
         return write_config(model.config) | {"dtype": written}
-    found = read_json(FilePath(source) / CONFIG)
+    found = read_json_object(FilePath(source) / CONFIG)
     if jnp.dtype(read_config(source).param_dtype).name == written:
         return found
     return found | {"torch_dtype" if "torch_dtype" in found else "dtype": written}

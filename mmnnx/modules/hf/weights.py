@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mmnnx.modules.hf.configs import DTYPES, read_json
+from mmnnx.json_object import read_json_object
+from mmnnx.modules.hf.configs import DTYPES
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,7 +35,7 @@ class Weights:
         self._open: dict[str, Any] = {}
         index = self.folder / INDEX
         if index.is_file():
-            said = read_json(index)
+            said = read_json_object(index)
             self.files: dict[str, str] = said.get("weight_map", {})
             if not isinstance(self.files, dict) or not {str}.issuperset(map(type, self.files.values())):
                 raise ValueError(f"{index}: weight_map must name the file of each tensor")
