@@ -19,6 +19,7 @@ from mmnnx.mpmd.ir.timeline import DISPATCH
 from mmnnx.plan.chips import CHIPS, Chip
 from mmnnx.plan.fragments import OF_BANDWIDTH, OF_FLOPS
 from mmnnx.plan.language_models import TrainingJob, is_of_experts
+from mmnnx.plan.targets import TPUS
 from mmnnx.sharding.pipeline import balance
 
 OF_RESIDUALS = 0.6  # of what `jax.vjp` keeps of a block is left when cheap operations are computed again
@@ -74,24 +75,28 @@ def estimate(job: TrainingJob) -> Estimate:
     itemsize = jnp.dtype(config.dtype).itemsize
     activation = job.rows * job.sequence // job.context * config.width * itemsize
     sums = layers * (4 + again) if job.tensor > 1 else 0
-    sent = sums * (2 * _others(job.tensor) * activation / chip.link + (job.tensor - 1) * chip.latency)
+    sent = sums * (
+        2 * _others(job.tensor) * activation / _link(job, "model") + (job.tensor - 1) * chip.latency
+    )
     # Keys and values go around; in the backward with their gradients in float32.
     head_dim = config.head_dim or config.width // config.heads
     keys = 2 * activation * config.kv_heads * head_dim / config.width / job.tensor
     around = layers * (job.context - 1)
-    sent += around * (keys * (2 + again + 4 / itemsize) / chip.link + (3 + again) * chip.latency)
+    sent += around * (keys * (2 + again + 4 / itemsize) / _link(job, "context") + (3 + again) * chip.latency)
     # Tokens go to the devices of all experts, and what is made of them comes back; in the backward as well.
     exchanges = layers * (4 + again) * (job.expert - 1)
-    sent += exchanges * (activation / chip.link + chip.latency)
+    sent += exchanges * (activation / _link(job, "expert") + chip.latency)
     if job.fsdp:  # weights come from the other devices for the forward, and for the backward
-        sent += 2 * weights * _others(job.data) / chip.link
+        sent += 2 * weights * _others(job.data) / _link(job, "data")
 
     computing, sending = forward * (1 + backward) * job.microbatches, sent * job.microbatches
 
     kept = weights / job.data if job.fsdp else weights
     moments = kept * (1 + jnp.dtype(job.moments).itemsize / 4)
     once = 2 * (weights + kept + moments) / chip.bandwidth / OF_BANDWIDTH
-    once += 2 * weights * _others(job.data * job.context * job.expert) / chip.link
+    once += (
+        2 * weights * _others(job.data * job.context * job.expert) / _link(job, "data", "context", "expert")
+    )
     casts = weights * jnp.dtype(config.dtype).itemsize / 4 if config.dtype != config.param_dtype else 0.0
     within = OF_RESIDUALS * layer.saved(job)
     kept_by_block = layer.saved(job) if config.scan else within  # a scan keeps all
@@ -110,6 +115,17 @@ def estimate(job: TrainingJob) -> Estimate:
 
 def _chip(job: TrainingJob) -> Chip:
     return CHIPS[job.target.partition(":")[0]]
+
+
+def _link(job: TrainingJob, *axes: str) -> float:
+    """Bytes a second along axes of its mesh: the network's, if one joins GPUs of several hosts."""
+    chip, _, topology = job.target.partition(":")
+    sizes = list(job.axes.items())
+    reach = (
+        math.prod(n for _, n in sizes[at:]) for at, (axis, n) in enumerate(sizes) if axis in axes and n > 1
+    )
+    together = math.inf if chip in TPUS else int(topology.partition("x")[2])
+    return CHIPS[chip].network if max(reach, default=1) > together else CHIPS[chip].link
 
 
 def _others(devices: int) -> float:

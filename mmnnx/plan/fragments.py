@@ -10,10 +10,12 @@ from typing import Any, Literal
 import jax
 
 from mmnnx.mpmd.compile.compile_program import Compiled
-from mmnnx.mpmd.ir.flops import count_flops
+from mmnnx.mpmd.ir.flops import count_flops, count_kernels
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.plan.chips import Chip
-from mmnnx.plan.hlo import Collective, Value, collectives, largest_values
+from mmnnx.plan.collectives import Collective, collectives, domains
+from mmnnx.plan.hlo import parse
+from mmnnx.plan.operations import Value, flops, largest_values, moved_bytes
 
 # Large matrix products and copies come to so much of the published figures, in the best of programs.
 OF_FLOPS, OF_BANDWIDTH = 0.8, 0.9
@@ -33,8 +35,8 @@ class FragmentCost:
       runs: how often it runs in a step.
       argument_bytes, output_bytes, alias_bytes, temporary_bytes: as its executable says; results that take
         over the memory of arguments are in `alias_bytes` too.
-      flops: operations in matrix products, by dtype: the share of a device.
-      moved_bytes: that the device reads and writes.
+      flops: operations of a device in matrix products, by dtype.
+      moved_bytes: that the device reads from its memory and writes to it.
       collectives: what it sends to other devices of the mesh; None if XLA's text of it cannot be read.
       values: the large arrays that it makes inside.
       alike: the name of the fragment that it was compiled with; its own if it was the first.
@@ -68,8 +70,11 @@ class FragmentCost:
 
     def parts(self, chip: Chip) -> tuple[float, float, float]:
         """Seconds of computing, moving and sending, each at the published speed."""
-        hops = sum(c.count * (c.devices - 1) for c in self.collectives or ()) * chip.latency
-        return chip.seconds(self.flops), self.moved_bytes / chip.bandwidth, self.sent / chip.link + hops
+        links = sum(
+            c.sent / (chip.network if c.across else chip.link) + c.count * (c.devices - 1) * chip.latency
+            for c in self.collectives or ()
+        )
+        return chip.seconds(self.flops), self.moved_bytes / chip.bandwidth, links
 
     @property
     def sent(self) -> float:
@@ -89,33 +94,35 @@ def fragment_costs(compiled: Compiled) -> dict[Fragment, FragmentCost]:
     program = compiled.program
     runs = Counter(c.fragment for c in program.calls)
     first: dict[int, str] = {}
-
-    known: dict[int, FragmentCost] = {}
+    known: dict[Any, FragmentCost] = {}  # alike ones may be on a host, or on several
     found = {}
     for f in program.fragments:
-        executable = compiled.executables[f]
-        label, key = program.labels[f], id(executable.code)
-        alike = first.setdefault(key, label)
+        code = compiled.executables[f].code
+        label = program.labels[f]
+        alike = first.setdefault(id(code), label)
+        of_devices = domains(f.mesh)
+        key = id(code), (of_devices - of_devices.min()).tobytes()
         if key not in known:
-            known[key] = _cost(f, executable.code.compiled, alike)
-        found[f] = dataclasses.replace(known[key], name=label, mesh=program.names[f.mesh], runs=runs[f])
+            known[key] = _cost(f, code.compiled)
+        cost = dataclasses.replace(known[key], name=label, mesh=program.names[f.mesh], runs=runs[f])
+        found[f] = dataclasses.replace(cost, alike=alike)
     return found
 
 
-def _cost(f: Fragment, compiled: jax.stages.Compiled, name: str) -> FragmentCost:
+def _cost(f: Fragment, compiled: jax.stages.Compiled) -> FragmentCost:
     memory: Any = compiled.memory_analysis()
     text = _text(compiled)
-    cost = _cost_analysis(compiled)
-    size = f.mesh.size
-    flops = {dtype: n / size for dtype, n in count_flops(f.jaxpr).items()}
-    # XLA counts the body of a loop once. What it moves then grows with what it computes.
-    whole, once = sum(flops.values()), cost.get("flops", 0.0)
-    loops = whole / once if 0 < once < whole else 1.0
-    if whole and once > whole:  # some of it every device does
-        flops = {dtype: n * once / whole for dtype, n in flops.items()}
-    least = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    # What is there where the text cannot be read.
+    operations: Mapping[str, float] = {d: n / f.mesh.size for d, n in count_flops(f.jaxpr).items()}
+    moved = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    sent: tuple[Collective, ...] | None = None
+    values: tuple[Value, ...] = ()
+    if text is not None:
+        hlo = parse(text)
+        operations, moved = dict(flops(hlo) + count_kernels(f.jaxpr)), moved_bytes(hlo)
+        sent, values = tuple(collectives(hlo, f.mesh)), tuple(largest_values(hlo, LARGE))
     return FragmentCost(
-        name=name,
+        name="",
         mesh="",
         phase=f.phase,
         runs=1,
@@ -123,20 +130,12 @@ def _cost(f: Fragment, compiled: jax.stages.Compiled, name: str) -> FragmentCost
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        flops=flops,
-        moved_bytes=max(cost.get("bytes accessed", 0.0) * loops, least),
-        collectives=None if text is None else tuple(collectives(text, f.mesh)),
-        values=() if text is None else tuple(largest_values(text, LARGE)),
-        alike=name,
+        flops=operations,
+        moved_bytes=moved,
+        collectives=sent,
+        values=values,
+        alike="",
     )
-
-
-def _cost_analysis(compiled: jax.stages.Compiled) -> Mapping[str, float]:
-    """What XLA says of a program; nothing where it says nothing, as for a GPU that is only described."""
-    try:
-        return compiled.cost_analysis() or {}
-    except Exception:  # it is not implemented there
-        return {}
 
 
 def _text(compiled: jax.stages.Compiled) -> str | None:

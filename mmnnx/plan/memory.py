@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -71,7 +71,7 @@ def device_memory(
     program = compiled.program
     kinds = buffer_kinds(program, bound)
     groups = _groups(program)
-    nbytes = {s: shard_bytes(program, compiled, s) for s in compiled.shardings}
+    nbytes = buffer_bytes(compiled)
     return [
         _Replay(program, compiled, costs, kinds, nbytes, meshes, devices).run()
         for meshes, devices in groups.items()
@@ -82,6 +82,35 @@ def shard_bytes(program: Program, compiled: Compiled, s: int) -> int:
     """The bytes of a buffer on each device of its mesh."""
     aval = program.values[s][0].aval
     return math.prod(compiled.shardings[s].shard_shape(aval.shape)) * aval.dtype.itemsize
+
+
+def buffer_bytes(compiled: Compiled) -> dict[int, int]:
+    """The bytes of each buffer on each device of its mesh, with the padding that the compiler gives it."""
+    program = compiled.program
+    found = {s: shard_bytes(program, compiled, s) for s in compiled.shardings}
+    for c in program.calls:
+        executable = compiled.executables[c.fragment]
+        code = executable.code.compiled
+        sides = (
+            (c.inputs, executable.inputs, code.input_formats),
+            (c.outputs, executable.outputs, code.output_formats),
+        )
+        for buffers, order, formats in sides:
+            for n, of in zip(order, jax.tree.leaves(formats)):
+                aval = program.values[buffers[n]][0].aval
+                shape = compiled.shardings[buffers[n]].shard_shape(aval.shape)
+                found[buffers[n]] = _padded_size(shape, of.layout) * aval.dtype.itemsize
+    return found
+
+
+def _padded_size(shape: tuple[int, ...], layout: Any) -> int:
+    """The numbers that an array takes the room of: the last of its dimensions fill whole tiles."""
+    tile = layout.tiling[0] if layout is not None and layout.tiling else ()
+    if not tile:
+        return math.prod(shape)
+    sizes = [1] * len(tile) + [shape[d] for d in layout.major_to_minor]
+    whole = [-(-size // n) * n for size, n in zip(sizes[-len(tile) :], tile)]
+    return math.prod(sizes[: -len(tile)]) * math.prod(whole)
 
 
 def buffer_kinds(program: Program, bound: BoundProgram) -> dict[int, Kind]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from mmnnx.mpmd.ir.timeline import DISPATCH, Costs, Timeline
 from mmnnx.mpmd.jit.jit import Jit
 from mmnnx.mpmd.jit.lowered import FlatCompiled, FlatLowered
 from mmnnx.plan.chips import Chip, chip_of
+from mmnnx.plan.collectives import domains
 from mmnnx.plan.fragments import FragmentCost, fragment_costs
 from mmnnx.plan.memory import device_memory, shard_bytes
 from mmnnx.plan.picture import draw_plan
@@ -185,21 +187,25 @@ def _simulated(program: Program, seconds: Mapping[Fragment, float], between: Cos
 def _transfer_costs(compiled: Compiled, chip: Chip) -> Costs:
     """The costs of transfers: each device sends its shard to one of the next mesh."""
     program = compiled.program
-    whole = sum(t.nbytes for t in program.transfers)
-    each = sum(shard_bytes(program, compiled, t.outputs[0]) for t in program.transfers)
-    across = any(_is_across(t.source_mesh, t.target_mesh) for t in program.transfers)
-    speed = chip.network if across else chip.link / 2  # one direction
-    return Costs({}, chip.latency, speed * whole / each if each else speed, DISPATCH)
+    whole, each = Counter[tuple[Mesh, Mesh]](), Counter[tuple[Mesh, Mesh]]()
+    for t in program.transfers:
+        way = t.source_mesh, t.target_mesh
+        whole[way] += t.nbytes
+        each[way] += shard_bytes(program, compiled, t.outputs[0])
+    speeds = {
+        f"{program.names[way[0]]} -> {program.names[way[1]]}": _speed(*way, chip) * whole[way] / n
+        for way, n in each.items()
+        if n
+    }
+    return Costs({}, chip.latency, dispatch=DISPATCH, bandwidths=speeds)
 
 
-def _is_across(source: Mesh, target: Mesh) -> bool:
-    """Whether two meshes are joined by a network alone: in two slices, or on two hosts of GPUs."""
-    ends = [mesh.devices.flat[0] for mesh in (source, target)]
-    if ends[0].platform == "tpu":
-        places = {getattr(d, "slice_index", 0) for d in ends}
-    else:
-        places = {d.process_index for d in ends}
-    return len(places) > 1
+def _speed(source: Mesh, target: Mesh, chip: Chip) -> float:
+    """Bytes a second from a device of one mesh to one of another."""
+    if domains(source)[0] != domains(target)[0]:
+        return chip.network
+    on_tpu = source.devices.flat[0].platform == "tpu"
+    return chip.link / 2 if on_tpu else chip.link  # a TPU's figure has both directions
 
 
 def _refusal(error: Exception) -> RuntimeError:

@@ -13,8 +13,8 @@ from flax import nnx
 import mmnnx as mm
 from mmnnx.plan import planning
 from mmnnx.plan.chips import CHIPS
+from mmnnx.plan.collectives import Collective
 from mmnnx.plan.fragments import FragmentCost
-from mmnnx.plan.hlo import Collective
 from tests.plan.conftest import plan_here, small
 
 

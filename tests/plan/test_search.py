@@ -51,6 +51,17 @@ def test_what_more_of_each_brings():
     assert fsdp.memory < base.memory and fsdp.sending > base.sending
 
 
+def test_what_goes_from_host_to_host_of_gpus_takes_longer():
+    """Of 2 x 8 GPUs: two stages, each on a host, or sums over all."""
+    job = dataclasses.replace(LARGE, target="h100:2x8", stages=2, tensor=8)
+    within, of_all = (
+        estimate(dataclasses.replace(job, **sizes)) for sizes in ({}, dict(stages=1, tensor=16))
+    )
+    assert of_all.sending > 10 * within.sending
+    two = dataclasses.replace(job, data=2, tensor=4)
+    assert estimate(two).once < estimate(dataclasses.replace(two, stages=1, data=4)).once / 4
+
+
 def test_schedules_by_their_simulation():
     jobs = {name: dataclasses.replace(LARGE, schedule=name) for name in ("gpipe", "1f1b", "zbv")}
     found = {name: estimate(job) for name, job in jobs.items()}

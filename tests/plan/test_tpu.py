@@ -16,6 +16,7 @@ from mmnnx.cli import main
 from mmnnx.mpmd.compile import executables
 from mmnnx.plan.chips import CHIPS
 from mmnnx.plan.language_models import TrainingJob
+from mmnnx.plan.memory import buffer_bytes, shard_bytes
 from tests.test_readme import run_document
 
 JOB = TrainingJob("tiny", "v5e:2x4", stages=4, tensor=2, batch=8, sequence=128)
@@ -59,6 +60,17 @@ def test_its_executables_are_kept_for_the_machine(plan, tmp_path):
     assert version == jax.__version__ and len(found) == len({f.alike for f in plan.fragments})
     assert all(len(payload) > 1000 for payload, _ in found.values())
     assert {ids for _, ids in found.values()} <= {(0, 1), (2, 3), (4, 5), (6, 7)}
+
+
+def test_memory_has_the_padding_of_tiles(plan):
+    """What all arguments of a fragment take together, the compiler says."""
+    program, nbytes = plan.program, buffer_bytes(plan.compiled)
+    logical = {s: shard_bytes(program, plan.compiled, s) for s in nbytes}
+    for c in {c.fragment: c for c in program.calls}.values():
+        executable = plan.compiled.executables[c.fragment]
+        total = sum(nbytes[c.inputs[n]] for n in executable.inputs)
+        assert total == executable.code.compiled.memory_analysis().argument_size_in_bytes
+    assert sum(nbytes.values()) > sum(logical.values())
 
 
 def test_it_cannot_be_called():
@@ -137,7 +149,8 @@ def test_a_stage_with_the_first_of_many_chips(name, sizes):
 
     with mesh:
         plan = mm.plan(mm.jit(lambda first, second: sums(first).sum() * second.sum()), *weights)
-    assert [m.peak_of["other arguments"] for m in plan.memory] == [64 * 64 * 4 // 4] * 2
+    of_each = 64 * 64 * 4 // 4 * 2  # 64 columns take the room of 128
+    assert [m.peak_of["other arguments"] for m in plan.memory] == [of_each] * 2
     for fragment in plan.fragments[:2]:
         assert {(c.kind, c.axes, c.devices) for c in fragment.collectives} == {("all-reduce", ("model",), 4)}
 

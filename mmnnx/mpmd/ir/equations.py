@@ -172,7 +172,7 @@ REMAT = "remat2"
 CUSTOM_GRADIENTS = {"custom_jvp_call", "custom_vjp_call"}
 
 # Equations that multiply matrices, in which nearly all floating-point operations are.
-PRODUCTS = ("dot_general", "conv_general_dilated")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 

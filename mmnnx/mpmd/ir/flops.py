@@ -40,6 +40,11 @@ def flops_of(eqns: Iterable[Any]) -> Flops:
     return _sum(eqns, _flops)
 
 
+def count_kernels(jaxpr: Any) -> Flops:
+    """Operations of Pallas kernels on one device, as their authors say; see `count_flops`."""
+    return _sum(_compat.open_jaxpr(jaxpr)[2], lambda e: _flops(e) if _is_kernel(e) else Counter(), devices=1)
+
+
 def count_moved(jaxpr: Any) -> float:
     """Bytes of operands and results of matrix products and convolutions, counted as `count_flops` does.
 
@@ -50,25 +55,30 @@ def count_moved(jaxpr: Any) -> float:
     return sum(_sum(_compat.open_jaxpr(jaxpr)[2], _moved).values())
 
 
-def _sum(eqns: Iterable[Any], of_product: Callable[[Any], Flops]) -> Flops:
-    """The sum over all matrix products and convolutions."""
+def _sum(eqns: Iterable[Any], of: Callable[[Any], Flops], devices: int | None = None) -> Flops:
+    """The sum over all matrix products, convolutions and kernels; over all devices, or of one."""
     total: Flops = Counter()
     for eqn in eqns:
         name = eqn.primitive.name
-        costed = name == "pallas_call" and eqn.params["cost_estimate"] is not None
-        if costed or name in PRODUCTS:
-            total += of_product(eqn)
+        if _is_kernel(eqn) or name in PRODUCTS:
+            total += of(eqn)
         elif name == "cond":
-            branches = [_sum(_compat.open_jaxpr(b)[2], of_product) for b in eqn.params["branches"]]
+            branches = [_sum(_compat.open_jaxpr(b)[2], of, devices) for b in eqn.params["branches"]]
             total += max((sum(b.values()), n, b) for n, b in enumerate(branches))[2]
         else:
             times = eqn.params["length"] if name == "scan" else 1
-            if name == "shard_map":  # its body is what one device does
-                times = eqn.params["mesh"].size
+            if name == "shard_map":  # its body is what one device does, along these axes
+                sizes = (eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+                times = devices or math.prod(sizes)
             for inner in _bodies(eqn):
-                once = _sum(_compat.open_jaxpr(inner)[2], of_product)
+                once = _sum(_compat.open_jaxpr(inner)[2], of, devices)
                 total += Counter({key: times * n for key, n in once.items()})
     return total
+
+
+def _is_kernel(eqn: Any) -> bool:
+    """Whether an equation is a Pallas kernel whose author says what it costs."""
+    return eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None
 
 
 def largest_results(jaxpr: Any, count: int = 8) -> list[tuple[int, str]]:
@@ -105,7 +115,8 @@ def _bodies(eqn: Any) -> list[Any]:
 def _flops(eqn: Any) -> Flops:
     if eqn.primitive.name == "pallas_call":
         return Counter({eqn.outvars[0].aval.dtype.name: eqn.params["cost_estimate"].flops})
-    return _dot(eqn) if eqn.primitive.name == "dot_general" else _convolution(eqn)
+    of = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "conv_general_dilated": _convolution}
+    return of[eqn.primitive.name](eqn)
 
 
 def _moved(eqn: Any) -> Flops:
@@ -119,6 +130,15 @@ def _dot(eqn: Any) -> Flops:
     left = eqn.invars[0].aval
     each = math.prod(left.shape[d] for d in contracted)
     return Counter({left.dtype.name: 2 * each * math.prod(eqn.outvars[0].aval.shape)})
+
+
+def _ragged_dot(eqn: Any) -> Flops:
+    ragged = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = ragged.dot_dimension_numbers
+    left, right = (v.aval for v in eqn.invars[:2])
+    shared = {*contracted, *batch, *ragged.rhs_group_dimensions}
+    columns = math.prod(size for d, size in enumerate(right.shape) if d not in shared)
+    return Counter({left.dtype.name: 2 * left.size * columns})
 
 
 def _convolution(eqn: Any) -> Flops:

@@ -59,7 +59,7 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
         else:
             way = f"{i.source} -> {i.target}"
             start = max(begin, idle[way], host)
-            end = idle[way] = start + costs.of_transfer(i.nbytes)
+            end = idle[way] = start + costs.of_transfer(i.nbytes, way)
             transfers.append(Event(way, start, end, "transfer", i.microbatch, "transfer"))
         ends = [ready[s] for s in i.inputs] if isinstance(i, Control) else [end] * len(i.outputs)
         ready.update(zip(i.outputs, ends))

@@ -23,6 +23,8 @@ class Costs:
       calls: times of fragment calls, by the name of a fragment (see `Program.labels`), else by its phase;
         "outside" for those outside the microbatch loop that are not named.
       latency, bandwidth: a transfer takes latency + bytes / bandwidth.
+      bandwidths: those of single ways between meshes, such as {"stage0 -> stage1": 1e10}; others have
+        `bandwidth`.
       dispatch: what the host needs to start one instruction; it starts them one after another.
 
     Example:
@@ -35,6 +37,7 @@ class Costs:
     latency: float = 0.0
     bandwidth: float = math.inf
     dispatch: float = 0.0
+    bandwidths: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -49,8 +52,8 @@ class Costs:
                 return self.calls[key]
         raise ValueError(f"the costs have no time for {label!r}, nor for its phase {phase!r}")
 
-    def of_transfer(self, nbytes: int) -> float:
-        return self.latency + nbytes / self.bandwidth
+    def of_transfer(self, nbytes: int, way: str) -> float:
+        return self.latency + nbytes / self.bandwidths.get(way, self.bandwidth)
 
 
 @dataclasses.dataclass(frozen=True)

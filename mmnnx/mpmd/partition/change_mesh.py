@@ -21,11 +21,11 @@ def fragment_on(f: Fragment, mesh: Mesh) -> Fragment:
 def change_mesh(eqn: Any, mesh: Mesh) -> Any:
     """An equation for one TaskMesh: constraints and shard_maps over another mesh become ones over this one.
 
-    A constraint keeps the axes that this mesh has. A shard_map can be moved if this mesh has its axes, in the
-    same sizes where it uses them.
+    A constraint keeps the axes that this mesh has. A shard_map can be moved if this mesh has the axes that it
+    maps over, in the same sizes.
 
     Raises:
-      ValueError: for a shard_map that uses an axis which has another size here.
+      ValueError: for a shard_map over an axis which is not here, or of another size.
     """
     if eqn.primitive.name == "shard_map" and _same_devices(eqn.params["mesh"], mesh):
         return eqn  # by other axes perhaps, which is all the same to JAX
@@ -68,7 +68,7 @@ def _check_axes(eqn: Any, over: Mesh | AbstractMesh, mesh: Mesh) -> None:
     """Axes that differ must appear neither in the specs of a shard_map nor in a collective inside it."""
     # Every way to use an axis prints its name between quotes, in 'axis' or ('axis',).
     inner = [e.params for jaxpr in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(jaxpr)[2]]
-    own = [v for k, v in eqn.params.items() if k not in ("mesh", "context_mesh", "manual_axes", "jaxpr")]
+    own = [v for k, v in eqn.params.items() if k not in ("mesh", "context_mesh", "jaxpr")]
     text = f"{own} {inner}"
     for axis, size in over.shape.items():
         here = mesh.shape.get(axis)

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mmnnx.modules.grouped_matmul import grouped_matmul
-from mmnnx.mpmd.ir.flops import count_flops
+from mmnnx.mpmd.ir.flops import count_flops, count_kernels
 
 A, B = jnp.ones((8, 4)), jnp.ones((4, 2))
 ONE = 2 * 8 * 4 * 2
@@ -51,6 +52,34 @@ def test_a_shard_map_counts_on_every_device():
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     f = jax.shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
     assert count(f, A, B) == {"float32": ONE}
+    # Along "y" its body is what the devices do together.
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    f = jax.shard_map(
+        lambda a, b: a @ b, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"}
+    )
+    assert count(f, A, B) == {"float32": ONE}
+
+
+def test_kernels_count_as_their_authors_say():
+    """Over all devices, or of one."""
+    kernel = pl.pallas_call(
+        lambda a, out: None, jax.typeof(A[:2]), cost_estimate=pl.CostEstimate(100, 0, 50), interpret=False
+    )
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    f = jax.shard_map(kernel, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    twice = jax.make_jaxpr(
+        lambda a: lax.scan(lambda a, _: (f(a) @ jnp.ones((4, 4)), None), a, None, length=2)
+    )(A)
+    assert count_flops(twice) == {"float32": 2 * (4 * 100 + 2 * 8 * 4 * 4)}
+    assert count_kernels(twice) == {"float32": 2 * 100}
+
+
+def test_ragged_products():
+    """All rows once, forward; and for the gradients of both operands."""
+    rows, w, sizes = jnp.ones((128, 4)), jnp.ones((3, 4, 2)), jnp.zeros(3, jnp.int32)
+    assert count(lax.ragged_dot, rows, w, sizes) == {"float32": 2 * 128 * 4 * 2}
+    loss = lambda x, w: lax.ragged_dot(x, w, sizes).sum()
+    assert count(jax.value_and_grad(loss, argnums=(0, 1)), rows, w) == {"float32": 3 * 2 * 128 * 4 * 2}
 
 
 @pytest.mark.parametrize("groups", [2, 8])

@@ -232,3 +232,12 @@ def test_one_mesh_at_a_time_and_all_in_order():
         event = next(calls) if isinstance(i, Call) else next(sends)
         assert event.start >= max((ready[s] for s in i.inputs), default=0.0)
         ready.update(dict.fromkeys(i.outputs, event.end))
+
+
+def test_each_way_has_its_bandwidth():
+    program = chain(3, 2, "gpipe")
+    costs = mm.Costs(UNIT_COSTS, bandwidth=1e3, bandwidths={"stage0 -> stage1": 1e2})
+    took = {e.mesh: e.end - e.start for e in program.simulate(costs).transfers}
+    sent = {f"{t.source} -> {t.target}": t.nbytes for t in program.transfers}
+    assert took["stage0 -> stage1"] == pytest.approx(sent["stage0 -> stage1"] / 1e2)
+    assert took["stage1 -> stage2"] == pytest.approx(sent["stage1 -> stage2"] / 1e3)

@@ -1,8 +1,10 @@
-"""Collectives and large values, read from what XLA wrote."""
+"""What devices send each other, read from what XLA wrote."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +14,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mmnnx.plan.hlo import Collective, collectives, largest_values
+from mmnnx.plan.collectives import Collective, collectives
+from mmnnx.plan.hlo import parse
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
 
 
-def text(f, *args):
+def compiled(f, *args):
     placed = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(MESH, spec)) for s, spec in args]
-    return jax.jit(f).lower(*placed).compile().as_text()
+    return parse(jax.jit(f).lower(*placed).compile().as_text())
 
 
 def mapped(f, spec=P("data", "model"), out=None):
@@ -28,23 +31,25 @@ def mapped(f, spec=P("data", "model"), out=None):
 
 @pytest.mark.parametrize("axes, devices", [(("model",), 4), (("data",), 2), (("data", "model"), 8)])
 def test_a_sum_over_axes(axes, devices):
-    (found,) = collectives(text(mapped(lambda x: lax.psum(x, axes)), ((64, 64), P("data", "model"))), MESH)
+    (found,) = collectives(
+        compiled(mapped(lambda x: lax.psum(x, axes)), ((64, 64), P("data", "model"))), MESH
+    )
     assert found == Collective("all-reduce", axes, devices, 32 * 16 * 4, 1)
     assert found.sent == 2 * found.nbytes * (devices - 1) / devices
 
 
 def test_other_kinds():
-    gather = text(
+    gather = compiled(
         mapped(lambda x: lax.all_gather(x, "model", axis=1, tiled=True), out=P("data")),
         ((64, 64), P("data", "model")),
     )
     assert collectives(gather, MESH) == [Collective("all-gather", ("model",), 4, 32 * 64 * 4, 1)]
     for axis, pairs in (("data", [(0, 1), (1, 0)]), ("model", [(0, 0), (1, 2), (2, 3), (3, 1)])):
         turn = functools.partial(lax.ppermute, axis_name=axis, perm=pairs)
-        move = text(mapped(turn), ((64, 64), P("data", "model")))
+        move = compiled(mapped(turn), ((64, 64), P("data", "model")))
         (found,) = collectives(move, MESH)
         assert (found.kind, found.axes, found.sent) == ("collective-permute", (axis,), 32 * 16 * 4)
-    assert collectives(text(lambda x: x + 1, ((64, 64), P("data"))), MESH) == []
+    assert collectives(compiled(lambda x: x + 1, ((64, 64), P("data"))), MESH) == []
 
 
 def test_in_a_loop_it_counts_for_each_iteration():
@@ -52,7 +57,7 @@ def test_in_a_loop_it_counts_for_each_iteration():
         return lax.psum(x, "model") / 2, None
 
     (found,) = collectives(
-        text(mapped(lambda x: lax.scan(body, x, None, length=7)[0]), ((64, 64), P("data", "model"))), MESH
+        compiled(mapped(lambda x: lax.scan(body, x, None, length=7)[0]), ((64, 64), P("data", "model"))), MESH
     )
     assert found.count == 7 and found.nbytes == 7 * 32 * 16 * 4
 
@@ -69,7 +74,7 @@ ENTRY %main (p: bf16[8,4]) -> bf16[8,4] {
 
 
 def test_groups_as_other_compilers_write_them():
-    found = {c.axes: c for c in collectives(TPU, MESH)}
+    found = {c.axes: c for c in collectives(parse(TPU), MESH)}
     assert set(found) == {("model",), ("data",)}
     assert found["model",].devices == 4 and found["data",].devices == 2
     assert found["model",].nbytes == 8 * 4 * 2
@@ -88,7 +93,7 @@ ENTRY %main (p: f32[8,4]) -> f32[8,4] {
 
 
 def test_several_arrays_that_go_together():
-    found = {c.kind: c.nbytes for c in collectives(SEVERAL, MESH)}
+    found = {c.kind: c.nbytes for c in collectives(parse(SEVERAL), MESH)}
     assert found == {
         "all-reduce": 4 * (8 * 4 + 16 + 1),
         "all-gather": 4 * (32 + 16),
@@ -102,16 +107,27 @@ def test_a_conditional(branches):
     """Two branches are written otherwise than three."""
     sums = lambda x: lax.psum(x, "model")
     choose = lambda x: lax.switch((x[0, 0] > 0) * 1, [lambda x: x] * (branches - 1) + [sums], x)
-    (found,) = collectives(text(mapped(choose), ((64, 64), P("data", "model"))), MESH)
+    (found,) = collectives(compiled(mapped(choose), ((64, 64), P("data", "model"))), MESH)
     assert (found.kind, found.axes, found.nbytes) == ("all-reduce", ("model",), 32 * 16 * 4)
 
 
-def test_large_values_are_named():
-    def f(x):
-        with jax.named_scope("attention"):
-            return jax.nn.softmax(x @ x.T) @ x
+def test_what_goes_over_the_network():
+    """Groups of GPUs on several hosts, and the same groups within one."""
 
-    found = largest_values(text(f, ((512, 8), P())), 2**20)
-    assert found and found[0].nbytes == 512 * 512 * 4 and found[0].shape == "f32[512,512]"
-    assert all("attention" in value.name for value in found)
-    assert largest_values(text(f, ((512, 8), P())), 2**30) == []
+    @dataclasses.dataclass(frozen=True)
+    class Gpu:
+        process_index: int
+        platform: str = "gpu"
+
+    for hosts, across in (
+        ([[0] * 4, [1] * 4], {"data"}),
+        ([[0, 0, 1, 1]] * 2, {"model"}),
+        ([[2] * 4] * 2, set()),
+    ):
+        mesh = types.SimpleNamespace(
+            devices=np.array([[Gpu(n) for n in row] for row in hosts], object),
+            size=8,
+            axis_names=MESH.axis_names,
+        )
+        found = collectives(parse(TPU), mesh)
+        assert {c.axes[0] for c in found if c.across} == across and len(found) == 2

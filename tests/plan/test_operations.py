@@ -1,0 +1,135 @@
+"""What a device computes and moves, read from what XLA wrote, and counted by hand."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+from mmnnx.plan.hlo import parse
+from mmnnx.plan.operations import flops, largest_values, moved_bytes
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+@functools.cache
+def tpus(count):
+    return Mesh(np.array(mm.target("v5e:2x2")[:count]), ("x",))
+
+
+def compiled(f, *args, mesh=None, spec=P()):
+    """A program for a TPU that need not be here."""
+    sharding = NamedSharding(tpus(1) if mesh is None else mesh, spec)
+    placed = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in args]
+    return parse(jax.jit(f).lower(*placed).compile().as_text())
+
+
+def conv(x, kernel):
+    return lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def test_a_matrix_product():
+    hlo = compiled(jnp.dot, ((256, 512), F32), ((512, 128), F32))
+    assert flops(hlo) == {"float32": 2 * 256 * 512 * 128}
+    assert moved_bytes(hlo) == 4 * (256 * 512 + 512 * 128 + 256 * 128)
+
+
+def test_that_of_one_device():
+    product = functools.partial(jnp.einsum, "bij,bjk->bik")
+    hlo = compiled(product, ((4, 256, 512), F32), ((4, 512, 128), F32), mesh=tpus(4), spec=P("x"))
+    assert flops(hlo) == {"float32": 2 * 256 * 512 * 128}
+    assert moved_bytes(hlo) == 4 * (256 * 512 + 512 * 128 + 256 * 128)
+
+
+def test_a_loop_reads_slices_of_its_weights():
+    f = lambda x, w: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+    hlo = compiled(f, ((256, 512), BF16), ((6, 512, 512), BF16))
+    assert flops(hlo) == {"bfloat16": 6 * 2 * 256 * 512 * 512}
+    # The carry stays in the memory of the core.
+    assert moved_bytes(hlo) == pytest.approx(2 * (6 * 512 * 512 + 2 * 256 * 512), abs=1000)
+
+
+def test_a_loop_that_updates_in_place():
+    def f(x):
+        row = lambda x, i: lax.dynamic_slice(x, (i, 0), (1, 8192))
+        return lax.fori_loop(0, 16, lambda i, x: lax.dynamic_update_slice(x, row(x, i) + 1, (i, 0)), x)
+
+    moved = moved_bytes(compiled(f, ((8192, 8192), F32)))  # 256 MiB: more than the core has
+    assert moved == pytest.approx(4 * 8192 * (2 * 8192 + 2 * 16), abs=1000)
+
+
+def test_a_convolution():
+    """Its padding is not multiplied."""
+    taken = sum(0 <= 2 * out + k < 8 for out in range(4) for k in range(3))
+    args = ((2, 8, 8, 128), F32), ((3, 3, 128, 128), F32)
+    products = 2 * 128 * 128 * taken**2
+    assert sum(flops(compiled(conv, *args)).values()) == 2 * products
+    gradients = jax.grad(lambda x, kernel: (conv(x, kernel) ** 2).sum(), (0, 1))
+    assert sum(flops(compiled(gradients, *args)).values()) == 3 * 2 * products
+
+
+def test_products_of_groups():
+    hlo = compiled(lax.ragged_dot, ((512, 256), BF16), ((4, 256, 384), BF16), ((4,), jnp.int32))
+    assert flops(hlo) == {"bfloat16": 2 * 512 * 256 * 384}
+
+
+def test_a_conditional_counts_its_largest_branch():
+    f = lambda x, i: lax.switch(i, [lambda x: x, lambda x: x @ x, lambda x: x @ x @ x], x)
+    assert sum(flops(compiled(f, ((256, 256), F32), ((), jnp.int32))).values()) == 2 * 2 * 256**3
+
+
+FMHA = (
+    'custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":'
+    '{"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","4","64","64"]}}}'
+)
+GEMM = (
+    'custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":'
+    '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+)
+GPU = f"""
+HloModule jit_f
+
+ENTRY %main (p: bf16[64,32]) -> bf16[64,16] {{
+  %p = bf16[64,32]{{1,0}} parameter(0)
+  %q = f8e4m3fn[32,16]{{1,0}} parameter(1)
+  %a = bf16[2,4,64,8]{{3,2,1,0}} parameter(2)
+  %b = (bf16[64,16]{{1,0}}, s8[1024]{{0}}) custom-call(%p, %q), {GEMM}
+  %c = (bf16[2,4,64,8]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%a, %a, %a), {FMHA}
+  ROOT %d = bf16[64,16]{{1,0}} get-tuple-element(%b), index=0
+}}
+"""
+
+
+def test_libraries_that_xla_calls_for_gpus():
+    products, scores = 64 * 32 * 16, 2 * 4 * 64 * 64
+    assert flops(parse(GPU)) == {"bfloat16": 2 * products + 2 * 2 * scores * 8}
+    backward = GPU.replace("fmhaSoftmax", "fmhaSoftmaxBackward")
+    assert flops(parse(backward)) == {"bfloat16": 2 * products + 5 * 2 * scores * 8}
+
+
+def test_a_loop_whose_iterations_are_not_said():
+    """Its counter is compared with a limit."""
+    f = lambda x: lax.scan(lambda x, _: (x @ x, None), x, None, length=5)[0]
+    args = [jax.ShapeDtypeStruct((256, 256), F32)]
+    text = jax.jit(f).lower(*args).compile().as_text()
+    assert "known_trip_count" in text
+    expected = {"float32": 5 * 2 * 256**3}
+    assert flops(parse(text)) == flops(parse(text.replace("known_trip_count", "unknown"))) == expected
+
+
+def test_large_values_are_named():
+    def f(x):
+        with jax.named_scope("attention"):
+            return jax.nn.softmax(x @ x.T) @ x
+
+    found = largest_values(compiled(f, ((512, 8), F32)), 2**20)
+    assert found and found[0].nbytes == 512 * 512 * 4 and found[0].shape == "f32[512,512]"
+    assert all("attention" in value.name for value in found)
+    assert largest_values(compiled(f, ((512, 8), F32)), 2**30) == []
