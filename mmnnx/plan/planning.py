@@ -216,10 +216,10 @@ def _refusal(error: Exception) -> RuntimeError:
             ". It compiles for all devices of such a machine, and for a block of at most half of them: have "
             "the axis of the stages come first in the MultiMesh"
         )
-    return RuntimeError(f"the compiler refuses {_fragment_name(error)}: {said}")
+    return RuntimeError(f"the compiler refuses {_fragment_label(error)}: {said}")
 
 
-def _fragment_name(error: Exception) -> str:
+def _fragment_label(error: Exception) -> str:
     notes = (note.partition(WHILE_COMPILING)[2] for note in getattr(error, "__notes__", ()))
     return next(filter(None, notes), "a fragment")
 
@@ -232,7 +232,7 @@ def _overflow(error: Exception, program: Program) -> Overflow | None:
     if "RESOURCE_EXHAUSTED" not in said or sizes is None:
         return None
     needed, limit = (int(float(sizes[n]) * _UNITS[sizes[n + 1]]) for n in (1, 3))
-    name = _fragment_name(error)
-    found = next((f for f in program.fragments if f.name == name), None)
+    name = _fragment_label(error)
+    found = next((f for f, label in program.labels.items() if label == name), None)
     largest = () if found is None else tuple(largest_results(found.jaxpr))
     return Overflow(name, needed, limit, largest, said)

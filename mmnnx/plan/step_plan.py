@@ -18,7 +18,7 @@ class Overflow:
     """A fragment that the compiler refused, as it needs more memory than its device has.
 
     Attributes:
-      fragment: its name.
+      fragment: its name, as `Program.labels` has it.
       needed, limit: bytes of a device.
       largest: (bytes, what) of the largest arrays that its equations make, over all devices of its mesh.
       said: what the compiler said.

@@ -170,6 +170,21 @@ def test_what_the_compiler_refuses_is_said(monkeypatch, compiled_anew):
     )
 
 
+def test_which_of_the_fragments_of_one_name_is_refused(plan, monkeypatch, compiled_anew):
+    kept = executables.compile_lowered
+    found = {label: plan.compiled.executables[f] for f, label in plan.program.labels.items()}
+    sizes = {(len(e.inputs), len(e.outputs)) for label, e in found.items() if label.endswith(" (2)")}
+
+    def refuse(lowered, options):
+        if (len(lowered.inputs), len(lowered.outputs)) in sizes:
+            raise jax.errors.JaxRuntimeError("INTERNAL: no more")
+        return kept(lowered, options)
+
+    monkeypatch.setattr(executables, "compile_lowered", refuse)
+    with pytest.raises(RuntimeError, match=r"refuses stage\d \(2\): INTERNAL: no more"):
+        JOB.plan()
+
+
 def test_two_machines_in_one_process(plan):
     """What was compiled for one is not taken for the other, though all else is equal."""
     other = TrainingJob("tiny", "v5p:2x2x2", stages=4, tensor=2, batch=8, sequence=128).plan()

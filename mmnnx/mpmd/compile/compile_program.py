@@ -71,7 +71,7 @@ def compile_program(
             mine = [c for c in ready if is_here(c.mesh)]
             for c in sorted(mine, key=lambda c: len(c.fragment.jaxpr.eqns), reverse=True):
                 f = c.fragment  # the longest is begun first
-                pool.begin(f, [shardings.known[s] for s in c.inputs], fixed, donations[f])
+                pool.begin(f, program.labels[f], [shardings.known[s] for s in c.inputs], fixed, donations[f])
             for f, e in pool.completed():
                 executables[f] = e
                 logger.info("%d of %d fragments: %s", len(executables), len(number), program.labels[f])

@@ -134,11 +134,20 @@ class CompilePool:
     def begin(
         self,
         f: Fragment,
+        label: str,
         shardings: Sequence[NamedSharding],
         fixed: Mapping[PlacedVar, NamedSharding],
         donations: Donations,
     ) -> None:
-        """Lowers a fragment, unless an equal one was, and begins to compile it, unless that is known."""
+        """Lowers a fragment, unless an equal one was, and begins to compile it, unless that is known.
+
+        Args:
+          f: the fragment.
+          label: what errors call it.
+          shardings: of its inputs.
+          fixed: shardings that are decided.
+          donations: its inputs whose buffers results take over.
+        """
         mesh = compiling_mesh(f.mesh)
         lower_it = functools.partial(lower, *moved(f, shardings, fixed, mesh), donations)
         key = lowering_key(f, shardings, fixed, donations)
@@ -149,7 +158,7 @@ class CompilePool:
         code_key = lowered.key, self._options
         if code_key not in self._code:
             known = _in_use.get(code_key)
-            compiling = lambda: self._compile_first(lowered, f.name, mesh)
+            compiling = lambda: self._compile_first(lowered, label, mesh)
             self._code[code_key] = self._threads.submit(compiling) if known is None else _finished(known)
 
     def completed(self) -> Iterator[tuple[Fragment, Executable]]:
@@ -163,7 +172,7 @@ class CompilePool:
                 call = code.on(f.mesh, lambda: compile_lowered(lower_it(), self._options))  # noqa: B023
                 yield f, Executable(call, lowered.inputs, lowered.outputs, code)
 
-    def _compile_first(self, lowered: Lowered, name: str, mesh: Mesh) -> Code:
+    def _compile_first(self, lowered: Lowered, label: str, mesh: Mesh) -> Code:
         key = lowered.key, self._options
         if (saved := find_saved(key, mesh)) is not None:
             compiled = load_saved(saved, lowered.stage, mesh)
@@ -175,7 +184,7 @@ class CompilePool:
             seconds = time.perf_counter() - start if _compat.cache_hits() == hits else None
             return Code(mesh, compiled, key, seconds=seconds)
         except Exception as error:
-            error.add_note(f"{WHILE_COMPILING}{name}")
+            error.add_note(f"{WHILE_COMPILING}{label}")
             raise
 
 
