@@ -151,7 +151,7 @@ def test_times_are_those_of_something_that_ran():
     costs = profile.costs
     assert profile.seconds > 0 and all(t > 0 for t in costs.calls.values())
     assert costs.latency >= 0 and costs.bandwidth > 0 and costs.dispatch > 0
-    assert costs.of_transfer(10**6) >= costs.of_transfer(10) > 0
+    assert costs.of_transfer(10**6, "a -> b") >= costs.of_transfer(10, "a -> b") > 0
     assert math.isfinite(profile.timeline.makespan) and 0 <= profile.timeline.bubble < 1
 
 
