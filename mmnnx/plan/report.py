@@ -24,7 +24,7 @@ from mmnnx.plan.picture import draw_plan
 from mmnnx.plan.step_plan import Overflow, StepPlan
 
 WIDTH = 140  # columns, where there is no terminal
-MOST = 8  # collectives, and arrays inside fragments
+MOST = 8  # collectives, arrays inside fragments, and notes
 
 
 def report(plan: StepPlan) -> RenderableType:
@@ -36,7 +36,9 @@ def report(plan: StepPlan) -> RenderableType:
         parts += [_memory(plan), _fragments(plan)]
         parts += [table for table in (_collectives(plan.fragments), _values(plan.fragments)) if table]
         parts += _advice(plan)
-    parts += [cell(f"note: {note}") for note in plan.notes]
+    parts += [cell(f"note: {note}") for note in plan.notes[:MOST]]
+    if (others := len(plan.notes) - MOST) > 0:
+        parts.append(f"and {others} more: the plan's notes have them all")
     return Group(*parts)
 
 

@@ -118,3 +118,8 @@ def test_nothing_runs_and_arguments_keep_their_values():
         mm.plan(job.train_step(model), model, optimizer, jnp.ones((4, 17), jnp.int32))
     same = jax.tree.map(lambda a, b: bool((a == b).all()), before, nnx.state(model))
     assert all(jax.tree.leaves(same))
+
+
+def test_of_many_notes_the_first_are_shown(plan):
+    said = str(dataclasses.replace(plan, notes=tuple(f"number {n}" for n in range(20))))
+    assert "note: number 7" in said and "number 8" not in said and "and 12 more" in said
