@@ -17,6 +17,7 @@ _CALLED = re.compile(r"(?:body|calls|to_apply|called_computations|\w+_computatio
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'known_trip_count":?\{"n":"(\d+)"')
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_PARAMETER = re.compile(r"parameter\((\d+)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
 
 CALLS = ("while", "call", "conditional", "async-start", "fusion")
@@ -68,6 +69,12 @@ class Instruction:
     operands: tuple[str, ...]
     line: str
     is_root: bool
+
+    @property
+    def parameter(self) -> int | None:
+        """Which argument of its computation it is; None if it is none."""
+        number = _PARAMETER.search(self.line) if self.opcode == "parameter" else None
+        return int(number[1]) if number else None
 
     def called(self) -> list[str]:
         """The computations that it runs."""
@@ -135,8 +142,15 @@ class Hlo:
             return int(known[1])
         # Not all compilers say it: a counter is compared with the limit, each a constant or carried.
         condition = self.computations.get((_CONDITION.search(loop.line) or ["", ""])[1], {})
-        root = next((i for i in condition.values() if i.is_root), None)
-        if root is None or root.opcode != "compare" or "direction=LT" not in root.line:
+        compare = _root(condition)
+        numbers: tuple[str, ...] = compare.operands if compare else ()
+        if compare is not None and compare.opcode == "fusion":  # of the comparison alone
+            inside = self.computations[compare.called()[0]]
+            places = {i.name: i.parameter for i in inside.values()}
+            compare = _root(inside)
+            taken = compare.operands if compare else ()
+            numbers = tuple(numbers[n] for n in map(places.get, taken) if n is not None)
+        if compare is None or "direction=LT" not in compare.line or len(numbers) != 2:
             return 1
         carried = computation.get(loop.operands[0])
 
@@ -153,8 +167,13 @@ class Hlo:
                 return value(carried.operands[index], computation) if carried.opcode == "tuple" else None
             return None
 
-        first, limit = (value(name, condition) for name in root.operands)
+        first, limit = (value(name, condition) for name in numbers)
         return 1 if limit is None else max(limit - (first or 0), 0)
+
+
+def _root(computation: Computation) -> Instruction | None:
+    """The instruction whose result is that of the computation."""
+    return next((i for i in computation.values() if i.is_root), None)
 
 
 def parse(text: str) -> Hlo:

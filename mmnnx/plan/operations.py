@@ -208,8 +208,7 @@ def _read_by_fusion(fusion: Instruction, hlo: Hlo) -> dict[int, float]:
                 return math.inf
         return total
 
-    numbers = {i.name: re.search(r"parameter\((\d+)\)", i.line) for i in inside.values()}
-    return {int(n[1]): read(name) for name, n in numbers.items() if n and inside[name].opcode == "parameter"}
+    return {i.parameter: read(i.name) for i in inside.values() if i.parameter is not None}
 
 
 def _written_by_fusion(fusion: Instruction, hlo: Hlo) -> list[float]:
