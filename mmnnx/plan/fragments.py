@@ -112,12 +112,13 @@ def fragment_costs(compiled: Compiled) -> dict[Fragment, FragmentCost]:
 def _cost(f: Fragment, compiled: jax.stages.Compiled) -> FragmentCost:
     memory: Any = compiled.memory_analysis()
     text = _text(compiled)
-    # What is there where the text cannot be read.
-    operations: Mapping[str, float] = {d: n / f.mesh.size for d, n in count_flops(f.jaxpr).items()}
-    moved = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    operations: Mapping[str, float]
     sent: tuple[Collective, ...] | None = None
     values: tuple[Value, ...] = ()
-    if text is not None:
+    if text is None:
+        operations = {dtype: n / f.mesh.size for dtype, n in count_flops(f.jaxpr).items()}
+        moved = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    else:
         hlo = parse(text)
         operations, moved = dict(flops(hlo) + count_kernels(f.jaxpr)), moved_bytes(hlo)
         sent, values = tuple(collectives(hlo, f.mesh)), tuple(largest_values(hlo, LARGE))

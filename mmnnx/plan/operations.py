@@ -68,7 +68,7 @@ def largest_values(hlo: Hlo, least: int) -> list[Value]:
     """
     found: defaultdict[tuple[str, int, str], int] = defaultdict(int)
     for i in (i for name, c in hlo.computations.items() if name not in hlo.fused for i in c.values()):
-        if i.opcode in (*_NOTHING, "while", "copy-done") or i.opcode.endswith("-done"):
+        if i.opcode in (*_NOTHING, "while") or i.opcode.endswith("-done"):
             continue
         for array in i.arrays:
             if array.nbytes >= least:
@@ -83,8 +83,7 @@ def _flops(i: Instruction, computation: Computation) -> Flops:
     known = all(name in computation for name in i.operands)
     operands = [a for name in i.operands for a in computation[name].arrays[:1]] if known else []
     if i.opcode == "dot":
-        contracted = _attribute(i.line, "lhs_contracting_dims")
-        return _count(operands[0], i.arrays[0].size * math.prod(operands[0].sizes[d] for d in contracted))
+        return _flops_of_dot(i, operands[0], "lhs_contracting_dims")
     if i.opcode == "convolution":
         return _count(operands[0], _products_of_convolution(i, *operands))
     if i.opcode == "custom-call":
@@ -93,17 +92,20 @@ def _flops(i: Instruction, computation: Computation) -> Flops:
     return Counter()
 
 
+def _flops_of_dot(i: Instruction, left: Array, attribute: str) -> Flops:
+    """Of a matrix product; the attribute has the dimensions of the left operand that are summed over."""
+    contracted = _attribute(i.line, attribute)
+    return _count(left, i.arrays[0].size * math.prod(left.sizes[d] for d in contracted))
+
+
 def _flops_of_library(i: Instruction, target: str, operands: list[Array]) -> Flops:
     if target.startswith("__cublas$"):
-        contracted = _attribute(i.line, '"lhs_contracting_dimensions"')
-        return _count(operands[0], i.arrays[0].size * math.prod(operands[0].sizes[d] for d in contracted))
+        return _flops_of_dot(i, operands[0], '"lhs_contracting_dimensions"')
     if target.startswith("__cudnn$fmha") and (scores := _SCORES.search(i.line)):
         # Scores and what is made of them; five products of the same size in the backward.
         products = 5 if "Backward" in target else 2
-        return _count(
-            operands[0],
-            products * math.prod(map(int, re.findall(r"\d+", scores[1]))) * operands[0].sizes[-1],
-        )
+        sizes = map(int, re.findall(r"\d+", scores[1]))
+        return _count(operands[0], products * math.prod(sizes) * operands[0].sizes[-1])
     if target.startswith("__cudnn$conv"):
         # What the forward would take and make: its image, kernel and result.
         image, kernel, result = operands[0], operands[1], i.arrays[0]
