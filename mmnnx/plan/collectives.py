@@ -120,11 +120,11 @@ def _axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
 def _is_across(groups: np.ndarray, mesh: Mesh) -> bool:
     if groups.max() >= mesh.size:
         return False
-    of_groups = domains(mesh)[groups]
+    of_groups = link_domains(mesh)[groups]
     return bool((of_groups != of_groups[:, :1]).any())
 
 
-def domains(mesh: Mesh) -> np.ndarray:
+def link_domains(mesh: Mesh) -> np.ndarray:
     """The number of each device's slice (of TPUs) or host (of GPUs), which fast links join; int [devices]."""
     return np.array(
         [getattr(d, "slice_index", 0) if d.platform == "tpu" else d.process_index for d in mesh.devices.flat]

@@ -13,7 +13,7 @@ from mmnnx.mpmd.compile.compile_program import Compiled
 from mmnnx.mpmd.ir.flops import count_flops, count_kernels
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.plan.chips import Chip
-from mmnnx.plan.collectives import Collective, collectives, domains
+from mmnnx.plan.collectives import Collective, collectives, link_domains
 from mmnnx.plan.hlo import parse
 from mmnnx.plan.operations import Value, flops, largest_values, moved_bytes
 
@@ -100,7 +100,7 @@ def fragment_costs(compiled: Compiled) -> dict[Fragment, FragmentCost]:
         code = compiled.executables[f].code
         label = program.labels[f]
         alike = first.setdefault(id(code), label)
-        of_devices = domains(f.mesh)
+        of_devices = link_domains(f.mesh)
         key = id(code), (of_devices - of_devices.min()).tobytes()
         if key not in known:
             known[key] = _cost(f, code.compiled)

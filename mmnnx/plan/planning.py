@@ -28,7 +28,7 @@ from mmnnx.mpmd.ir.timeline import DISPATCH, Costs, Timeline
 from mmnnx.mpmd.jit.jit import Jit
 from mmnnx.mpmd.jit.lowered import FlatCompiled, FlatLowered
 from mmnnx.plan.chips import Chip, chip_of
-from mmnnx.plan.collectives import domains
+from mmnnx.plan.collectives import link_domains
 from mmnnx.plan.fragments import FragmentCost, fragment_costs
 from mmnnx.plan.memory import device_memory, shard_bytes
 from mmnnx.plan.picture import draw_plan
@@ -202,7 +202,7 @@ def _transfer_costs(compiled: Compiled, chip: Chip) -> Costs:
 
 def _speed(source: Mesh, target: Mesh, chip: Chip) -> float:
     """Bytes a second from a device of one mesh to one of another."""
-    if domains(source)[0] != domains(target)[0]:
+    if link_domains(source)[0] != link_domains(target)[0]:
         return chip.network
     on_tpu = source.devices.flat[0].platform == "tpu"
     return chip.link / 2 if on_tpu else chip.link  # a TPU's figure has both directions
