@@ -31,6 +31,8 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
         )
     ready: dict[int, float] = dict.fromkeys(program.inputs, 0.0)
     idle: defaultdict[Any, float] = defaultdict(float)  # of meshes, and of the ways between them
+    devices = {mesh: [(d.platform, d.id) for d in mesh.devices.flat] for mesh in program.names}
+    sharing = {a: [b for b in devices if not set(devices[a]).isdisjoint(devices[b])] for a in devices}
     events, transfers = [], []
     # Falls come before rises at one time, except in a call that takes none: what it holds, it holds.
     moves: list[tuple[Any, int, str]] = [
@@ -50,7 +52,8 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
             start = max(begin, idle[i.mesh], host)
             outside = i.microbatch is None
             took = costs.of_call(program.labels[i.fragment], i.name, i.phase, outside)
-            end = idle[i.mesh] = start + took
+            end = start + took
+            idle.update((mesh, max(end, idle[mesh])) for mesh in sharing[i.mesh])
             events.append(Event(mesh, start, end, i.phase, i.microbatch, i.name, i.stage))
         elif isinstance(i, Control):
             start = end = host = max(host, ready[i.inputs[0]])  # the host reads whether it goes on
@@ -82,7 +85,8 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
         {name: max(n for _, n in sums) for name, sums in held.items()},
         peaks(kept),
         held,
-        schedule=program.schedule,
+        {program.names[mesh]: found for mesh, found in devices.items()},
+        program.schedule,
     )
 
 

@@ -14,6 +14,8 @@ UNIT_COSTS = {"forward": 1.0, "backward": 2.0, "backward-input": 1.0, "backward-
 DISPATCH = 20e-6
 """Seconds of the host to start an instruction, as benchmarks/host.py measures it."""
 
+Device = tuple[str, int]  # its platform and id, or any other that is no other's
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
@@ -89,6 +91,7 @@ class Timeline:
       residual_bytes: the same, of what backwards read of the forwards alone.
       held_bytes: for each mesh, (time, bytes of live arrays from then on), in order. A time may be there
         twice: more is live in that moment than before and after. Empty if unknown.
+      devices: for each mesh, its devices as (platform, id). Default: each mesh has one of its own.
       schedule: the name of its schedule; "" where there is no loop, or none is known.
       unit: what times are in: "units" or "s".
 
@@ -103,6 +106,7 @@ class Timeline:
     peak_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     residual_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     held_bytes: Mapping[str, Sequence[tuple[float, int]]] = dataclasses.field(default_factory=dict)
+    devices: Mapping[str, Sequence[Device]] = dataclasses.field(default_factory=dict, repr=False)
     schedule: str = ""
     unit: str = "units"
 
@@ -123,18 +127,27 @@ class Timeline:
     def period(self) -> float:
         """The time from one step to the next when steps follow each other and no mesh waits for all others.
 
-        It is the longest time of one mesh from its first event to its last: what zero-bubble
+        It is the longest time of one device from its first event to its last: what zero-bubble
         schedules shorten (Qi et al. 2023, arXiv:2401.10241).
         """
-        spans = ((min(e.start for e in es), max(e.end for e in es)) for es in self.by_mesh().values())
-        return max((end - start for start, end in spans), default=0.0)
+        spans = defaultdict[Device, list[float]](list)
+        for mesh, events in self.by_mesh().items():
+            span = min(e.start for e in events), max(e.end for e in events)
+            for device in self._devices(mesh):
+                spans[device] += span
+        return max((max(times) - min(times) for times in spans.values()), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """The share of mesh time in which nothing runs, over all meshes and one `period`."""
+        """The share of device time in which nothing runs, over all devices that run something and one
+        `period`."""
         rows = self.by_mesh()
-        busy = sum(e.end - e.start for es in rows.values() for e in es)
-        return 1 - busy / (self.period * len(rows)) if self.period else 0.0
+        devices = {device for mesh in rows for device in self._devices(mesh)}
+        busy = sum((e.end - e.start) * len(self._devices(mesh)) for mesh, es in rows.items() for e in es)
+        return 1 - busy / (self.period * len(devices)) if self.period else 0.0
+
+    def _devices(self, mesh: str) -> Sequence[Device]:
+        return self.devices.get(mesh, [(mesh, 0)])
 
     def by_mesh(self) -> dict[str, list[Event]]:
         """The events that take time, by mesh, in the order in which they start."""

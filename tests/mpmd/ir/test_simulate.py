@@ -19,7 +19,12 @@ from tests.mpmd.parity import born, pipeline, place, train_step
 @functools.cache
 def chain(stages: int, microbatches: int, schedule: str) -> mm.Program:
     """Loss and gradients of one linear layer a stage, in microbatches of two rows."""
-    mesh, tasks = pipeline(stages)
+    return chain_of(*pipeline(stages), microbatches, schedule)
+
+
+def chain_of(mesh: mm.MultiMesh, tasks: list[mm.Task], microbatches: int, schedule: str) -> mm.Program:
+    """The same, on these tasks."""
+    stages = len(tasks)
     with mesh:
         model = born(make(models.MLP, layers=stages), place(tasks, *[[("layers", i)] for i in range(stages)]))
         grad_fn = nnx.value_and_grad(models.squared_error)
@@ -86,6 +91,35 @@ def test_a_host_that_is_slow_to_start_work():
     starts = sorted(e.start for e in (*timeline.events, *timeline.transfers))
     assert starts == [10.0 * n for n in range(1, len(program.instructions) + 1)]
     assert timeline.makespan == starts[-1] + BY_NAME["stage0 backward"]
+
+
+def test_meshes_that_share_devices_take_turns():
+    """Three stages on devices 0, 0 and 1, and 1: the first and the last have none in common."""
+    mesh = mm.MultiMesh(axis_sizes=(2,), axis_names=("stage",))
+    tasks = [
+        mm.Task(name, mesh=mm.TaskMesh(devices=devices, axis_sizes=(len(devices),), axis_names=(name,)))
+        for name, devices in (("first", [0]), ("both", [0, 1]), ("last", [1]))
+    ]
+    program = chain_of(mesh, tasks, 2, "gpipe")
+    forward, backward = 1.0, 2.0
+    timeline = program.simulate(mm.Costs({"forward": forward, "backward": backward, "outside": 0.0}))
+    assert spans(timeline, "first forward") == [(0, 1), (1, 2)]
+    assert spans(timeline, "both forward") == [(2, 3), (3, 4)]  # not at 1: device 0 is busy
+    assert spans(timeline, "last forward") == [(4, 5), (5, 6)]
+    assert spans(timeline, "last backward") == [(6, 8), (10, 12)]
+    assert spans(timeline, "both backward") == [(8, 10), (12, 14)]  # each as soon as it can be
+    assert spans(timeline, "first backward") == [(10, 12), (14, 16)]
+    assert timeline.period == 16  # of device 0
+    assert timeline.bubble == pytest.approx(1 - (6 + 2 * 6 + 6) / (2 * 16))
+
+
+def test_tasks_on_one_device_leave_it_no_bubble():
+    mesh = mm.MultiMesh(axis_sizes=(1,), axis_names=("stage",))
+    meshes = [mm.TaskMesh(devices=[0], axis_sizes=(1,) * n) for n in (1, 2)]
+    program = chain_of(mesh, [mm.Task(f"stage{n}", mesh=m) for n, m in enumerate(meshes)], 4, "1f1b")
+    timeline = program.simulate(mm.Costs({**BY_NAME, "outside": 0.0}))
+    assert timeline.period == timeline.makespan == 4 * sum(BY_NAME.values())
+    assert timeline.bubble == pytest.approx(0)
 
 
 def test_a_mapping_is_by_phase_or_name():
