@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from mmnnx.mpmd.ir.timeline import DISPATCH
+
 TERA, GIGA, GIBI = 1e12, 1e9, 2**30
 
 
@@ -23,6 +25,10 @@ class Chip:
       network: bytes a second to devices of another slice or host: DCN, InfiniBand.
       latency: seconds of one hop over a link.
       source: where the figures are from.
+      of_flops, of_bandwidth: what large matrix products and copies come to of these. Of GPUs as
+        benchmarks/plan_gpu.py measured it on an H200; of TPUs as is often said of them.
+      dispatch: seconds of the host to start an instruction. Of GPUs, whose kernels it starts one by one, as
+        measured there; of TPUs as on a CPU.
     """
 
     name: str
@@ -33,6 +39,9 @@ class Chip:
     network: float
     latency: float
     source: str
+    of_flops: float = 0.8
+    of_bandwidth: float = 0.9
+    dispatch: float = DISPATCH
 
     def seconds(self, flops: Mapping[str, float]) -> float:
         """How long so many operations take, by dtype, at the published speed."""
@@ -46,6 +55,7 @@ class Chip:
 _SCALING = "jax-ml.github.io/scaling-book/tpus; memory: what libtpu 0.0.52 allows a program"
 _ICI_HOP = 1e-6  # the same book
 _NVLINK_HOP = 2e-6
+_ON_GPUS = dict(of_flops=0.73, of_bandwidth=0.82, dispatch=250e-6)
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
@@ -109,6 +119,7 @@ CHIPS: dict[str, Chip] = {
             25 * GIGA,
             _NVLINK_HOP,
             "NVIDIA A100 data sheet (SXM, dense); DGX A100: 200 Gb/s a GPU",
+            **_ON_GPUS,
         ),
         Chip(
             "a100-80",
@@ -119,6 +130,7 @@ CHIPS: dict[str, Chip] = {
             25 * GIGA,
             _NVLINK_HOP,
             "NVIDIA A100 data sheet (SXM, dense); DGX A100: 200 Gb/s a GPU",
+            **_ON_GPUS,
         ),
         Chip(
             "h100",
@@ -129,6 +141,7 @@ CHIPS: dict[str, Chip] = {
             50 * GIGA,
             _NVLINK_HOP,
             "NVIDIA H100 data sheet (SXM, dense); DGX H100: 400 Gb/s a GPU",
+            **_ON_GPUS,
         ),
         Chip(
             "h200",
@@ -139,6 +152,7 @@ CHIPS: dict[str, Chip] = {
             50 * GIGA,
             _NVLINK_HOP,
             "NVIDIA H200 data sheet (SXM, dense); DGX H200: 400 Gb/s a GPU",
+            **_ON_GPUS,
         ),
         Chip(
             "b200",
@@ -149,6 +163,7 @@ CHIPS: dict[str, Chip] = {
             50 * GIGA,
             _NVLINK_HOP,
             "NVIDIA HGX B200 data sheet (dense); 400 Gb/s a GPU",
+            **_ON_GPUS,
         ),
     )
 }

@@ -15,9 +15,7 @@ from mmnnx.inspect.schedules import by_name
 from mmnnx.modules import LMConfig
 from mmnnx.modules.build import build
 from mmnnx.mpmd.ir.flops import Flops, count_flops, count_moved
-from mmnnx.mpmd.ir.timeline import DISPATCH
 from mmnnx.plan.chips import CHIPS, Chip
-from mmnnx.plan.fragments import OF_BANDWIDTH, OF_FLOPS
 from mmnnx.plan.language_models import TrainingJob, is_of_experts
 from mmnnx.plan.targets import TPUS
 from mmnnx.sharding.pipeline import balance
@@ -93,7 +91,7 @@ def estimate(job: TrainingJob) -> Estimate:
 
     kept = weights / job.data if job.fsdp else weights
     moments = kept * (1 + jnp.dtype(job.moments).itemsize / 4)
-    once = 2 * (weights + kept + moments) / chip.bandwidth / OF_BANDWIDTH
+    once = 2 * (weights + kept + moments) / chip.bandwidth / chip.of_bandwidth
     once += (
         2 * weights * _others(job.data * job.context * job.expert) / _link(job, "data", "context", "expert")
     )
@@ -108,7 +106,7 @@ def estimate(job: TrainingJob) -> Estimate:
 
     length, held = _schedule(job, backward)
     idle = (computing + sending) * (length / ((1 + backward) * job.microbatches) - 1)
-    host = DISPATCH * 4 * job.microbatches * len(job.meshes)  # calls and transfers, forward and backward
+    host = chip.dispatch * 4 * job.microbatches * len(job.meshes)  # calls and transfers, forward and backward
     idle = max(idle, host - computing - sending)
     return Estimate(job, computing, sending, idle, once, state + held * saved)
 
@@ -135,9 +133,9 @@ def _others(devices: int) -> float:
 
 def _seconds(part: _Part, job: TrainingJob, chip: Chip) -> float:
     """A microbatch through the forward of a part."""
-    compute = chip.seconds(part.flops) / OF_FLOPS
+    compute = chip.seconds(part.flops) / chip.of_flops
     share = job.rows / (job.tensor * job.context)
-    return share * max(compute, part.moved / chip.bandwidth / OF_BANDWIDTH)
+    return share * max(compute, part.moved / chip.bandwidth / chip.of_bandwidth)
 
 
 @functools.lru_cache

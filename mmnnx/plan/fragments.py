@@ -15,10 +15,15 @@ from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.plan.chips import Chip
 from mmnnx.plan.collectives import Collective, collectives, link_domains
 from mmnnx.plan.hlo import parse
-from mmnnx.plan.operations import Value, flops, largest_values, moved_bytes
+from mmnnx.plan.operations import (
+    Operation,
+    Value,
+    flops,
+    largest_values,
+    moved_bytes,
+    operations,
+)
 
-# Large matrix products and copies come to so much of the published figures, in the best of programs.
-OF_FLOPS, OF_BANDWIDTH = 0.8, 0.9
 LARGE = 64 * 2**20  # bytes of a value that the report names
 
 Bound = Literal["compute", "memory", "links", "nothing"]
@@ -35,8 +40,7 @@ class FragmentCost:
       runs: how often it runs in a step.
       argument_bytes, output_bytes, alias_bytes, temporary_bytes: as its executable says; results that take
         over the memory of arguments are in `alias_bytes` too.
-      flops: operations of a device in matrix products, by dtype.
-      moved_bytes: that the device reads from its memory and writes to it.
+      operations: what a device does.
       collectives: what it sends to other devices of the mesh; None if XLA's text of it cannot be read.
       values: the large arrays that it makes inside.
       alike: the name of the fragment that it was compiled with; its own if it was the first.
@@ -50,39 +54,61 @@ class FragmentCost:
     output_bytes: int
     alias_bytes: int
     temporary_bytes: int
-    flops: Mapping[str, float]
-    moved_bytes: float
+    operations: tuple[Operation, ...]
     collectives: tuple[Collective, ...] | None
     values: tuple[Value, ...]
     alike: str
 
-    def seconds(self, chip: Chip) -> float:
-        """How long it takes: the longer of computing and moving, and then what it sends.
+    @property
+    def flops(self) -> Mapping[str, float]:
+        """Floating-point operations of a device in matrix products and convolutions, by dtype."""
+        return dict(flops(self.operations))
 
-        XLA hides some of what is sent behind computation; how much is not counted on. See `fastest`.
-        """
-        compute, memory, links = self.parts(chip)
-        return max(compute / OF_FLOPS, memory / OF_BANDWIDTH) + links
-
-    def fastest(self, chip: Chip) -> float:
-        """The roofline: at the published speeds, with everything behind what takes longest."""
-        return max(self.parts(chip))
-
-    def parts(self, chip: Chip) -> tuple[float, float, float]:
-        """Seconds of computing, moving and sending, each at the published speed."""
-        links = sum(
-            c.sent / (chip.network if c.across else chip.link) + c.count * (c.devices - 1) * chip.latency
-            for c in self.collectives or ()
-        )
-        return chip.seconds(self.flops), self.moved_bytes / chip.bandwidth, links
+    @property
+    def moved_bytes(self) -> int:
+        """What a device reads from its memory and writes to it."""
+        return moved_bytes(self.operations)
 
     @property
     def sent(self) -> float:
         """The bytes that a device sends to others of its mesh."""
         return sum(c.sent for c in self.collectives or ())
 
+    def seconds(self, chip: Chip) -> float:
+        """How long it takes: one operation after the other, and then what it sends.
+
+        XLA hides some of what is sent behind computation; how much is not counted on. See `fastest`.
+        """
+        return sum(self.parts(chip))
+
+    def parts(self, chip: Chip) -> tuple[float, float, float]:
+        """Seconds in operations that are bound by computing, in those bound by moving, and of sending.
+
+        Each operation takes the longer of the two. Copies beside others take what is left of the bandwidth.
+        """
+        compute = memory = 0.0
+        for o in self.operations:
+            computing = o.runs * chip.seconds(o.flops) / chip.of_flops
+            moving = o.runs * o.moved_bytes / chip.bandwidth / chip.of_bandwidth
+            if computing > moving:
+                compute += computing
+            elif not o.beside:
+                memory += moving
+        moving = self.moved_bytes / chip.bandwidth / chip.of_bandwidth
+        return compute, max(memory, moving - compute), self._sending(chip)
+
+    def fastest(self, chip: Chip) -> float:
+        """The roofline: at the published speeds, with everything behind what takes longest."""
+        return max(chip.seconds(self.flops), self.moved_bytes / chip.bandwidth, self._sending(chip))
+
+    def _sending(self, chip: Chip) -> float:
+        return sum(
+            c.sent / (chip.network if c.across else chip.link) + c.count * (c.devices - 1) * chip.latency
+            for c in self.collectives or ()
+        )
+
     def bound(self, chip: Chip) -> Bound:
-        """What takes longest."""
+        """What takes most of its time."""
         compute, memory, links = self.parts(chip)
         if not max(compute, memory, links):
             return "nothing"
@@ -112,15 +138,16 @@ def fragment_costs(compiled: Compiled) -> dict[Fragment, FragmentCost]:
 def _cost(f: Fragment, compiled: jax.stages.Compiled) -> FragmentCost:
     memory: Any = compiled.memory_analysis()
     text = _text(compiled)
-    operations: Mapping[str, float]
     sent: tuple[Collective, ...] | None = None
     values: tuple[Value, ...] = ()
     if text is None:
-        operations = {dtype: n / f.mesh.size for dtype, n in count_flops(f.jaxpr).items()}
+        of_device = {dtype: n / f.mesh.size for dtype, n in count_flops(f.jaxpr).items()}
         moved = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        done = [Operation(of_device, moved)]
     else:
         hlo = parse(text)
-        operations, moved = dict(flops(hlo) + count_kernels(f.jaxpr)), moved_bytes(hlo)
+        kernels = count_kernels(f.jaxpr)
+        done = [*operations(hlo), *([Operation(dict(kernels), 0)] if kernels else [])]
         sent, values = tuple(collectives(hlo, f.mesh)), tuple(largest_values(hlo, LARGE))
     return FragmentCost(
         name="",
@@ -131,8 +158,7 @@ def _cost(f: Fragment, compiled: jax.stages.Compiled) -> FragmentCost:
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        flops=operations,
-        moved_bytes=moved,
+        operations=tuple(done),
         collectives=sent,
         values=values,
         alike="",

@@ -107,15 +107,19 @@ class Hlo:
         return frozenset(name for i in every if i.opcode == "fusion" for name in i.called())
 
     def total(
-        self, of: Callable[[Instruction, str], Counter[Any]], into_fusions: bool = True
+        self,
+        of: Callable[[Instruction, str], Counter[Any]],
+        start: str | None = None,
+        into_fusions: bool = True,
+        size: Callable[[Any], float] = lambda key: 1.0,
     ) -> Counter[Any]:
         """The sum over all instructions that run; in loops, times their iterations.
 
-        Of a conditional it is that of the branch with the largest sum.
-
         Args:
           of: what an instruction comes to; it gets the name of its computation too.
+          start: the computation whose instructions these are. Default: the one that runs.
           into_fusions: whether the instructions inside a fusion count, beside the fusion.
+          size: of what is counted; of a conditional the largest branch counts.
         """
 
         @functools.cache
@@ -128,13 +132,13 @@ class Hlo:
                     continue
                 inner = [sum_of(called) for called in i.called()]
                 if i.opcode == "conditional":
-                    inner = [max(inner, key=lambda branch: sum(branch.values()))]
+                    inner = [max(inner, key=lambda branch: sum(size(key) * n for key, n in branch.items()))]
                 times = self._trips(i, computation) if i.opcode == "while" else 1
                 for one in inner:
                     found.update({key: times * n for key, n in one.items()})
             return found
 
-        return sum_of(self.entry)
+        return sum_of(self.entry if start is None else start)
 
     def _trips(self, loop: Instruction, computation: Computation) -> int:
         """The iterations of a loop; 1 if it cannot be told."""

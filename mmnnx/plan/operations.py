@@ -6,6 +6,8 @@ import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,23 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
+class Operation:
+    """A matrix product or convolution with what XLA fused to it, or all that is none of these.
+
+    Attributes:
+      flops: its floating-point operations, two for a product and its sum, by the dtype of the operands.
+      moved_bytes: what it reads from the device's memory and writes to it.
+      runs: how often it runs.
+      beside: whether it is a copy that goes on beside other operations.
+    """
+
+    flops: Mapping[str, float]
+    moved_bytes: int
+    runs: int = 1
+    beside: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Value:
     """A large array that a fragment makes inside.
 
@@ -42,23 +61,41 @@ class Value:
     count: int
 
 
-def flops(hlo: Hlo) -> Flops:
-    """Operations of a device in matrix products and convolutions, by the dtype of the operands.
+def operations(hlo: Hlo) -> list[Operation]:
+    """What a device does: one after the other, but for copies beside.
 
-    Two for a product and its sum. Of libraries that XLA calls those of cuBLAS, of cuDNN's attention and
-    convolutions, and of `ragged_dot` on TPUs count; Pallas kernels do not: XLA's text tells nothing of them.
-    """
-    return hlo.total(lambda i, computation: _flops(i, hlo.computations[computation]))
-
-
-def moved_bytes(hlo: Hlo) -> int:
-    """Bytes that a device reads from its memory and writes to it; those within a fusion stay in the core.
+    Of libraries that XLA calls those of cuBLAS, of cuDNN's attention and convolutions, and of `ragged_dot` on
+    TPUs have their floating-point operations; Pallas kernels do not: XLA's text tells nothing of them.
 
     An array of which a fusion takes slices counts as the slices, and one that is updated in place as the
-    update.
+    update. What stays within a fusion, or in the core, does not move.
     """
-    moved = lambda i, name: Counter(bytes=int(_moved(i, hlo.computations[name], hlo)))
-    return hlo.total(moved, into_fusions=False)["bytes"]
+    in_fusions = {name: hlo.total(lambda i, c: _flops(i, hlo.computations[c]), name) for name in hlo.fused}
+
+    def one(i: Instruction, name: str) -> Counter[tuple[Any, int, bool]]:
+        computation = hlo.computations[name]
+        done = in_fusions[i.called()[0]] if i.opcode == "fusion" else _flops(i, computation)
+        moved = int(_moved(i, computation, hlo))
+        return Counter(
+            {(tuple(done.items()), moved, i.opcode.endswith("-start")): 1} if done or moved else {}
+        )
+
+    found = hlo.total(one, into_fusions=False, size=lambda key: sum(n for _, n in key[0]) + key[1])
+    products = [Operation(dict(of), moved, runs) for (of, moved, _), runs in found.items() if of]
+    others: Counter[bool] = Counter()
+    for (of, moved, beside), runs in found.items():
+        others[beside] += 0 if of else moved * runs
+    return [*products, *(Operation({}, moved, beside=beside) for beside, moved in others.items() if moved)]
+
+
+def flops(operations: Iterable[Operation]) -> Flops:
+    """The floating-point operations of all, by the dtype of the operands."""
+    return sum((Counter({k: o.runs * n for k, n in o.flops.items()}) for o in operations), Counter())
+
+
+def moved_bytes(operations: Iterable[Operation]) -> int:
+    """The bytes that all of them read from the device's memory and write to it."""
+    return sum(o.runs * o.moved_bytes for o in operations)
 
 
 def largest_values(hlo: Hlo, least: int) -> list[Value]:

@@ -24,7 +24,7 @@ from mmnnx.mpmd.compile.saved_executables import save_executables
 from mmnnx.mpmd.ir.flops import largest_results
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.program import Program
-from mmnnx.mpmd.ir.timeline import DISPATCH, Costs, Timeline
+from mmnnx.mpmd.ir.timeline import Costs, Timeline
 from mmnnx.mpmd.jit.jit import Jit
 from mmnnx.mpmd.jit.lowered import FlatCompiled, FlatLowered
 from mmnnx.plan.chips import Chip, chip_of
@@ -197,7 +197,7 @@ def _transfer_costs(compiled: Compiled, chip: Chip) -> Costs:
         for way, n in each.items()
         if n
     }
-    return Costs({}, chip.latency, dispatch=DISPATCH, bandwidths=speeds)
+    return Costs({}, chip.latency, dispatch=chip.dispatch, bandwidths=speeds)
 
 
 def _speed(source: Mesh, target: Mesh, chip: Chip) -> float:

@@ -107,6 +107,7 @@ class StepPlan:
             "memory": [dataclasses.asdict(m) | {"total": m.total} for m in self.memory],
             "fragments": [
                 dataclasses.asdict(f)
+                | {"flops": f.flops, "moved_bytes": f.moved_bytes}
                 | ({} if chip is None else {"seconds": f.seconds(chip), "bound": f.bound(chip)})
                 for f in self.fragments
             ],

@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx.plan import operations as read
 from mmnnx.plan.hlo import parse
-from mmnnx.plan.operations import flops, largest_values, moved_bytes
+from mmnnx.plan.operations import largest_values, operations
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
@@ -31,6 +32,14 @@ def compiled(f, *args, mesh=None, spec=P()):
     return parse(jax.jit(f).lower(*placed).compile().as_text())
 
 
+def flops(hlo):
+    return read.flops(operations(hlo))
+
+
+def moved_bytes(hlo):
+    return read.moved_bytes(operations(hlo))
+
+
 def conv(x, kernel):
     return lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
@@ -39,6 +48,32 @@ def test_a_matrix_product():
     hlo = compiled(jnp.dot, ((256, 512), F32), ((512, 128), F32))
     assert flops(hlo) == {"float32": 2 * 256 * 512 * 128}
     assert moved_bytes(hlo) == 4 * (256 * 512 + 512 * 128 + 256 * 128)
+
+
+def test_products_one_by_one_and_the_rest_together():
+    """A loop of products, one that XLA fuses with what is done to its result, and a copy in another order."""
+
+    def f(x, w, y):
+        x = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+        return x @ w[0] + 1, jnp.sin(y).T + 1
+
+    found = operations(compiled(f, ((256, 512), BF16), ((6, 512, 512), BF16), ((4096, 2048), F32)))
+    of_one = 2 * 256 * 512 * 512
+    assert sorted((o.runs, o.flops) for o in found if o.flops) == [
+        (1, {"bfloat16": of_one}),
+        (6, {"bfloat16": of_one}),
+    ]
+    others = [o for o in found if not o.flops]
+    assert len({o.beside for o in others}) == len(others) <= 2
+    assert sum(o.moved_bytes for o in others) >= 2 * 4096 * 2048 * 4
+
+
+def test_the_branch_with_the_most_work_counts():
+    def f(flag, x, w):
+        return lax.cond(flag, lambda x, w: x @ w, lambda x, w: jnp.sin(jnp.sin(x).T).T + 1 - w, x, w)
+
+    found = operations(compiled(f, ((), jnp.bool_), ((512, 512), F32), ((512, 512), F32)))
+    assert read.flops(found) == {"float32": 2 * 512**3}
 
 
 def test_that_of_one_device():

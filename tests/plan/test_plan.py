@@ -15,6 +15,7 @@ from mmnnx.plan import planning
 from mmnnx.plan.chips import CHIPS
 from mmnnx.plan.collectives import Collective
 from mmnnx.plan.fragments import FragmentCost
+from mmnnx.plan.operations import Operation
 from tests.plan.conftest import plan_here, small
 
 
@@ -48,7 +49,14 @@ def test_times(on_tpu):
     assert on_tpu.flops == pytest.approx(work.model_flops(), rel=0.35)  # it counts scores that a mask hides
 
 
-def test_a_roofline():
+def test_a_roofline_of_each_operation():
+    chip = CHIPS["v5e"]
+    second, bandwidth = chip.flops["bfloat16"], int(chip.bandwidth)
+    products = (
+        Operation({"bfloat16": second}, bandwidth // 10),  # bound by computing
+        Operation({"bfloat16": second / 20}, bandwidth // 10, runs=2),  # by moving
+        Operation({}, bandwidth // 100),
+    )
     cost = FragmentCost(
         name="f",
         mesh="m",
@@ -58,19 +66,20 @@ def test_a_roofline():
         output_bytes=0,
         alias_bytes=0,
         temporary_bytes=0,
-        flops={"bfloat16": 197e12},
-        moved_bytes=81e9,
+        operations=products,
         collectives=(Collective("all-gather", ("model",), 4, int(120e9), 1),),
         values=(),
         alike="f",
     )
-    chip = CHIPS["v5e"]
     compute, memory, links = cost.parts(chip)
-    assert (
-        compute == pytest.approx(1.0) and memory == pytest.approx(0.1) and links == pytest.approx(1.0, 1e-3)
-    )
-    assert cost.fastest(chip) == max(compute, links)
-    assert cost.seconds(chip) == pytest.approx(1 / 0.8 + links)
+    assert compute == pytest.approx(1 / 0.8) and memory == pytest.approx(0.21 / 0.9)
+    assert links == pytest.approx(1.0, 1e-3)
+    assert cost.seconds(chip) == compute + memory + links
+    assert cost.fastest(chip) == pytest.approx(1.1) and cost.bound(chip) == "compute"
+    # A copy beside them has the bandwidth while they compute, and delays what it does not get done by then.
+    for copied, later in ((bandwidth // 2, 0), (2 * bandwidth, (0.31 + 2) / 0.9 - 1 / 0.8 - 0.21 / 0.9)):
+        more = dataclasses.replace(cost, operations=(*products, Operation({}, copied, beside=True)))
+        assert more.seconds(chip) == pytest.approx(cost.seconds(chip) + later)
 
 
 def test_files(on_tpu, tmp_path):
