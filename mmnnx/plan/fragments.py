@@ -20,6 +20,7 @@ from mmnnx.plan.operations import (
     Value,
     flops,
     largest_values,
+    made_by,
     moved_bytes,
     operations,
 )
@@ -43,6 +44,8 @@ class FragmentCost:
       operations: what a device does.
       collectives: what it sends to other devices of the mesh; None if XLA's text of it cannot be read.
       values: the large arrays that it makes inside.
+      uncounted_loops: where the model has loops whose iterations depend on values: `operations` and
+        `collectives` have one iteration of each.
       alike: the name of the fragment that it was compiled with; its own if it was the first.
     """
 
@@ -57,6 +60,7 @@ class FragmentCost:
     operations: tuple[Operation, ...]
     collectives: tuple[Collective, ...] | None
     values: tuple[Value, ...]
+    uncounted_loops: tuple[str, ...]
     alike: str
 
     @property
@@ -140,6 +144,7 @@ def _cost(f: Fragment, compiled: jax.stages.Compiled) -> FragmentCost:
     text = _text(compiled)
     sent: tuple[Collective, ...] | None = None
     values: tuple[Value, ...] = ()
+    uncounted: tuple[str, ...] = ()
     if text is None:
         of_device = {dtype: n / f.mesh.size for dtype, n in count_flops(f.jaxpr).items()}
         moved = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -149,6 +154,7 @@ def _cost(f: Fragment, compiled: jax.stages.Compiled) -> FragmentCost:
         kernels = count_kernels(f.jaxpr)
         done = [*operations(hlo), *([Operation(dict(kernels), 0)] if kernels else [])]
         sent, values = tuple(collectives(hlo, f.mesh)), tuple(largest_values(hlo, LARGE))
+        uncounted = tuple(dict.fromkeys(map(made_by, hlo.uncounted_loops())))
     return FragmentCost(
         name="",
         mesh="",
@@ -161,6 +167,7 @@ def _cost(f: Fragment, compiled: jax.stages.Compiled) -> FragmentCost:
         operations=tuple(done),
         collectives=sent,
         values=values,
+        uncounted_loops=uncounted,
         alike="",
     )
 

@@ -133,15 +133,21 @@ class Hlo:
                 inner = [sum_of(called) for called in i.called()]
                 if i.opcode == "conditional":
                     inner = [max(inner, key=lambda branch: sum(size(key) * n for key, n in branch.items()))]
-                times = self._trips(i, computation) if i.opcode == "while" else 1
+                trips = self._trips(i, computation) if i.opcode == "while" else None
+                times = 1 if trips is None else trips
                 for one in inner:
                     found.update({key: times * n for key, n in one.items()})
             return found
 
         return sum_of(self.entry if start is None else start)
 
-    def _trips(self, loop: Instruction, computation: Computation) -> int:
-        """The iterations of a loop; 1 if it cannot be told."""
+    def uncounted_loops(self) -> list[Instruction]:
+        """Those whose iterations cannot be told, since they depend on values: `total` takes one of each."""
+        every = ((i, c) for c in self.computations.values() for i in c.values() if i.opcode == "while")
+        return [i for i, computation in every if self._trips(i, computation) is None]
+
+    def _trips(self, loop: Instruction, computation: Computation) -> int | None:
+        """The iterations of a loop; None if it cannot be told."""
         if known := _TRIPS.search(loop.line):
             return int(known[1])
         # Not all compilers say it: a counter is compared with the limit, each a constant or carried.
@@ -155,7 +161,7 @@ class Hlo:
             taken = compare.operands if compare else ()
             numbers = tuple(numbers[n] for n in map(places.get, taken) if n is not None)
         if compare is None or "direction=LT" not in compare.line or len(numbers) != 2:
-            return 1
+            return None
         carried = computation.get(loop.operands[0])
 
         def value(name: str, within: Computation) -> int | None:
@@ -172,7 +178,7 @@ class Hlo:
             return None
 
         first, limit = (value(name, condition) for name in numbers)
-        return 1 if limit is None else max(limit - (first or 0), 0)
+        return None if limit is None else max(limit - (first or 0), 0)
 
 
 def _root(computation: Computation) -> Instruction | None:

@@ -109,11 +109,15 @@ def largest_values(hlo: Hlo, least: int) -> list[Value]:
             continue
         for array in i.arrays:
             if array.nbytes >= least:
-                name = _NAME.search(i.line)
-                made_by = re.sub(r"^jit\(\w+\)/", "", name[1]) if name else i.opcode
-                found[str(array), array.nbytes, made_by] += 1
+                found[str(array), array.nbytes, made_by(i)] += 1
     values = (Value(shape, nbytes, name, n) for (shape, nbytes, name), n in found.items())
     return sorted(values, key=lambda v: -v.nbytes)
+
+
+def made_by(i: Instruction) -> str:
+    """Where the program has an instruction from: JAX's name stack, if XLA kept it."""
+    name = _NAME.search(i.line)
+    return re.sub(r"^jit\(\w+\)/", "", name[1]) if name else i.opcode
 
 
 def _flops(i: Instruction, computation: Computation) -> Flops:

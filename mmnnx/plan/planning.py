@@ -159,6 +159,12 @@ def _plan(name: str, program: Program, fragments: Sequence[FragmentCost] = (), *
             f"jaxlib {jaxlib.__version__} cannot read what the compiler wrote of {', '.join(unread)}: what "
             "they send between devices is not counted. pip install 'mmnnx[tpu]' has one that it can read"
         )
+    for f in fragments:
+        if f.uncounted_loops and f.alike == f.name:
+            notes.append(
+                f"{f.name}: iterations of {', '.join(f.uncounted_loops)} depend on values, and one of each is "
+                "counted: it takes longer than its time here"
+            )
     devices = {d for mesh in program.names for d in mesh.devices.flat}
     kinds = sorted({d.device_kind for d in devices})
     defaults = dict(memory=(), timeline=None, fastest=None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
 
+from mmnnx.train.config import DEVICES
 from mmnnx.train.errors import UserError
 
 
@@ -23,6 +25,8 @@ def share_accelerators(devices: int, processes: int) -> list[dict[str, str]]:
     """
     platform, count = _accelerators()
     if count < devices:
+        if count:
+            logging.getLogger("mmnnx").warning(on_virtual_devices(devices, count, platform))
         return [{"JAX_PLATFORMS": "cpu"}] * processes
     if platform not in ("gpu", "cuda", "rocm"):
         raise UserError(
@@ -32,6 +36,15 @@ def share_accelerators(devices: int, processes: int) -> list[dict[str, str]]:
     share = devices // processes
     numbers = [range(n * share, (n + 1) * share) for n in range(processes)]
     return [{"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, own))} for own in numbers]
+
+
+def on_virtual_devices(used: int, accelerators: int, kind: str) -> str:
+    """What to say of a run on virtual CPU devices where there are accelerators, but too few."""
+    one = "--stages 1 --tensor 1 uses it" if accelerators == 1 else "--stages and --tensor can make it fewer"
+    return (
+        f"this run is on virtual CPU devices: it needs {used} devices ({DEVICES}), and JAX finds {accelerators} "
+        f"{kind}; {one}"
+    )
 
 
 def _accelerators() -> tuple[str, int]:

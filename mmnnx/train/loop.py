@@ -12,6 +12,7 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.modules import LM
+from mmnnx.train.accelerators import on_virtual_devices
 from mmnnx.train.average import averaged
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints
 from mmnnx.train.checkpoint.shared import check_shared
@@ -93,6 +94,8 @@ def train(config: TrainConfig) -> RunFolder:
         display = Display(config.steps, start, quiet=not first)
         with Trackers(config, folder.path if first else None, start, display.say) as trackers, display:
             display.say(describe(run))
+            if (there := jax.devices())[0].platform != "cpu" == mesh.devices.flat[0].platform:
+                display.say(on_virtual_devices(config.devices, len(there), there[0].platform))
             if asked.schedule == "auto":
                 display.say(f"--schedule auto: {config.schedule}, whose simulated step is the shortest")
             if before.steps != config.steps:

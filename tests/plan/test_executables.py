@@ -133,12 +133,17 @@ def test_what_the_runtime_refuses_is_compiled(tmp_path, forgotten):
     expected = losses(JOB)
     plan_here(JOB).save(tmp_path / "step.executables")
     version, found = pickle.loads((tmp_path / "step.executables").read_bytes())
-    broken = {key: (payload[:-40], ids) for key, (payload, ids) in found.items()}
-    (tmp_path / "step.executables").write_bytes(pickle.dumps((version, broken)))
-    mm.load_executables(tmp_path / "step.executables")
-    executables._in_use.clear()
-    with pytest.warns(UserWarning, match="a saved executable is not for .*, and is compiled anew"):
-        assert losses(JOB) == expected
+    broken = {key: (kind, (payload[:-40], ids)) for key, (kind, (payload, ids)) in found.items()}
+    others = {key: ("NVIDIA H200", saved) for key, (_, saved) in found.items()}
+    for written, said in (
+        (broken, "a saved executable is not for .*, and is compiled anew"),
+        (others, "saved executables are for NVIDIA H200, and here is cpu: they are compiled anew"),
+    ):
+        (tmp_path / "step.executables").write_bytes(pickle.dumps((version, written)))
+        mm.load_executables(tmp_path / "step.executables")
+        executables._in_use.clear()
+        with pytest.warns(UserWarning, match=said):
+            assert losses(JOB) == expected
 
 
 @pytest.mark.slow

@@ -69,6 +69,7 @@ def test_a_roofline_of_each_operation():
         operations=products,
         collectives=(Collective("all-gather", ("model",), 4, int(120e9), 1),),
         values=(),
+        uncounted_loops=(),
         alike="f",
     )
     compute, memory, links = cost.parts(chip)

@@ -19,15 +19,15 @@ from mmnnx.mpmd.compile.lower import loads_on_other_meshes
 CodeKey = tuple[Any, Any]  # `Lowered.key`, and the options for XLA
 Saved = tuple[bytes, tuple[int, ...]]  # what JAX serialized, and the ids of its devices
 
-_loaded: dict[str, Saved] = {}
+_loaded: dict[str, tuple[str, Saved]] = {}  # of each program the kind of its devices, too
 
 
 def save_executables(codes: Iterable[tuple[CodeKey, jax.stages.Compiled, Mesh]], path: Path) -> None:
     """Writes executables to a file, each with its key and the mesh that it is for."""
-    found: dict[str, Saved] = {}
+    found: dict[str, tuple[str, Saved]] = {}
     for key, compiled, mesh in codes:
         if isinstance(key[0], tuple):  # else it is no other's
-            found[_name(key, mesh)] = serialized(compiled, mesh)
+            found[_name(key, mesh)] = _kind(mesh), serialized(compiled, mesh)
     path.write_bytes(pickle.dumps((jax.__version__, found)))
 
 
@@ -36,6 +36,10 @@ def _name(key: CodeKey, mesh: Mesh) -> str:
     (*of_program, _), options = key  # the last is its mesh
     what = (of_program, mesh.axis_names, mesh.devices.shape, options)
     return hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+def _kind(mesh: Mesh) -> str:
+    return mesh.devices.flat[0].device_kind
 
 
 def load_executables(path: str | Path) -> int:
@@ -79,7 +83,13 @@ def find_saved(key: CodeKey, mesh: Mesh) -> Saved | None:
         return None
     name = _name(key, mesh)
     if name in _loaded:
-        return _loaded[name]
+        kind, saved = _loaded[name]
+        if kind == _kind(mesh):
+            return saved
+        warnings.warn(
+            f"saved executables are for {kind}, and here is {_kind(mesh)}: they are compiled anew",
+            stacklevel=2,
+        )
     if (cache := _cache(mesh)) is None:
         return None
     try:
