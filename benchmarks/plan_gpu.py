@@ -47,7 +47,6 @@ MODELS: dict[str, tuple[LMConfig, int, int]] = {
     "dense": (DENSE, 2, 2048),
     "dense, all scores": (dataclasses.replace(DENSE, attention="xla"), 2, 2048),
     "dense, remat": (dataclasses.replace(DENSE, remat=True), 2, 2048),
-    "dense, scanned": (dataclasses.replace(DENSE, scan=True), 2, 2048),
     "dense, float32": (dataclasses.replace(DENSE, dtype=jnp.float32, attention="xla"), 2, 2048),
     "wide": (dataclasses.replace(DENSE, layers=4, width=4096, heads=32, mlp=14_336), 1, 4096),
     "experts": (EXPERTS, 2, 2048),

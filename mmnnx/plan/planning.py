@@ -162,8 +162,8 @@ def _plan(name: str, program: Program, fragments: Sequence[FragmentCost] = (), *
     for f in fragments:
         if f.uncounted_loops and f.alike == f.name:
             notes.append(
-                f"{f.name}: iterations of {', '.join(f.uncounted_loops)} depend on values, and one of each is "
-                "counted: it takes longer than its time here"
+                f"{f.name}: how often {', '.join(f.uncounted_loops)} runs depends on values. Its body counts "
+                "once: the fragment takes longer than its time here"
             )
     devices = {d for mesh in program.names for d in mesh.devices.flat}
     kinds = sorted({d.device_kind for d in devices})
