@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from mmnnx.mpmd.ir.timeline import DISPATCH
-
 TERA, GIGA, GIBI = 1e12, 1e9, 2**30
 
 
@@ -25,10 +23,9 @@ class Chip:
       network: bytes a second to devices of another slice or host: DCN, InfiniBand.
       latency: seconds of one hop over a link.
       source: where the figures are from.
-      of_flops, of_bandwidth: what large matrix products and copies come to of these. Of GPUs as
-        benchmarks/plan_gpu.py measured it on an H200; of TPUs as is often said of them.
-      dispatch: seconds of the host to start an instruction. Of GPUs, whose kernels it starts one by one, as
-        measured there; of TPUs as on a CPU.
+      of_flops, of_bandwidth: what large matrix products and copies come to of these.
+      least: seconds that an operation takes at least.
+      launch: seconds of the host to start an operation, beside what an instruction of a program takes.
     """
 
     name: str
@@ -41,7 +38,8 @@ class Chip:
     source: str
     of_flops: float = 0.8
     of_bandwidth: float = 0.9
-    dispatch: float = DISPATCH
+    least: float = 0.0
+    launch: float = 0.0
 
     def seconds(self, flops: Mapping[str, float]) -> float:
         """How long so many operations take, by dtype, at the published speed."""
@@ -55,7 +53,9 @@ class Chip:
 _SCALING = "jax-ml.github.io/scaling-book/tpus; memory: what libtpu 0.0.52 allows a program"
 _ICI_HOP = 1e-6  # the same book
 _NVLINK_HOP = 2e-6
-_ON_GPUS = dict(of_flops=0.73, of_bandwidth=0.82, dispatch=250e-6)
+# As benchmarks/plan_gpu.py measured it on an H200: benchmarks/results/plan_gpu.md. Of TPUs, none of which was
+# at hand, the shares are those of the best programs.
+_ON_GPUS = dict(of_flops=0.73, of_bandwidth=0.82, least=3e-6, launch=6e-6)
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip

@@ -15,6 +15,7 @@ from mmnnx.inspect.schedules import by_name
 from mmnnx.modules import LMConfig
 from mmnnx.modules.build import build
 from mmnnx.mpmd.ir.flops import Flops, count_flops, count_moved
+from mmnnx.mpmd.ir.timeline import DISPATCH
 from mmnnx.plan.chips import CHIPS, Chip
 from mmnnx.plan.language_models import TrainingJob, is_of_experts
 from mmnnx.plan.targets import TPUS
@@ -106,7 +107,7 @@ def estimate(job: TrainingJob) -> Estimate:
 
     length, held = _schedule(job, backward)
     idle = (computing + sending) * (length / ((1 + backward) * job.microbatches) - 1)
-    host = chip.dispatch * 4 * job.microbatches * len(job.meshes)  # calls and transfers, forward and backward
+    host = DISPATCH * 4 * job.microbatches * len(job.meshes)  # calls and transfers, forward and backward
     idle = max(idle, host - computing - sending)
     return Estimate(job, computing, sending, idle, once, state + held * saved)
 

@@ -74,6 +74,11 @@ class FragmentCost:
         return moved_bytes(self.operations)
 
     @property
+    def count(self) -> int:
+        """How many operations it runs, each of which is a kernel on a GPU."""
+        return sum(o.runs for o in self.operations)
+
+    @property
     def sent(self) -> float:
         """The bytes that a device sends to others of its mesh."""
         return sum(c.sent for c in self.collectives or ())
@@ -92,12 +97,12 @@ class FragmentCost:
         """
         compute = memory = 0.0
         for o in self.operations:
-            computing = o.runs * chip.seconds(o.flops) / chip.of_flops
-            moving = o.runs * o.moved_bytes / chip.bandwidth / chip.of_bandwidth
+            computing = chip.seconds(o.flops) / chip.of_flops
+            moving = max(o.moved_bytes / chip.bandwidth / chip.of_bandwidth, chip.least)
             if computing > moving:
-                compute += computing
+                compute += o.runs * computing
             elif not o.beside:
-                memory += moving
+                memory += o.runs * moving
         moving = self.moved_bytes / chip.bandwidth / chip.of_bandwidth
         return compute, max(memory, moving - compute), self._sending(chip)
 

@@ -29,12 +29,12 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """A matrix product or convolution with what XLA fused to it, or all that is none of these.
+    """An operation of XLA, with all that is fused to it.
 
     Attributes:
-      flops: its floating-point operations, two for a product and its sum, by the dtype of the operands.
+      flops: in its matrix products and convolutions, two for a product and its sum, by the dtype of operands.
       moved_bytes: what it reads from the device's memory and writes to it.
-      runs: how often it runs.
+      runs: how often it, and others that are like it, run.
       beside: whether it is a copy that goes on beside other operations.
     """
 
@@ -81,11 +81,7 @@ def operations(hlo: Hlo) -> list[Operation]:
         )
 
     found = hlo.total(one, into_fusions=False, size=lambda key: sum(n for _, n in key[0]) + key[1])
-    products = [Operation(dict(of), moved, runs) for (of, moved, _), runs in found.items() if of]
-    others: Counter[bool] = Counter()
-    for (of, moved, beside), runs in found.items():
-        others[beside] += 0 if of else moved * runs
-    return [*products, *(Operation({}, moved, beside=beside) for beside, moved in others.items() if moved)]
+    return [Operation(dict(of), moved, runs, beside) for (of, moved, beside), runs in found.items()]
 
 
 def flops(operations: Iterable[Operation]) -> Flops:

@@ -24,7 +24,7 @@ from mmnnx.mpmd.compile.saved_executables import save_executables
 from mmnnx.mpmd.ir.flops import largest_results
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.program import Program
-from mmnnx.mpmd.ir.timeline import Costs, Timeline
+from mmnnx.mpmd.ir.timeline import DISPATCH, Costs, Timeline
 from mmnnx.mpmd.jit.jit import Jit
 from mmnnx.mpmd.jit.lowered import FlatCompiled, FlatLowered
 from mmnnx.plan.chips import Chip, chip_of
@@ -134,11 +134,12 @@ def _planned(compiled: FlatCompiled) -> Plan:
     memory = device_memory(found, costs, bound)
     timeline = fastest = None
     if chip is not None:
-        between = _transfer_costs(found, chip)
+        starting = {found.program.labels[f]: DISPATCH + chip.launch * c.count for f, c in costs.items()}
+        between = dataclasses.replace(_transfer_costs(found, chip), dispatches=starting)
         timeline = _simulated(found.program, {f: c.seconds(chip) for f, c in costs.items()}, between)
         # What is compiled has its loops written out, and does not know their schedules.
         timeline = dataclasses.replace(timeline, schedule=compiled.lowered.program.schedule)
-        best = dataclasses.replace(between, latency=0.0, dispatch=0.0)
+        best = dataclasses.replace(between, latency=0.0, dispatch=0.0, dispatches={})
         fastest = _simulated(found.program, {f: c.fastest(chip) for f, c in costs.items()}, best).period
     return _plan(
         bound.name,
@@ -203,7 +204,7 @@ def _transfer_costs(compiled: Compiled, chip: Chip) -> Costs:
         for way, n in each.items()
         if n
     }
-    return Costs({}, chip.latency, dispatch=chip.dispatch, bandwidths=speeds)
+    return Costs({}, chip.latency, dispatch=DISPATCH, bandwidths=speeds)
 
 
 def _speed(source: Mesh, target: Mesh, chip: Chip) -> float:

@@ -106,7 +106,7 @@ class StepPlan:
             "utilization": self.utilization,
             "memory": [dataclasses.asdict(m) | {"total": m.total} for m in self.memory],
             "fragments": [
-                dataclasses.asdict(f)
+                {k: v for k, v in dataclasses.asdict(f).items() if k != "operations"}
                 | {"flops": f.flops, "moved_bytes": f.moved_bytes}
                 | ({} if chip is None else {"seconds": f.seconds(chip), "bound": f.bound(chip)})
                 for f in self.fragments

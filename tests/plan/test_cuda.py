@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 
@@ -68,6 +69,18 @@ def test_every_gpu_of_the_table_compiles():
     for name in CHIPS.keys() - set(TPUS):
         plan = TrainingJob("tiny", f"{name}:1x2", stages=2, layers=2, batch=2, sequence=32).plan()
         assert plan.fits and plan.chip is CHIPS[name]
+
+
+def test_what_needs_a_gpu_to_be_compiled_is_not_kept(tmp_path):
+    """cuDNN makes its graphs on one: forwards and backwards with its attention are compiled on the machine."""
+    sizes = dict(stages=2, layers=2, batch=2, sequence=256)
+    for attention in ("xla", "cudnn"):
+        plan = TrainingJob("llama3.2-1b", "h100:1x2", attention=attention, **sizes).plan()
+        plan.save(tmp_path / "step.executables")
+        _, found = pickle.loads((tmp_path / "step.executables").read_bytes())
+        kept = [f for f in plan.fragments if f.alike == f.name and (attention == "xla" or f.phase == "none")]
+        assert len(found) == len(kept) > 0
+        assert {kind for kind, _ in found.values()} == {"NVIDIA H100 80GB HBM3"}
 
 
 def test_hosts():

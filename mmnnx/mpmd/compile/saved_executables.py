@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.compile.lower import loads_on_other_meshes
+from mmnnx.mpmd.distributed.processes import is_described
 
 CodeKey = tuple[Any, Any]  # `Lowered.key`, and the options for XLA
 Saved = tuple[bytes, tuple[int, ...]]  # what JAX serialized, and the ids of its devices
@@ -26,7 +27,8 @@ def save_executables(codes: Iterable[tuple[CodeKey, jax.stages.Compiled, Mesh]],
     """Writes executables to a file, each with its key and the mesh that it is for."""
     found: dict[str, tuple[str, Saved]] = {}
     for key, compiled, mesh in codes:
-        if isinstance(key[0], tuple):  # else it is no other's
+        is_of_others = isinstance(key[0], tuple)
+        if is_of_others and not _lacks_graphs(compiled, mesh):
             found[_name(key, mesh)] = _kind(mesh), serialized(compiled, mesh)
     path.write_bytes(pickle.dumps((jax.__version__, found)))
 
@@ -36,6 +38,12 @@ def _name(key: CodeKey, mesh: Mesh) -> str:
     (*of_program, _), options = key  # the last is its mesh
     what = (of_program, mesh.axis_names, mesh.devices.shape, options)
     return hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+def _lacks_graphs(compiled: jax.stages.Compiled, mesh: Mesh) -> bool:
+    """Whether it has no graphs of cuDNN, which makes them on a GPU: it would be loaded there, and fail."""
+    device = mesh.devices.flat[0]
+    return is_described(device) and device.platform != "tpu" and '"__cudnn$' in (compiled.as_text() or "")
 
 
 def _kind(mesh: Mesh) -> str:

@@ -41,27 +41,31 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
     # Moves of residuals alone: to begin with, none.
     kept: list[tuple[Any, int, str]] = [(moment, 0, name) for moment, _, name in moves]
     saved, reused = saved_activations(program), buffer_reuse(program)
-    host = 0.0  # when the next instruction is dispatched
+    # Each process starts the instructions of its devices: when it is through with the last.
+    processes = {mesh: {d.process_index for d in mesh.devices.flat} for mesh in program.names}
+    host = dict.fromkeys(set().union(*processes.values()), 0.0)
     live = set(program.inputs)
     for n, i in enumerate(program.instructions):
-        host += costs.dispatch
         begin = max((ready[s] for s in i.inputs), default=0.0)
         made, dropped = i.outputs, i.frees
         if isinstance(i, Call):
-            mesh = program.names[i.mesh]
-            start = max(begin, idle[i.mesh], host)
-            outside = i.microbatch is None
-            took = costs.of_call(program.labels[i.fragment], i.name, i.phase, outside)
+            mesh, label = program.names[i.mesh], program.labels[i.fragment]
+            started = _start(host, processes[i.mesh], costs.dispatches.get(label, costs.dispatch))
+            start = max(begin, idle[i.mesh], started)
+            took = costs.of_call(label, i.name, i.phase, outside=i.microbatch is None)
             end = start + took
             idle.update((mesh, max(end, idle[mesh])) for mesh in sharing[i.mesh])
             events.append(Event(mesh, start, end, i.phase, i.microbatch, i.name, i.stage))
         elif isinstance(i, Control):
-            start = end = host = max(host, ready[i.inputs[0]])  # the host reads whether it goes on
+            started = _start(host, host, costs.dispatch)
+            start = end = max(started, ready[i.inputs[0]])  # the hosts read whether it goes on
+            host = dict.fromkeys(host, end)
             # What an iteration made takes the place of the carries, of which some are dropped already.
             made, dropped = (), tuple(s for s in i.outputs if s in live) if i.outputs else i.frees
         else:
             way = f"{i.source} -> {i.target}"
-            start = max(begin, idle[way], host)
+            both = processes[i.source_mesh] | processes[i.target_mesh]
+            start = max(begin, idle[way], _start(host, both, costs.dispatch))
             end = idle[way] = start + costs.of_transfer(i.nbytes, way)
             transfers.append(Event(way, start, end, "transfer", i.microbatch, "transfer"))
         ends = [ready[s] for s in i.inputs] if isinstance(i, Control) else [end] * len(i.outputs)
@@ -88,6 +92,13 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
         {program.names[mesh]: found for mesh, found in devices.items()},
         program.schedule,
     )
+
+
+def _start(host: dict[int, float], processes: Iterable[int], took: float) -> float:
+    """When processes have started an instruction, which takes each of them so long."""
+    for process in processes:
+        host[process] += took
+    return max(host[process] for process in processes)
 
 
 def _by_time(sums: Iterable[tuple[Any, int]]) -> Iterator[tuple[float, int]]:

@@ -27,7 +27,8 @@ class Costs:
       latency, bandwidth: a transfer takes latency + bytes / bandwidth.
       bandwidths: those of single ways between meshes, such as {"stage0 -> stage1": 1e10}; others have
         `bandwidth`.
-      dispatch: what the host needs to start one instruction; it starts them one after another.
+      dispatch: what a host needs to start one instruction; it starts those of its devices one after another.
+      dispatches: what it needs to start single fragments, by label; others take `dispatch`.
 
     Example:
       >>> costs = Costs({"forward": 1e-3, "backward": 2e-3, "outside": 1e-3}, latency=1e-5, bandwidth=1e11)
@@ -40,6 +41,7 @@ class Costs:
     bandwidth: float = math.inf
     dispatch: float = 0.0
     bandwidths: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    dispatches: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (

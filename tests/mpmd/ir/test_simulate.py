@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import optax
 import pytest
 from flax import nnx
@@ -91,6 +92,35 @@ def test_a_host_that_is_slow_to_start_work():
     starts = sorted(e.start for e in (*timeline.events, *timeline.transfers))
     assert starts == [10.0 * n for n in range(1, len(program.instructions) + 1)]
     assert timeline.makespan == starts[-1] + BY_NAME["stage0 backward"]
+
+
+def test_a_fragment_that_is_slow_to_start():
+    """Its own time to start is in the place of that of others, for each of its two calls."""
+    program = chain(2, 2, "1f1b")
+    costs = mm.Costs(
+        {**BY_NAME, "outside": 0.0}, dispatch=10.0, dispatches={"stage1 forward": 15.0, "stage0 forward": 0.0}
+    )
+    timeline = program.simulate(costs)
+    starts = sorted(e.start for e in (*timeline.events, *timeline.transfers))
+    assert starts[-1] == 10.0 * (len(program.instructions) - 4) + 2 * 15.0
+
+
+def test_each_process_starts_what_is_on_its_devices():
+    """Two hosts with a stage each, as a described machine has them: transfers are started by both."""
+    mesh = mm.MultiMesh(devices=mm.target("v5p:2x2x2"), axis_sizes=(2, 4), axis_names=("stage", "model"))
+    tasks = [mm.Task(f"stage{n}", mesh_slice={"stage": n}) for n in range(2)]
+    placement = place(tasks, [("layers", 0)], [("layers", 1)])
+    loop = mm.microbatch(nnx.value_and_grad(models.squared_error), 0, 2, argnum=1, schedule="gpipe")
+    with mesh:
+        model = nnx.eval_shape(make(models.MLP, layers=2))
+        batch = jax.eval_shape(lambda: models.vectors(rows=8))
+        step = mm.jit(lambda model, batch: loop(model, batch), in_shardings=(placement, None))
+        program = step.program(model, batch)
+    timeline = program.simulate(mm.Costs(dict.fromkeys([*UNIT_COSTS, "outside"], 0.0), dispatch=1.0))
+    calls = [sum(e.mesh == name for e in timeline.events) for name in ("stage0", "stage1")]
+    assert min(calls) >= 8 and len(timeline.transfers) >= 8
+    started = max(e.start for e in (*timeline.events, *timeline.transfers))
+    assert started == max(calls) + len(timeline.transfers) < len(program.instructions)
 
 
 def test_meshes_that_share_devices_take_turns():
