@@ -55,7 +55,7 @@ _ICI_HOP = 1e-6  # the same book
 _NVLINK_HOP = 2e-6
 # As benchmarks/plan_gpu.py measured it on an H200: benchmarks/results/plan_gpu.md. Of TPUs, none of which was
 # at hand, the shares are those of the best programs.
-_ON_GPUS = dict(of_flops=0.73, of_bandwidth=0.82, least=3e-6, launch=6e-6)
+_ON_GPUS = dict(of_flops=0.73, of_bandwidth=0.82, least=3e-6, launch=5e-6)
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
