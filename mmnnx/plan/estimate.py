@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from flax import nnx
 from mmnnx.inspect.schedules import by_name
 from mmnnx.modules import LMConfig
 from mmnnx.modules.build import build
-from mmnnx.mpmd.ir.flops import Flops, count_flops, count_moved
+from mmnnx.mpmd.ir.flops import Product, count_products
 from mmnnx.mpmd.ir.timeline import DISPATCH
 from mmnnx.plan.chips import CHIPS, Chip
 from mmnnx.plan.language_models import TrainingJob, is_of_experts
@@ -134,9 +135,14 @@ def _others(devices: int) -> float:
 
 def _seconds(part: _Part, job: TrainingJob, chip: Chip) -> float:
     """A microbatch through the forward of a part."""
-    compute = chip.seconds(part.flops) / chip.of_flops
-    share = job.rows / (job.tensor * job.context)
-    return share * max(compute, part.moved / chip.bandwidth / chip.of_bandwidth)
+    bandwidth = chip.bandwidth * chip.of_bandwidth
+    products = sum(
+        n * max(chip.seconds({dtype: flops}) / chip.of_flops, moved / bandwidth)
+        for (dtype, flops, moved), n in part.products.items()
+    )
+    # Between products, what the backward reads is written.
+    written = OF_RESIDUALS * part.saved(job) / bandwidth
+    return job.rows / (job.tensor * job.context) * products + written
 
 
 @functools.lru_cache
@@ -184,24 +190,22 @@ class _Part:
     """One row of a microbatch through a part of a model.
 
     Attributes:
-      flops: of the forward, by dtype.
-      moved: bytes of operands and results of its products.
+      products: of the forward, and how many there are of each.
       whole, divided: bytes that the backward reads beside weights: of activations between blocks, which every
         device along "model" has, and of others, of which each has its share.
       weights, experts: bytes of its weights, and of the experts among them.
     """
 
-    flops: Flops
-    moved: float
+    products: Counter[Product]
     whole: float
     divided: float
     weights: float
     experts: float
 
     def without(self, other: _Part) -> _Part:
-        flops = self.flops - other.flops
-        names = ("moved", "whole", "divided", "weights", "experts")
-        return _Part(flops, *(getattr(self, name) - getattr(other, name) for name in names))
+        products = self.products - other.products
+        names = ("whole", "divided", "weights", "experts")
+        return _Part(products, *(getattr(self, name) - getattr(other, name) for name in names))
 
     def saved(self, job: TrainingJob) -> float:
         """Bytes of a device for a microbatch."""
@@ -233,5 +237,4 @@ def _traced(config: LMConfig, sequence: int) -> _Part:
     whole = [r for r in read if r.shape == (1, sequence, config.width)]
     total = lambda arrays: float(sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays))
     divided = total(read) - total(whole)
-    flops, moved = count_flops(jaxpr), count_moved(jaxpr)
-    return _Part(flops, moved, total(whole), divided, total(weights), total(experts))
+    return _Part(count_products(jaxpr), total(whole), divided, total(weights), total(experts))

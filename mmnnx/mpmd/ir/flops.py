@@ -13,6 +13,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import PRODUCTS, nbytes
 
 Flops = Counter[str]  # by the dtype of the operands
+Product = tuple[str, int, int]  # the dtype of its operands, its operations, the bytes of operands and results
 
 
 def count_flops(jaxpr: Any) -> Flops:
@@ -45,33 +46,46 @@ def count_kernels(jaxpr: Any) -> Flops:
     return _sum(_compat.open_jaxpr(jaxpr)[2], lambda e: _flops(e) if _is_kernel(e) else Counter(), devices=1)
 
 
-def count_moved(jaxpr: Any) -> float:
-    """Bytes of operands and results of matrix products and convolutions, counted as `count_flops` does.
+def count_products(jaxpr: Any) -> Counter[Product]:
+    """Matrix products, convolutions and kernels one by one, counted as `count_flops` does.
 
     Example:
-      >>> count_moved(jax.make_jaxpr(jnp.dot)(jnp.ones((8, 4)), jnp.ones((4, 2))))
-      224
+      >>> count_products(jax.make_jaxpr(jnp.dot)(jnp.ones((8, 4)), jnp.ones((4, 2))))
+      Counter({('float32', 128, 224): 1})
     """
-    return sum(_sum(_compat.open_jaxpr(jaxpr)[2], _moved).values())
+
+    def one(eqn: Any) -> Counter[Product]:
+        ((dtype, flops),) = _flops(eqn).items()
+        return Counter({(dtype, flops, _moved(eqn)): 1})
+
+    return _sum(_compat.open_jaxpr(jaxpr)[2], one, size=lambda product: product[1])
 
 
-def _sum(eqns: Iterable[Any], of: Callable[[Any], Flops], devices: int | None = None) -> Flops:
-    """The sum over all matrix products, convolutions and kernels; over all devices, or of one."""
-    total: Flops = Counter()
+def _sum(
+    eqns: Iterable[Any],
+    of: Callable[[Any], Counter[Any]],
+    devices: int | None = None,
+    size: Callable[[Any], float] = lambda key: 1.0,
+) -> Counter[Any]:
+    """The sum over all matrix products, convolutions and kernels; over all devices, or of one.
+
+    Of a `cond` it is that of the branch with the most of what `size` says of each key.
+    """
+    total: Counter[Any] = Counter()
     for eqn in eqns:
         name = eqn.primitive.name
         if _is_kernel(eqn) or name in PRODUCTS:
             total += of(eqn)
         elif name == "cond":
-            branches = [_sum(_compat.open_jaxpr(b)[2], of, devices) for b in eqn.params["branches"]]
-            total += max((sum(b.values()), n, b) for n, b in enumerate(branches))[2]
+            branches = [_sum(_compat.open_jaxpr(b)[2], of, devices, size) for b in eqn.params["branches"]]
+            total += max(branches, key=lambda branch: sum(size(key) * n for key, n in branch.items()))
         else:
             times = eqn.params["length"] if name == "scan" else 1
             if name == "shard_map":  # its body is what one device does, along these axes
                 sizes = (eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
                 times = devices or math.prod(sizes)
             for inner in _bodies(eqn):
-                once = _sum(_compat.open_jaxpr(inner)[2], of, devices)
+                once = _sum(_compat.open_jaxpr(inner)[2], of, devices, size)
                 total += Counter({key: times * n for key, n in once.items()})
     return total
 
@@ -119,10 +133,10 @@ def _flops(eqn: Any) -> Flops:
     return of[eqn.primitive.name](eqn)
 
 
-def _moved(eqn: Any) -> Flops:
+def _moved(eqn: Any) -> int:
     if eqn.primitive.name == "pallas_call":
-        return Counter(bytes=eqn.params["cost_estimate"].bytes_accessed)
-    return Counter(bytes=sum(nbytes(v) for v in (*eqn.invars, *eqn.outvars)))
+        return eqn.params["cost_estimate"].bytes_accessed
+    return sum(nbytes(v) for v in (*eqn.invars, *eqn.outvars))
 
 
 def _dot(eqn: Any) -> Flops:
