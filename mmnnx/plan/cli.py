@@ -105,8 +105,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 
     Returns the exit status: 0 if the step fits; 1 if it does not; 2 for a mistake in the options.
     """
-    if not jax.config.values["jax_platforms"]:  # what is here does not matter, and JAX would look for it
-        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # what is here does not matter, and JAX would look for it
     config = tyro.cli(PlanConfig, args=options, prog="mmnnx plan", config=(tyro.conf.FlagCreatePairsOff,))
     console = table_console(WIDTH)
     try:

@@ -217,7 +217,9 @@ def _speed(source: Mesh, target: Mesh, chip: Chip) -> float:
 
 def _refusal(error: Exception) -> RuntimeError:
     """What to raise where the compiler refuses a fragment."""
-    said = (str(error).splitlines() or [type(error).__name__])[0]
+    lines = str(error).splitlines()
+    raised = [x for line in lines if re.match(r"[\w.]*(Error|Exception): ", x := line.strip())]
+    said = raised[-1] if raised else (lines or [type(error).__name__])[0]  # of Python that the compiler runs
     if "limited ICI routing" in said or "Unexpected device_id" in said:
         said += (
             ". It compiles for all devices of such a machine, and for a block of at most half of them: have "

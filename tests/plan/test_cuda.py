@@ -83,6 +83,12 @@ def test_what_needs_a_gpu_to_be_compiled_is_not_kept(tmp_path):
         assert {kind for kind, _ in found.values()} == {"NVIDIA H100 80GB HBM3"}
 
 
+def test_what_cudnn_refuses():
+    job = TrainingJob("llama3.2-1b", "h100:1x4", stages=2, context=2, layers=2, batch=2, attention="cudnn")
+    with pytest.raises(RuntimeError, match="refuses stage0 forward: ValueError: Sharding on sequence dim is"):
+        job.plan()
+
+
 def test_hosts():
     devices = mm.target("h100:4x8")
     assert len(devices) == 32 and isinstance(devices[0], jax.Device)
