@@ -72,7 +72,7 @@ def test_every_gpu_of_the_table_compiles():
 
 
 def test_what_needs_a_gpu_to_be_compiled_is_not_kept(tmp_path):
-    """cuDNN makes its graphs on one: forwards and backwards with its attention are compiled on the machine."""
+    """cuDNN makes its graphs on one: forwards and backwards with its attention are compiled there."""
     sizes = dict(stages=2, layers=2, batch=2, sequence=256)
     for attention in ("xla", "cudnn"):
         plan = TrainingJob("llama3.2-1b", "h100:1x2", attention=attention, **sizes).plan()

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from mmnnx import _compat
 from mmnnx.mpmd.hoist.contractions import (
@@ -20,7 +21,7 @@ from mmnnx.mpmd.hoist.contractions import (
     over_parts,
     sharded_contractions,
 )
-from mmnnx.mpmd.hoist.sharding_propagation import Axes, Known, entering, follow
+from mmnnx.mpmd.hoist.sharding_propagation import Axes, Known, entering, follow, of_spec
 from mmnnx.mpmd.ir.equations import REMAT, Atom, Equation, Var, is_var
 from mmnnx.mpmd.ir.rewrite import trace_equations
 from mmnnx.mpmd.ir.scans import run_scan
@@ -112,7 +113,7 @@ class PartialSums:
             if e.name == "scan" and number < _compat.scan_counts(e.eqn.params)[1]:
                 raise CannotHoist("it is summed up in a scan")
             groups = inner._groups(inner.results[number], sizes, found)
-        elif e.name in _SUMS:
+        elif e.name in _SUMS or (e.name == "shard_map" and not _may_sum_up(e, var, sizes)):
             raise CannotHoist  # of what is not sharded, as far as is known
         else:
             raise CannotHoist(f"it goes through {e.name!r}, which is not taken apart")
@@ -203,3 +204,13 @@ def _filled(atoms: Sequence[Atom], values: Sequence[Any]) -> list[Any]:
     """Values for all atoms, given those of the variables among them."""
     rest = iter(values)
     return [next(rest) if is_var(a) else a.val for a in atoms]
+
+
+def _may_sum_up(e: Equation, result: Atom, sizes: Sizes) -> bool:
+    """Whether operands of a shard_map are divided over axes that a result of it is not divided over."""
+
+    def axes(spec: PartitionSpec) -> set[Any]:
+        return {axis for dims in of_spec(spec, len(spec)) for axis in dims or () if sizes.get(axis, 1) > 1}
+
+    own = axes(e.eqn.params["out_specs"][e.outvars.index(result)])
+    return any(axes(spec) - own for spec in e.eqn.params["in_specs"])

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.modules import LM, LMConfig, MoELM, MoELMConfig
+from mmnnx.mpmd.hoist import partial_sums
+from mmnnx.mpmd.ir.equations import Equation
 from mmnnx.sharding.pipeline import pipeline_sharding
 from tests.models import make
 from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place, train_step
@@ -241,6 +243,38 @@ def test_a_mixture_of_experts_over_data_and_experts():
     )
     assert not program.notes
     assert {(2, 4, 16, 32), (2, 4, 32, 16)} <= {tuple(v.aval.shape) for v, _ in program.values}
+
+
+def test_experts_of_single_devices_are_no_sums():
+    """Each device makes the gradients of its own: there is nothing to note."""
+    mesh, tasks = pipeline(2, 2, axes=("expert",))
+    tasks = [mm.Task(t.name, mesh_slice=t.mesh_slice, logical_axes={"expert": "expert"}) for t in tasks]
+    config = MoELMConfig(vocab=32, layers=2, width=16, heads=2, kv_heads=2, mlp=32, experts=4, top_k=2)
+    loop = mm.microbatch(nnx.value_and_grad(lm_loss), dim=0, size=4, argnum=1, reduce="mean")
+    with mesh:
+        model = nnx.eval_shape(make(MoELM, config))
+        step = mm.jit(
+            lambda model, tokens: loop(model, tokens), in_shardings=(pipeline_sharding(model, tasks), None)
+        )
+        assert not step.program(model, TOKENS).notes
+
+
+@pytest.mark.parametrize(
+    "of_x, of_w, of_result, sums",
+    [
+        (P(None, "model"), P("model"), P("model"), False),
+        (P("data", "model"), P("model"), P("model"), True),
+        (P("data"), P(), P(), True),
+        (P("one"), P(), P(), False),  # an axis of one device
+    ],
+)
+def test_a_shard_map_may_sum_up_what_its_result_is_not_divided_over(of_x, of_w, of_result, sums):
+    sizes = {"data": 2, "model": 2, "one": 1}
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    f = jax.shard_map(lambda x, w: w, mesh=mesh, in_specs=(of_x, of_w), out_specs=of_result)
+    jaxpr = jax.make_jaxpr(f)(jnp.ones((4, 4)), jnp.ones(4)).jaxpr
+    (eqn,) = jaxpr.eqns
+    assert partial_sums._may_sum_up(Equation(eqn, ""), eqn.outvars[0], sizes) == sums
 
 
 class Counting(nnx.Module):
