@@ -67,11 +67,22 @@ def place(function: Function, flat: Flat, fits: Fits) -> Placed:
     }
     nodes, sums = separate_sums(flat.nodes)
     tasks = {v: task for v, task in zip(flat.invars, function.state_tasks) if task is not None}
-    placement = _cheapest(Problem(nodes, inputs, function.task_of, result_state, fits, tasks))
+    problem = Problem(nodes, inputs, function.task_of, result_state, fits, tasks)
+    placement = _cheapest(dataclasses.replace(problem, batch=_batch(function, flat)))
     grouped = group_sums(flat.nodes, sums, placement)
     placed = Placed(flat, grouped, with_task_options(placement, function.multimesh))
     function.dump.write("place", functools.partial(placed_text, placed, function.meshes.names()))
     return placed
+
+
+def _batch(function: Function, flat: Flat) -> list[Var]:
+    """Placed arguments that are no state (no Variable holds them, no rule places them), where others are."""
+    placed = [
+        (v, leaf is not None and leaf.is_state)
+        for v, leaf, home in zip(flat.invars, function.record.inputs, function.shardings.homes)
+        if home is not None
+    ]
+    return [v for v, is_state in placed if not is_state] if any(s for _, s in placed) else []
 
 
 def _cheapest(problem: Problem, loop: Loop | None = None) -> Placement:
@@ -165,7 +176,7 @@ def _place_loop(region: Region, loop: Loop) -> None:
         tasks=region.problem.tasks | _tasks_of_carries(region, loop),
         roots={v: region.roots[v] for v in loop.captured if v in region.roots},
         microbatches=loop.spec.length,
-        slices=loop.slice_vars,
+        batch=loop.slice_vars,
     )
     state = {s: region.where[s] for s in follows.values() if s not in inputs}
 

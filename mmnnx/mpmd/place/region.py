@@ -35,7 +35,7 @@ class Problem:
       tasks: whose state is what, where one mesh has that of several tasks.
       roots: for outer variables that are made of state, the state.
       microbatches: how many; None outside loops.
-      slices: variables that stand for slices of the batch.
+      batch: variables that stand for slices of the batch; outside loops, inputs that are no state.
     """
 
     nodes: Sequence[Node]
@@ -46,7 +46,7 @@ class Problem:
     tasks: dict[Var, Task]
     roots: dict[Var, frozenset[Var]] = dataclasses.field(default_factory=dict)
     microbatches: int | None = None
-    slices: Sequence[Var] = ()
+    batch: Sequence[Var] = ()
 
 
 class Region:
@@ -98,7 +98,7 @@ class Region:
         self.forward_phase = "forward" if autodiff else "none"
         state = {v for v, o in problem.inputs.items() if o.kind is Kind.STATE}
         self.roots = {v: frozenset([v]) for v in state} | problem.roots
-        self.of_batch = set(problem.slices)
+        self.of_batch = set(problem.batch)
         self.renewed: set[Var] = set()
         self.tied: set[Node] = set()
         self.used_state: set[Var] = set()

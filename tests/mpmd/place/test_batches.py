@@ -1,0 +1,70 @@
+"""Placed arguments that no Variable holds: a batch goes through the model, and averages stay where they are."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mmnnx as mm
+from tests import models
+from tests.models import make
+from tests.mpmd.parity import assert_same, born, pipeline, place
+
+
+def two_stages(layers: int = 4, width: int = 16):
+    """A MultiMesh of two stages, and a model whose layers are half on each."""
+    mesh, tasks = pipeline(2)
+    halves = range(layers // 2), range(layers // 2, layers)
+    placement = place(tasks, *([("layers", n) for n in half] for half in halves))
+    with mesh:
+        return mesh, born(make(models.MLP, layers, width), placement)
+
+
+def sent(program: mm.Program) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(t.source, t.target, program.values[t.outputs[0]][0].aval.shape) for t in program.transfers]
+
+
+@pytest.mark.parametrize("rows", [4, 64])  # activations that are smaller than a kernel, and larger
+def test_a_batch_on_the_first_stage_moves_no_weights_there(rows):
+    mesh, model = two_stages()
+    batch = jax.device_put(np.ones((rows, 8), np.float32), model.layers[0].kernel.get_raw_value().sharding)
+    with mesh:
+        f = mm.jit(lambda model, x: model(x))
+        program = f.program(model, batch)
+        np.testing.assert_allclose(f(model, batch), model_on_host(model)(np.asarray(batch)), rtol=1e-5)
+    assert sent(program) == [("stage0", "stage1", (rows, 16))]
+
+
+def test_a_batch_on_the_last_stage_goes_to_the_first():
+    mesh, model = two_stages()
+    batch = jax.device_put(np.ones((64, 8), np.float32), model.layers[3].kernel.get_raw_value().sharding)
+    with mesh:
+        program = mm.jit(lambda model, x: model(x)).program(model, batch)
+    assert sent(program) == [("stage1", "stage0", (64, 8)), ("stage0", "stage1", (64, 16))]
+
+
+def test_averages_in_plain_arrays_stay_with_their_weights():
+    mesh, model = two_stages()
+    average = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model)))
+
+    def update(average, model):
+        now = nnx.to_pure_dict(nnx.state(model))
+        return jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, average, now)
+
+    with mesh:
+        f = mm.jit(update, donate_argnums=0)
+        assert not f.program(average, model).transfers
+        expected = jax.device_get(average)
+        found = f(average, model)
+    assert_same(found, expected, 1e-6)
+    for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(nnx.state(model)), strict=True):
+        assert new.devices() == old.devices()
+
+
+def model_on_host(model: nnx.Module) -> nnx.Module:
+    """The same on JAX's default device."""
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(jnp.asarray, jax.device_get(state)))
