@@ -515,8 +515,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="bubble-of-the-whole-step",
         file="mmnnx/mpmd/ir/timeline.py",
-        old="return 1 - busy / (self.period * len(rows)) if self.period else 0.0",
-        new="return 1 - busy / (self.makespan * len(rows)) if self.period else 0.0",
+        old="return 1 - busy / (self.period * len(devices)) if self.period else 0.0",
+        new="return 1 - busy / (self.makespan * len(devices)) if self.period else 0.0",
         what="The bubble is that of one step alone, also where steps overlap.",
         tests=(
             "tests/mpmd/schedule/test_tables.py::test_bubble_and_period",
