@@ -1,4 +1,4 @@
-"""Placed arguments that no Variable holds: a batch goes through the model, and averages stay where they are."""
+"""Placed arguments that no Variable holds: a batch goes through the model, averages stay where they are."""
 
 from __future__ import annotations
 
