@@ -93,7 +93,7 @@ class Timeline:
       residual_bytes: the same, of what backwards read of the forwards alone.
       held_bytes: for each mesh, (time, bytes of live arrays from then on), in order. A time may be there
         twice: more is live in that moment than before and after. Empty if unknown.
-      devices: for each mesh, its devices as (platform, id). Default: each mesh has one of its own.
+      mesh_devices: for each mesh, its devices as (platform, id). Default: each mesh has one of its own.
       schedule: the name of its schedule; "" where there is no loop, or none is known.
       unit: what times are in: "units" or "s".
 
@@ -108,7 +108,7 @@ class Timeline:
     peak_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     residual_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     held_bytes: Mapping[str, Sequence[tuple[float, int]]] = dataclasses.field(default_factory=dict)
-    devices: Mapping[str, Sequence[Device]] = dataclasses.field(default_factory=dict, repr=False)
+    mesh_devices: Mapping[str, Sequence[Device]] = dataclasses.field(default_factory=dict, repr=False)
     schedule: str = ""
     unit: str = "units"
 
@@ -149,7 +149,7 @@ class Timeline:
         return 1 - busy / (self.period * len(devices)) if self.period else 0.0
 
     def _devices(self, mesh: str) -> Sequence[Device]:
-        return self.devices.get(mesh, [(mesh, 0)])
+        return self.mesh_devices.get(mesh, [(mesh, 0)])
 
     def by_mesh(self) -> dict[str, list[Event]]:
         """The events that take time, by mesh, in the order in which they start."""
