@@ -159,8 +159,8 @@ def kernel_seconds(folder: Path) -> Counter[str]:
 
 def module_of(fragment: str) -> str:
     """The name of a fragment's XLA module; "stage0" and "stage0 (2)" have the same."""
-    name, _, number = fragment.partition(" (")
-    return "jit_" + "".join(c if c.isalnum() else "_" for c in (name if number else fragment))
+    name = fragment.partition(" (")[0]
+    return "jit_" + "".join(c if c.isalnum() else "_" for c in name)
 
 
 def table(name: str, figures: dict[str, Any]) -> str:

@@ -44,8 +44,8 @@ class FragmentCost:
       operations: what a device does.
       collectives: what it sends to other devices of the mesh; None if XLA's text of it cannot be read.
       values: the large arrays that it makes inside.
-      uncounted_loops: where the model has loops whose iterations depend on values: `operations` and
-        `collectives` have one iteration of each.
+      uncounted_loops: where the model has loops of which XLA's text does not tell the iterations, as where
+        they depend on values: `operations` and `collectives` have one of each.
       alike: the name of the fragment that it was compiled with; its own if it was the first.
     """
 
@@ -93,7 +93,8 @@ class FragmentCost:
     def parts(self, chip: Chip) -> tuple[float, float, float]:
         """Seconds in operations that are bound by computing, in those bound by moving, and of sending.
 
-        Each operation takes the longer of the two. Copies beside others take what is left of the bandwidth.
+        Each operation takes the longer of the two. What goes on beside others takes what is left of the
+        bandwidth.
         """
         compute = memory = 0.0
         for o in self.operations:
@@ -156,8 +157,7 @@ def _cost(f: Fragment, compiled: jax.stages.Compiled) -> FragmentCost:
         done = [Operation(of_device, moved)]
     else:
         hlo = parse(text)
-        kernels = count_kernels(f.jaxpr)
-        done = [*operations(hlo), *([Operation(dict(kernels), 0)] if kernels else [])]
+        done = operations(hlo, count_kernels(f.jaxpr))
         sent, values = tuple(collectives(hlo, f.mesh)), tuple(largest_values(hlo, LARGE))
         uncounted = tuple(dict.fromkeys(map(made_by, hlo.uncounted_loops())))
     return FragmentCost(

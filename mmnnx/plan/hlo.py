@@ -142,7 +142,7 @@ class Hlo:
         return sum_of(self.entry if start is None else start)
 
     def uncounted_loops(self) -> list[Instruction]:
-        """Those whose iterations cannot be told, since they depend on values: `total` takes one of each."""
+        """Those whose iterations cannot be told, as they may depend on values: `total` takes one of each."""
         every = ((i, c) for c in self.computations.values() for i in c.values() if i.opcode == "while")
         return [i for i, computation in every if self._trips(i, computation) is None]
 
@@ -178,7 +178,7 @@ class Hlo:
             return None
 
         first, limit = (value(name, condition) for name in numbers)
-        return None if limit is None else max(limit - (first or 0), 0)
+        return None if first is None or limit is None else max(limit - first, 0)
 
 
 def _root(computation: Computation) -> Instruction | None:

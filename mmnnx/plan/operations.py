@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mmnnx.mpmd.ir.flops import Flops
+from mmnnx.mpmd.ir.flops import Flops, Product
 from mmnnx.plan.hlo import CALLS, Array, Computation, Hlo, Instruction
 
 _NAME = re.compile(r'op_name="([^"]*)"')
@@ -24,6 +24,7 @@ _KINDS = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
 # No array is made by these, and nothing moves.
 _NOTHING = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
 _NO_WORK = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone")
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -35,7 +36,8 @@ class Operation:
       flops: in its matrix products and convolutions, two for a product and its sum, by the dtype of operands.
       moved_bytes: what it reads from the device's memory and writes to it.
       runs: how often it, and others that are like it, run.
-      beside: whether it is a copy that goes on beside other operations.
+      beside: whether it goes on beside other operations, as early copies do; or is a collective, whose time is
+        that of its links.
     """
 
     flops: Mapping[str, float]
@@ -61,11 +63,11 @@ class Value:
     count: int
 
 
-def operations(hlo: Hlo) -> list[Operation]:
-    """What a device does: one after the other, but for copies beside.
+def operations(hlo: Hlo, kernels: Mapping[Product, int] | None = None) -> list[Operation]:
+    """What a device does: one after the other, but for what goes on beside.
 
     Of libraries that XLA calls those of cuBLAS, of cuDNN's attention and convolutions, and of `ragged_dot` on
-    TPUs have their floating-point operations; Pallas kernels do not: XLA's text tells nothing of them.
+    TPUs have their floating-point operations. XLA's text tells nothing of Pallas kernels: `kernels` has them.
 
     An array of which a fusion takes slices counts as the slices, and one that is updated in place as the
     update. What stays within a fusion, or in the core, does not move.
@@ -74,14 +76,28 @@ def operations(hlo: Hlo) -> list[Operation]:
 
     def one(i: Instruction, name: str) -> Counter[tuple[Any, int, bool]]:
         computation = hlo.computations[name]
+        if kernels and _is_kernel(i):
+            return Counter()
         done = in_fusions[i.called()[0]] if i.opcode == "fusion" else _flops(i, computation)
         moved = int(_moved(i, computation, hlo))
-        return Counter(
-            {(tuple(done.items()), moved, i.opcode.endswith("-start")): 1} if done or moved else {}
-        )
+        beside = i.opcode.endswith("-start") or i.opcode in _COLLECTIVES
+        return Counter({(tuple(done.items()), moved, beside): 1} if done or moved else {})
 
-    found = hlo.total(one, into_fusions=False, size=lambda key: sum(n for _, n in key[0]) + key[1])
-    return [Operation(dict(of), moved, runs, beside) for (of, moved, beside), runs in found.items()]
+    found = hlo.total(one, into_fusions=False, size=_size)
+    said = [Operation({dtype: n}, moved, runs) for (dtype, n, moved), runs in (kernels or {}).items()]
+    return [*(Operation(dict(of), moved, n, beside) for (of, moved, beside), n in found.items()), *said]
+
+
+def _size(key: tuple[Any, int, bool]) -> float:
+    """About how long an operation takes: a device computes hundreds of operations while it moves a byte."""
+    return sum(n for _, n in key[0]) / 300 + key[1]
+
+
+def _is_kernel(i: Instruction) -> bool:
+    """Whether an instruction is a Pallas kernel."""
+    target = (_TARGET.search(i.line) or ["", ""])[1]
+    is_one = target == "tpu_custom_call" or "triton" in target or "mosaic" in target
+    return i.opcode == "custom-call" and is_one and not i.name.startswith("ragged-dot")
 
 
 def flops(operations: Iterable[Operation]) -> Flops:
@@ -113,7 +129,7 @@ def largest_values(hlo: Hlo, least: int) -> list[Value]:
 def made_by(i: Instruction) -> str:
     """Where the program has an instruction from: JAX's name stack, if XLA kept it."""
     name = _NAME.search(i.line)
-    return re.sub(r"^jit\(\w+\)/", "", name[1]) if name else i.opcode
+    return re.sub(r"^jit\([^)]*\)/", "", name[1]) if name else i.opcode
 
 
 def _flops(i: Instruction, computation: Computation) -> Flops:

@@ -40,10 +40,9 @@ def share_accelerators(devices: int, processes: int) -> list[dict[str, str]]:
 
 def on_virtual_devices(used: int, accelerators: int, kind: str) -> str:
     """What to say of a run on virtual CPU devices where there are accelerators, but too few."""
-    one = "--stages 1 --tensor 1 uses it" if accelerators == 1 else "--stages and --tensor can make it fewer"
     return (
         f"this run is on virtual CPU devices: it needs {used} devices ({DEVICES}), and JAX finds "
-        f"{accelerators} {kind}; {one}"
+        f"{accelerators} {kind}. With sizes that need no more it runs there; --stages 1 --tensor 1 needs one"
     )
 
 

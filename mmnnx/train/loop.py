@@ -94,7 +94,8 @@ def train(config: TrainConfig) -> RunFolder:
         display = Display(config.steps, start, quiet=not first)
         with Trackers(config, folder.path if first else None, start, display.say) as trackers, display:
             display.say(describe(run))
-            if (there := jax.devices())[0].platform != "cpu" == mesh.devices.flat[0].platform:
+            there = jax.devices()
+            if mesh.devices.flat[0].platform == "cpu" and there[0].platform != "cpu":
                 display.say(on_virtual_devices(config.devices, len(there), there[0].platform))
             if asked.schedule == "auto":
                 display.say(f"--schedule auto: {config.schedule}, whose simulated step is the shortest")

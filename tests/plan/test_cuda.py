@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -76,7 +77,9 @@ def test_what_needs_a_gpu_to_be_compiled_is_not_kept(tmp_path):
     sizes = dict(stages=2, layers=2, batch=2, sequence=256)
     for attention in ("xla", "cudnn"):
         plan = TrainingJob("llama3.2-1b", "h100:1x2", attention=attention, **sizes).plan()
-        plan.save(tmp_path / "step.executables")
+        expected = contextlib.nullcontext() if attention == "xla" else pytest.warns(match="which call cuDNN")
+        with expected:
+            plan.save(tmp_path / "step.executables")
         _, found = pickle.loads((tmp_path / "step.executables").read_bytes())
         kept = [f for f in plan.fragments if f.alike == f.name and (attention == "xla" or f.phase == "none")]
         assert len(found) == len(kept) > 0

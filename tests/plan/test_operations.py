@@ -71,6 +71,33 @@ def test_the_branch_with_the_most_work_counts():
     assert read.flops(found) == {"float32": 2 * 512**3}
 
 
+def test_a_branch_that_moves_much_counts():
+    """Its seconds are more than those of a product whose operations are more than its bytes."""
+
+    def f(flag, x, y):
+        product = lambda x, y: (y[:512, :512] @ x).sum()
+        return lax.cond(flag, product, lambda x, y: jnp.sin(jnp.cumsum(y, 0)).sum(), x, y)
+
+    found = operations(compiled(f, ((), jnp.bool_), ((512, 512), F32), ((8192, 4096), F32)))
+    assert not read.flops(found) and read.moved_bytes(found) > 8192 * 4096 * 4
+
+
+def test_loops_that_cannot_be_counted():
+    f = lambda x, n: lax.fori_loop(0, n, lambda i, x: jnp.sin(x @ x), x)
+    hlo = compiled(f, ((256, 256), F32), ((), jnp.int32))
+    assert [read.made_by(i) for i in hlo.uncounted_loops()] == ["while"]
+    assert read.flops(operations(hlo)) == {"float32": 2 * 256**3}
+    assert not compiled(lambda x: f(x, 3), ((256, 256), F32)).uncounted_loops()
+
+
+def test_kernels_count_as_their_authors_say():
+    """In place of what XLA's text has of them."""
+    hlo = compiled(jnp.dot, ((256, 512), F32), ((512, 128), F32))
+    found = operations(hlo, {("bfloat16", 1000, 10): 3})
+    assert found[-1] == read.Operation({"bfloat16": 1000}, 10, runs=3)
+    assert found[:-1] == operations(hlo)
+
+
 def test_that_of_one_device():
     product = functools.partial(jnp.einsum, "bij,bjk->bik")
     hlo = compiled(product, ((4, 256, 512), F32), ((4, 512, 128), F32), mesh=tpus(4), spec=P("x"))

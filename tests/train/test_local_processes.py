@@ -191,6 +191,12 @@ def test_the_first_signal_asks_and_the_second_kills():
         process.communicate()
 
 
+def test_a_run_on_virtual_devices_beside_accelerators_is_told(monkeypatch, caplog):
+    monkeypatch.setattr("mmnnx.train.accelerators._accelerators", lambda: ("gpu", 1))
+    share_accelerators(8, 2)
+    assert "it needs 8 devices" in caplog.text and "JAX finds 1 gpu" in caplog.text
+
+
 def test_accelerators_are_shared_out(monkeypatch):
     """The variables of each process, on machines with so many accelerators."""
     for found, devices, processes, expected in [

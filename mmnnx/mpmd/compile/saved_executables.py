@@ -20,17 +20,25 @@ from mmnnx.mpmd.distributed.processes import is_described
 CodeKey = tuple[Any, Any]  # `Lowered.key`, and the options for XLA
 Saved = tuple[bytes, tuple[int, ...]]  # what JAX serialized, and the ids of its devices
 
-_loaded: dict[str, tuple[str, Saved]] = {}  # of each program the kind of its devices, too
+_loaded: dict[str, dict[str, Saved]] = {}  # of each program, by the kind of devices that it is for
 
 
 def save_executables(codes: Iterable[tuple[CodeKey, jax.stages.Compiled, Mesh]], path: Path) -> None:
     """Writes executables to a file, each with its key and the mesh that it is for."""
     found: dict[str, tuple[str, Saved]] = {}
+    left_out = 0
     for key, compiled, mesh in codes:
         is_of_others = isinstance(key[0], tuple)
-        if is_of_others and not _lacks_graphs(compiled, mesh):
+        if is_of_others and _lacks_graphs(compiled, mesh):
+            left_out += 1
+        elif is_of_others:
             found[_name(key, mesh)] = _kind(mesh), serialized(compiled, mesh)
     path.write_bytes(pickle.dumps((jax.__version__, found)))
+    if left_out:
+        warnings.warn(
+            f"{path} lacks {left_out} programs, which call cuDNN: they are compiled on the machine",
+            stacklevel=3,
+        )
 
 
 def _name(key: CodeKey, mesh: Mesh) -> str:
@@ -72,7 +80,7 @@ def load_executables(path: str | Path) -> int:
     content = Path(path).read_bytes()
     try:
         version, found = pickle.loads(content)
-        if not (isinstance(version, str) and isinstance(found, dict)):
+        if not (isinstance(version, str) and all(isinstance(kind, str) for kind, _ in found.values())):
             raise TypeError(f"{type(version).__name__} and {type(found).__name__}")
     except Exception as error:  # pickle raises any
         raise ValueError(f"{path}: this is no file of executables") from error
@@ -81,7 +89,8 @@ def load_executables(path: str | Path) -> int:
             f"{path} was written with jax {version}, and here is jax {jax.__version__}: executables are for "
             "one version. Make the plan again with the version of the machine"
         )
-    _loaded.update(found)
+    for name, (kind, saved) in found.items():
+        _loaded.setdefault(name, {})[kind] = saved
     return len(found)
 
 
@@ -91,11 +100,11 @@ def find_saved(key: CodeKey, mesh: Mesh) -> Saved | None:
         return None
     name = _name(key, mesh)
     if name in _loaded:
-        kind, saved = _loaded[name]
-        if kind == _kind(mesh):
-            return saved
+        if (known := _loaded[name].get(_kind(mesh))) is not None:
+            return known
+        kinds = ", ".join(_loaded[name])
         warnings.warn(
-            f"saved executables are for {kind}, and here is {_kind(mesh)}: they are compiled anew",
+            f"saved executables are for {kinds}, and here is {_kind(mesh)}: they are compiled anew",
             stacklevel=2,
         )
     if (cache := _cache(mesh)) is None:

@@ -74,7 +74,7 @@ def find_in_out_shardings(
     rules = [_rule(leaf, meshes) for leaf in record.results]
     divided = functools.cache(lambda s: None if s is None else meshes.divided(s))
     divided_arguments = [
-        divided(s) if (leaf is not None and leaf.is_state) or (inputs_in_pieces and _is_over_one(s)) else None
+        divided(s) if _is_state(leaf) or (inputs_in_pieces and _is_over_one(s)) else None
         for s, leaf in zip(in_shardings, record.inputs)
     ]
     unions = {d.whole.mesh for d in (*divided_arguments, *map(divided, rules)) if d is not None}
@@ -146,6 +146,10 @@ def _module_mesh(leaf: Leaf | None, owners: Owners) -> Mesh | None:
     mesh = owners.module_mesh(leaf) if leaf is not None and leaf.within else None
     # Divided arrays alone can be on a mesh with a layout.
     return None if mesh is None or has_layout(mesh) else mesh
+
+
+def _is_state(leaf: Leaf | None) -> bool:
+    return leaf is not None and (leaf.is_variable or leaf.rule is not None)
 
 
 def _is_over_one(sharding: NamedSharding | None) -> bool:

@@ -54,11 +54,6 @@ class Leaf:
     updates: int | None = None
     origin: Path | None = None
 
-    @property
-    def is_state(self) -> bool:
-        """Whether a Variable holds it, or a rule says where it goes."""
-        return self.is_variable or self.rule is not None
-
     def __str__(self) -> str:
         return ".".join(map(str, self.path)) or "the value"
 

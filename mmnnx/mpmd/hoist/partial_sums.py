@@ -212,5 +212,8 @@ def _may_sum_up(e: Equation, result: Atom, sizes: Sizes) -> bool:
     def axes(spec: PartitionSpec) -> set[Any]:
         return {axis for dims in of_spec(spec, len(spec)) for axis in dims or () if sizes.get(axis, 1) > 1}
 
+    manual = set(e.eqn.params["newly_manual_axes"])
+    if any(size > 1 and axis not in manual for axis, size in e.eqn.params["mesh"].shape.items()):
+        return True  # over those the compiler divides as it likes
     own = axes(e.eqn.params["out_specs"][e.outvars.index(result)])
     return any(axes(spec) - own for spec in e.eqn.params["in_specs"])

@@ -41,9 +41,10 @@ def flops_of(eqns: Iterable[Any]) -> Flops:
     return _sum(eqns, _flops)
 
 
-def count_kernels(jaxpr: Any) -> Flops:
-    """Operations of Pallas kernels on one device, as their authors say; see `count_flops`."""
-    return _sum(_compat.open_jaxpr(jaxpr)[2], lambda e: _flops(e) if _is_kernel(e) else Counter(), devices=1)
+def count_kernels(jaxpr: Any) -> Counter[Product]:
+    """Pallas kernels of one device whose authors say what they cost, as `count_products` counts them."""
+    one = lambda eqn: _product(eqn) if _is_kernel(eqn) else Counter()
+    return _sum(_compat.open_jaxpr(jaxpr)[2], one, devices=1, size=lambda product: product[1])
 
 
 def count_products(jaxpr: Any) -> Counter[Product]:
@@ -53,12 +54,12 @@ def count_products(jaxpr: Any) -> Counter[Product]:
       >>> count_products(jax.make_jaxpr(jnp.dot)(jnp.ones((8, 4)), jnp.ones((4, 2))))
       Counter({('float32', 128, 224): 1})
     """
+    return _sum(_compat.open_jaxpr(jaxpr)[2], _product, size=lambda product: product[1])
 
-    def one(eqn: Any) -> Counter[Product]:
-        ((dtype, flops),) = _flops(eqn).items()
-        return Counter({(dtype, flops, _moved(eqn)): 1})
 
-    return _sum(_compat.open_jaxpr(jaxpr)[2], one, size=lambda product: product[1])
+def _product(eqn: Any) -> Counter[Product]:
+    ((dtype, flops),) = _flops(eqn).items()
+    return Counter({(dtype, flops, _moved(eqn)): 1})
 
 
 def _sum(

@@ -32,7 +32,11 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
     ready: dict[int, float] = dict.fromkeys(program.inputs, 0.0)
     idle: defaultdict[Any, float] = defaultdict(float)  # of meshes, and of the ways between them
     devices = {mesh: [(d.platform, d.id) for d in mesh.devices.flat] for mesh in program.names}
-    sharing = {a: [b for b in devices if not set(devices[a]).isdisjoint(devices[b])] for a in devices}
+    users: defaultdict[Any, list[Any]] = defaultdict(list)
+    for one, own in devices.items():
+        for device in own:
+            users[device].append(one)
+    sharing = {one: {other for device in own for other in users[device]} for one, own in devices.items()}
     events, transfers = [], []
     # Falls come before rises at one time, except in a call that takes none: what it holds, it holds.
     moves: list[tuple[Any, int, str]] = [
@@ -54,7 +58,7 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
             start = max(begin, idle[i.mesh], started)
             took = costs.of_call(label, i.name, i.phase, outside=i.microbatch is None)
             end = start + took
-            idle.update((mesh, max(end, idle[mesh])) for mesh in sharing[i.mesh])
+            idle.update((other, max(end, idle[other])) for other in sharing[i.mesh])
             events.append(Event(mesh, start, end, i.phase, i.microbatch, i.name, i.stage))
         elif isinstance(i, Control):
             started = _start(host, host, costs.dispatch)

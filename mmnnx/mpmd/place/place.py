@@ -76,9 +76,9 @@ def place(function: Function, flat: Flat, fits: Fits) -> Placed:
 
 
 def _batch(function: Function, flat: Flat) -> list[Var]:
-    """Placed arguments that are no state (no Variable holds them, no rule places them), where others are."""
+    """Placed arguments that are no state (no Variable holds them, no task has them), where others are."""
     placed = [
-        (v, leaf is not None and leaf.is_state)
+        (v, leaf is not None and (leaf.is_variable or (leaf.rule is not None and leaf.rule.task is not None)))
         for v, leaf, home in zip(flat.invars, function.record.inputs, function.shardings.homes)
         if home is not None
     ]

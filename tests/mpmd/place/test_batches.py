@@ -27,12 +27,14 @@ def sent(program: mm.Program) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(t.source, t.target, program.values[t.outputs[0]][0].aval.shape) for t in program.transfers]
 
 
+@pytest.mark.parametrize("by_rule", [False, True])
 @pytest.mark.parametrize("rows", [4, 64])  # activations that are smaller than a kernel, and larger
-def test_a_batch_on_the_first_stage_moves_no_weights_there(rows):
+def test_a_batch_on_the_first_stage_moves_no_weights_there(rows, by_rule):
     mesh, model = two_stages()
-    batch = jax.device_put(np.ones((rows, 8), np.float32), model.layers[0].kernel.get_raw_value().sharding)
+    batch, first = np.ones((rows, 8), np.float32), model.layers[0].kernel.get_raw_value().sharding
+    batch = batch if by_rule else jax.device_put(batch, first)
     with mesh:
-        f = mm.jit(lambda model, x: model(x))
+        f = mm.jit(lambda model, x: model(x), **(dict(in_shardings=(None, first)) if by_rule else {}))
         program = f.program(model, batch)
         np.testing.assert_allclose(f(model, batch), model_on_host(model)(np.asarray(batch)), rtol=1e-5)
     assert sent(program) == [("stage0", "stage1", (rows, 16))]
