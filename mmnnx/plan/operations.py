@@ -36,8 +36,8 @@ class Operation:
       flops: in its matrix products and convolutions, two for a product and its sum, by the dtype of operands.
       moved_bytes: what it reads from the device's memory and writes to it.
       runs: how often it, and others that are like it, run.
-      beside: whether it goes on beside other operations, as early copies do; or is a collective, whose time is
-        that of its links.
+      beside: whether it goes on beside other operations, as early copies do; or is a collective, which takes
+        the time of its links.
     """
 
     flops: Mapping[str, float]

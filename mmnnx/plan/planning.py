@@ -164,8 +164,8 @@ def _plan(name: str, program: Program, fragments: Sequence[FragmentCost] = (), *
         if f.uncounted_loops and f.alike == f.name:
             loops = ", ".join(f.uncounted_loops)
             notes.append(
-                f"{f.name}: the compiler does not say how often {loops} runs. It counts once: the fragment may "
-                "take longer than its time here"
+                f"{f.name}: the compiler does not say how often {loops} runs. It counts once: the fragment "
+                "may take longer than its time here"
             )
     devices = {d for mesh in program.names for d in mesh.devices.flat}
     kinds = sorted({d.device_kind for d in devices})
