@@ -24,12 +24,12 @@ def eight_devices(monkeypatch):
 
 
 def test_an_estimate_is_near_what_the_compilers_plan_says():
-    """Of llama3-70b on 128 v5p, which benchmarks/results/plan-llama3-70b.md has: 4.24 s, 16.3 GB.
+    """Of llama3-70b on 128 v5p, which benchmarks/results/plan-llama3-70b.md has: 4.17 s, 16.3 GB.
 
     The estimate's device has the most weights, and the most saved activations: here no device has both.
     """
     found = estimate(LARGE)
-    assert found.seconds == pytest.approx(4.24, rel=0.15)
+    assert found.seconds == pytest.approx(4.17, rel=0.15)
     assert 1 <= found.memory / 16.3e9 < 1.3
     assert found.fits
 
