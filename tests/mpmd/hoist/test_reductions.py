@@ -270,7 +270,8 @@ def test_experts_of_single_devices_are_no_sums():
 )
 def test_a_shard_map_may_sum_up_what_its_result_is_not_divided_over(of_x, of_w, of_result, sums):
     sizes = {"data": 2, "model": 2, "one": 1}
-    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)
     f = jax.shard_map(lambda x, w: w, mesh=mesh, in_specs=(of_x, of_w), out_specs=of_result)
     jaxpr = jax.make_jaxpr(f)(jnp.ones((4, 4)), jnp.ones(4)).jaxpr
     (eqn,) = jaxpr.eqns
