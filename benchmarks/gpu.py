@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,20 +152,21 @@ def busy(contender: Contender, problem: Problem, steps: int) -> float | None:
             for _ in range(steps):
                 loss = contender.step(problem.batch)
             jax.block_until_ready((loss, contender.state()))
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
-    lines = [line for plane in planes if "/device:GPU" in plane.name for line in plane.lines]
-    spans = sorted(
-        (e.start_ns, e.start_ns + e.duration_ns)
-        for line in lines
-        if line.name.startswith("Stream")
-        for e in line.events
-    )
+        spans = sorted((e.start_ns, e.start_ns + e.duration_ns) for e in gpu_events(Path(folder)))
     total, end = 0.0, 0.0
     for start, stop in spans:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total / steps / 1e9 if spans else None
+
+
+def gpu_events(folder: Path) -> Iterator[Any]:
+    """The kernels and copies of GPUs in a trace of `jax.profiler`."""
+    (file,) = folder.rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    for line in (line for plane in planes if "/device:GPU" in plane.name for line in plane.lines):
+        if line.name.startswith("Stream"):
+            yield from line.events
 
 
 def summarize(

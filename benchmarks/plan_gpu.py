@@ -29,7 +29,7 @@ import numpy as np
 import optax
 import tyro
 from flax import nnx
-from gpu import tasks
+from gpu import gpu_events, tasks
 
 import mmnnx as mm
 from mmnnx.modules.build import build
@@ -147,13 +147,9 @@ def train_step(model: Any, rows: int) -> Any:
 
 def kernel_seconds(folder: Path) -> Counter[str]:
     """How long the kernels of each XLA module ran on the GPU, in a trace of `jax.profiler`."""
-    (file,) = folder.rglob("*.xplane.pb")
-    planes = jax.profiler.ProfileData.from_file(str(file)).planes
-    lines = [line for plane in planes if "/device:GPU" in plane.name for line in plane.lines]
     found: Counter[str] = Counter()
-    for line in lines:
-        for event in line.events if line.name.startswith("Stream") else ():
-            found[str(dict(event.stats).get("hlo_module", ""))] += event.duration_ns / 1e9
+    for event in gpu_events(folder):
+        found[str(dict(event.stats).get("hlo_module", ""))] += event.duration_ns / 1e9
     return found
 
 

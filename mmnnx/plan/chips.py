@@ -24,7 +24,7 @@ class Chip:
       latency: seconds of one hop over a link.
       source: where the figures are from.
       of_flops, of_bandwidth: what large matrix products and copies come to of these.
-      least: seconds that an operation takes at least.
+      shortest_operation: seconds that an operation takes at least.
       launch: seconds of the host to start an operation, beside what an instruction of a program takes.
     """
 
@@ -38,7 +38,7 @@ class Chip:
     source: str
     of_flops: float = 0.8
     of_bandwidth: float = 0.9
-    least: float = 0.0
+    shortest_operation: float = 0.0
     launch: float = 0.0
 
     def seconds(self, flops: Mapping[str, float]) -> float:
@@ -55,7 +55,7 @@ _ICI_HOP = 1e-6  # the same book
 _NVLINK_HOP = 2e-6
 # As benchmarks/plan_gpu.py measured it on an H200: benchmarks/results/plan_gpu.md. Of TPUs, none of which was
 # at hand, the shares are those of the best programs.
-_ON_GPUS = dict(of_flops=0.73, of_bandwidth=0.82, least=3e-6, launch=5e-6)
+_ON_GPUS = dict(of_flops=0.73, of_bandwidth=0.82, shortest_operation=3e-6, launch=5e-6)
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip

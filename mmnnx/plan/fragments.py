@@ -74,7 +74,7 @@ class FragmentCost:
         return moved_bytes(self.operations)
 
     @property
-    def count(self) -> int:
+    def operation_count(self) -> int:
         """How many operations it runs, each of which is a kernel on a GPU."""
         return sum(o.runs for o in self.operations)
 
@@ -99,7 +99,7 @@ class FragmentCost:
         compute = memory = 0.0
         for o in self.operations:
             computing = chip.seconds(o.flops) / chip.of_flops
-            moving = max(o.moved_bytes / chip.bandwidth / chip.of_bandwidth, chip.least)
+            moving = max(o.moved_bytes / chip.bandwidth / chip.of_bandwidth, chip.shortest_operation)
             if computing > moving:
                 compute += o.runs * computing
             elif not o.beside:

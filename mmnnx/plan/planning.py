@@ -63,7 +63,8 @@ class Plan(StepPlan):
         """Writes the plan to a file: `.json` the data, `.svg`, `.png` or `.pdf` the picture, `.html` both.
 
         `.executables` is for `mm.load_executables` on the machine: it has what was compiled, and the machine
-        needs the same version of JAX and of its compiler. For CPU devices plan without
+        needs the same version of JAX and of its compiler. What calls cuDNN is left out, with a warning,
+        unless it was compiled for GPUs that are here. For CPU devices plan without
         `jax_compilation_cache_dir`: what JAX reads from its cache there cannot be kept in a file once more.
 
         Raises:
@@ -134,7 +135,9 @@ def _planned(compiled: FlatCompiled) -> Plan:
     memory = device_memory(found, costs, bound)
     timeline = fastest = None
     if chip is not None:
-        starting = {found.program.labels[f]: DISPATCH + chip.launch * c.count for f, c in costs.items()}
+        starting = {
+            found.program.labels[f]: DISPATCH + chip.launch * c.operation_count for f, c in costs.items()
+        }
         between = dataclasses.replace(_transfer_costs(found, chip), dispatches=starting)
         timeline = _simulated(found.program, {f: c.seconds(chip) for f, c in costs.items()}, between)
         # What is compiled has its loops written out, and does not know their schedules.
@@ -164,8 +167,8 @@ def _plan(name: str, program: Program, fragments: Sequence[FragmentCost] = (), *
         if f.uncounted_loops and f.alike == f.name:
             loops = ", ".join(f.uncounted_loops)
             notes.append(
-                f"{f.name}: the compiler does not say how often {loops} runs. It counts once: the fragment "
-                "may take longer than its time here"
+                f"{f.name}: the compiler does not say how often its loops run ({loops}). Each counts "
+                "once, so the fragment may take longer than its time here"
             )
     devices = {d for mesh in program.names for d in mesh.devices.flat}
     kinds = sorted({d.device_kind for d in devices})

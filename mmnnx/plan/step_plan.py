@@ -44,7 +44,7 @@ class StepPlan:
       memory: what is in the memory of each group of devices that hold the same.
       timeline: the step, played through with the times of the fragments; None without a chip.
       fastest: the same if each fragment ran at the published speeds, and nothing waited to be sent: seconds.
-      notes: what the program says that could not be done as it should.
+      notes: what could not be done as it should, and what is not counted.
       program: what was compiled.
       compiled: its executables; None where the compiler refused one.
       overflow: what does not fit, where the compiler refused it; then there is neither memory nor timeline.
@@ -91,7 +91,7 @@ class StepPlan:
         return busy / (self.seconds * self.devices)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it but the timeline, as data for `json.dumps`; bytes and seconds are of one device."""
+        """All but the timeline and single operations, as data for `json.dumps`; of one device."""
         chip = self.chip
         return {
             "name": self.name,

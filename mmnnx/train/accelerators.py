@@ -42,7 +42,7 @@ def on_virtual_devices(used: int, accelerators: int, kind: str) -> str:
     """What to say of a run on virtual CPU devices where there are accelerators, but too few."""
     return (
         f"this run is on virtual CPU devices: it needs {used} devices ({DEVICES}), and JAX finds "
-        f"{accelerators} {kind}. With sizes that need no more it runs there; --stages 1 --tensor 1 needs one"
+        f"{accelerators} {kind}. To run there, choose fewer: --stages 1 --tensor 1 needs one device"
     )
 
 

@@ -114,7 +114,7 @@ class Program(Shown, ProgramData):
             no part of a stage.
 
         Returns:
-          The timeline: `makespan` and `bubble` say how long the step takes and how much of it the meshes
+          The timeline: `makespan` and `bubble` say how long the step takes and how much of it devices
           idle; `peak_bytes`, `residual_bytes` and `in_flight` what is live on each at a time.
 
         Raises:

@@ -13,6 +13,7 @@ from mmnnx.mpmd.ir.equations import nbytes
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.instructions import Call, Control, Instruction, ProgramData
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Costs, Event, Timeline, peaks, running_sums
+from mmnnx.sharding.mesh import devices_key
 
 
 def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = None) -> Timeline:
@@ -20,18 +21,20 @@ def simulate(program: ProgramData, costs: Costs | Mapping[str, float] | None = N
     if not isinstance(costs, Costs):
         nothing = {"outside": 0.0, "none": 0.0} if program.loops else {}
         costs = Costs(UNIT_COSTS | nothing | dict(costs or {}))
-    for name, cost in costs.calls.items():
+    for name, cost in (*costs.calls.items(), *costs.dispatches.items()):
         if not (isinstance(cost, numbers.Real) and cost >= 0):
             raise ValueError(f"simulate: the cost of {name!r} is a time of 0 or more, not {cost!r}")
     known = {*UNIT_COSTS, "outside", *program.labels.values(), *(f.name for f in program.labels)}
-    if unknown := [name for name in costs.calls if name not in known]:
+    labels = set(program.labels.values())
+    unknown = [name for name in costs.calls if name not in known]
+    if unknown := unknown + [name for name in costs.dispatches if name not in labels]:
         raise ValueError(
             f"simulate: there is no {', '.join(map(repr, unknown))}; there are "
             + ", ".join(map(repr, program.labels.values()))
         )
     ready: dict[int, float] = dict.fromkeys(program.inputs, 0.0)
     idle: defaultdict[Any, float] = defaultdict(float)  # of meshes, and of the ways between them
-    devices = {mesh: [(d.platform, d.id) for d in mesh.devices.flat] for mesh in program.names}
+    devices = {mesh: devices_key(mesh) for mesh in program.names}
     users: defaultdict[Any, list[Any]] = defaultdict(list)
     for one, own in devices.items():
         for device in own:

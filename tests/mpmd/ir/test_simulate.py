@@ -105,6 +105,12 @@ def test_a_fragment_that_is_slow_to_start():
     assert starts[-1] == 10.0 * (len(program.instructions) - 4) + 2 * 15.0
 
 
+def test_what_is_slow_to_start_is_there():
+    costs = mm.Costs({**BY_NAME, "outside": 0.0}, dispatches={"stage9 forward": 1.0})
+    with pytest.raises(ValueError, match="there is no 'stage9 forward'; there are"):
+        chain(2, 2, "1f1b").simulate(costs)
+
+
 def test_each_process_starts_what_is_on_its_devices():
     """Two hosts with a stage each, as a described machine has them: transfers are started by both."""
     mesh = mm.MultiMesh(devices=mm.target("v5p:2x2x2"), axis_sizes=(2, 4), axis_names=("stage", "model"))
