@@ -9,7 +9,7 @@ from mmnnx.inspect.bytes_picture import draw_bytes
 from mmnnx.inspect.colours import text_colour
 from mmnnx.inspect.figure_style import LONGEST_NAME, TEXT, WIDTH, Look, settle_ticks, styled
 from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name
-from mmnnx.inspect.timeline_rows import Scale, headline, mesh_rows, scale_of, stage_ranks
+from mmnnx.inspect.timeline_rows import Scale, also_blank, headline, mesh_rows, scale_of, stage_ranks
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 from mmnnx.printable import printable, shortened
 
@@ -98,7 +98,7 @@ def draw_rows(axes: Axes, timeline: Timeline, title: str, look: Look, dark: bool
         entries["lighter: a later stage of the mesh"] = Patch(color=phase_colour(phases[0], 1, 2, dark))
     if _draw_transfers(axes, timeline, list(by_mesh), scale, look):
         entries["transfer"] = Line2D([], [], color=look.faint, lw=0.8, marker=">", ms=3)
-    entries["bubble"] = Patch(facecolor=look.paper, edgecolor=look.faint, lw=0.6)
+    entries[f"bubble{also_blank(timeline)}"] = Patch(facecolor=look.paper, edgecolor=look.faint, lw=0.6)
     axes.set_title(printable(title))
     axes.set_xlabel(f"time ({scale.name})")
     settle_ticks(axes, look)

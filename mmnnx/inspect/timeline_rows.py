@@ -86,6 +86,12 @@ def headline(timeline: Timeline, title: str = "") -> str:
     return f"{title}: {told}" if title else told
 
 
+def also_blank(timeline: Timeline) -> str:
+    """What a blank in a row may be beside bubble: nothing, if each mesh has devices of its own."""
+    devices = [device for mesh in timeline.by_mesh() for device in timeline.mesh_devices.get(mesh, ())]
+    return ", or another mesh of the same devices" if len(set(devices)) < len(devices) else ""
+
+
 def step_time_text(timeline: Timeline) -> str:
     """The steady-state step time, `Timeline.period`, as text: "33 units", "12.7 ms"."""
     size, name = time_unit(timeline)

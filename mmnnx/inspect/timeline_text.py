@@ -14,7 +14,7 @@ from rich.text import Text
 
 from mmnnx.inspect.colours import text_colour
 from mmnnx.inspect.phase_styles import STYLES, phase_colour, phase_name
-from mmnnx.inspect.timeline_rows import mesh_rows, stage_ranks, step_time_text
+from mmnnx.inspect.timeline_rows import also_blank, mesh_rows, stage_ranks, step_time_text
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 from mmnnx.printable import printable
 
@@ -90,7 +90,8 @@ def _legend(timeline: Timeline, events: list[Event], several: bool, width: int) 
     ]
     if several:
         parts += map(Text, textwrap.wrap("small: every other stage of a mesh", width))
-    blank = f"blank: bubble, {timeline.bubble:.1%}; steady-state step time {step_time_text(timeline)}"
+    blank = f"blank: bubble, {timeline.bubble:.1%}{also_blank(timeline)}"
+    blank += f"; steady-state step time {step_time_text(timeline)}"
     parts += map(Text, textwrap.wrap(blank, width))
     legend, used = Text(), 0
     for part in parts:

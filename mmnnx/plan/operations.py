@@ -67,7 +67,8 @@ def operations(hlo: Hlo, kernels: Mapping[Product, int] | None = None) -> list[O
     """What a device does: one after the other, but for what goes on beside.
 
     Of libraries that XLA calls those of cuBLAS, of cuDNN's attention and convolutions, and of `ragged_dot` on
-    TPUs have their floating-point operations. XLA's text tells nothing of Pallas kernels: `kernels` has them.
+    TPUs have their floating-point operations. XLA's text tells of Pallas kernels only that there are some:
+    `kernels` has them.
 
     An array of which a fusion takes slices counts as the slices, and one that is updated in place as the
     update. What stays within a fusion, or in the core, does not move.
@@ -84,8 +85,10 @@ def operations(hlo: Hlo, kernels: Mapping[Product, int] | None = None) -> list[O
         return Counter({(tuple(done.items()), moved, beside): 1} if done or moved else {})
 
     found = hlo.total(one, into_fusions=False, size=_size)
-    said = [Operation({dtype: n}, moved, runs) for (dtype, n, moved), runs in (kernels or {}).items()]
-    return [*(Operation(dict(of), moved, n, beside) for (of, moved, beside), n in found.items()), *said]
+    done = [Operation(dict(of), moved, n, beside) for (of, moved, beside), n in found.items()]
+    if any(_is_kernel(i) for c in hlo.computations.values() for i in c.values()):  # another platform has none
+        done += [Operation({dtype: n}, moved, runs) for (dtype, n, moved), runs in (kernels or {}).items()]
+    return done
 
 
 def _size(key: tuple[Any, int, bool]) -> float:

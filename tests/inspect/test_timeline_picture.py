@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -149,6 +150,8 @@ def test_the_bubble_is_that_of_the_timeline():
     assert "bubble" in legend(figure)
     assert figure.axes[0].get_title(loc="left") == "bubble 43.8%, steady-state step time 4 units"
     assert busy(figure) == ["100% busy", "12% busy"]
+    shared = dataclasses.replace(half, mesh_devices={"a": [("cpu", 0)], "b": [("cpu", 0)]})
+    assert "bubble, or another mesh of the same devices" in legend(draw_timeline(shared))
 
 
 def test_the_title_has_the_schedule():

@@ -52,6 +52,16 @@ def test_the_legend_of_a_narrow_terminal():
     ]
 
 
+def test_meshes_of_the_same_devices():
+    """A row is blank too while the other mesh runs."""
+    rows = Event("a", 0, 2, "forward", 0, "f"), Event("b", 2, 4, "forward", 0, "f")
+    legend = lambda **devices: draw_text(Timeline(rows, mesh_devices=devices)).plain.split("\n")[-1]
+    assert "blank: bubble, 0.0%; " in legend(a=[("cpu", 0)], b=[("cpu", 1)])
+    assert "blank: bubble, 0.0%, or another mesh of the same devices; " in legend(
+        a=[("cpu", 0)], b=[("cpu", 0)]
+    )
+
+
 SIZES, WIDTHS = [(4, 8), (4, 12), (16, 64)], [60, 80, 120, 250]
 
 

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx.modules.flash_attention import flash_attention
+from mmnnx.mpmd.ir.flops import count_kernels
 from mmnnx.plan import operations as read
 from mmnnx.plan.hlo import parse
 from mmnnx.plan.operations import largest_values, operations
@@ -91,11 +94,29 @@ def test_loops_that_cannot_be_counted():
 
 
 def test_kernels_count_as_their_authors_say():
-    """In place of what XLA's text has of them."""
-    hlo = compiled(jnp.dot, ((256, 512), F32), ((512, 128), F32))
-    found = operations(hlo, {("bfloat16", 1000, 10): 3})
-    assert found[-1] == read.Operation({"bfloat16": 1000}, 10, runs=3)
-    assert found[:-1] == operations(hlo)
+    """In place of what XLA's text has of them; not where it has none."""
+    said = {("bfloat16", 1000, 10): 3}
+    args = ((256, 512), F32), ((512, 128), F32)
+    kernel = pl.pallas_call(
+        lambda x, out: out.__setitem__(..., x[...]), jax.ShapeDtypeStruct((256, 128), F32)
+    )
+    *others, last = operations(compiled(lambda x, y: kernel(x @ y), *args), said)
+    assert last == read.Operation({"bfloat16": 1000}, 10, runs=3)
+    assert read.flops(others) == {"float32": 2 * 256 * 512 * 128}
+    without = compiled(jnp.dot, *args)
+    assert operations(without, said) == operations(without)
+
+
+@pytest.mark.parametrize("target", ["v5e:2x2", "cpu"])
+def test_flash_attention(target):
+    """Its kernel on TPUs does not say that it multiplies twice. Elsewhere XLA has the two products."""
+    devices = jax.devices() if target == "cpu" else mm.target(target)
+    sharding = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), P())
+    x = jax.ShapeDtypeStruct((2, 512, 4, 128), F32, sharding=sharding)
+    traced = jax.jit(lambda x: flash_attention(x, x, x, causal=True)).trace(x)
+    hlo = parse(traced.lower().compile().as_text())
+    found = read.flops(operations(hlo, count_kernels(traced.jaxpr)))
+    assert found == {"float32": 2 * 2 * (2 * 4 * 512 * 512 * 128)}
 
 
 def test_that_of_one_device():

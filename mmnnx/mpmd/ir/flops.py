@@ -21,7 +21,8 @@ def count_flops(jaxpr: Any) -> Flops:
 
     Bodies of scans count once for each iteration, of a `while` once, of a `cond` those of the largest branch.
     A Pallas kernel counts as its author says (`cost_estimate`): the products of experts as if all tokens came
-    to those of each device. Elementwise operations are left out: they are bound by memory.
+    to those of each device. One whose author says nothing counts once for each step of its grid, as if no
+    block was left out. Elementwise operations are left out: they are bound by memory.
 
     Args:
       jaxpr: a ClosedJaxpr or Jaxpr.
@@ -42,8 +43,8 @@ def flops_of(eqns: Iterable[Any]) -> Flops:
 
 
 def count_kernels(jaxpr: Any) -> Counter[Product]:
-    """Pallas kernels of one device whose authors say what they cost, as `count_products` counts them."""
-    one = lambda eqn: _product(eqn) if _is_kernel(eqn) else Counter()
+    """Pallas kernels of one device, as `count_products` counts them."""
+    one = lambda eqn: _product(eqn) if eqn.primitive.name == "pallas_call" else Counter()
     return _sum(_compat.open_jaxpr(jaxpr)[2], one, devices=1, size=lambda product: product[1])
 
 
@@ -58,8 +59,11 @@ def count_products(jaxpr: Any) -> Counter[Product]:
 
 
 def _product(eqn: Any) -> Counter[Product]:
-    ((dtype, flops),) = _flops(eqn).items()
-    return Counter({(dtype, flops, _moved(eqn)): 1})
+    done = _flops(eqn)
+    dtype = max(
+        done, key=done.__getitem__, default=eqn.outvars[0].aval.dtype.name
+    )  # a kernel may have several
+    return Counter({(dtype, done.total(), _moved(eqn)): 1})
 
 
 def _sum(
@@ -75,7 +79,7 @@ def _sum(
     total: Counter[Any] = Counter()
     for eqn in eqns:
         name = eqn.primitive.name
-        if _is_kernel(eqn) or name in PRODUCTS:
+        if name == "pallas_call" or name in PRODUCTS:
             total += of(eqn)
         elif name == "cond":
             branches = [_sum(_compat.open_jaxpr(b)[2], of, devices, size) for b in eqn.params["branches"]]
@@ -89,11 +93,6 @@ def _sum(
                 once = _sum(_compat.open_jaxpr(inner)[2], of, devices, size)
                 total += Counter({key: times * n for key, n in once.items()})
     return total
-
-
-def _is_kernel(eqn: Any) -> bool:
-    """Whether an equation is a Pallas kernel whose author says what it costs."""
-    return eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None
 
 
 def largest_results(jaxpr: Any, count: int = 8) -> list[tuple[int, str]]:
@@ -129,15 +128,23 @@ def _bodies(eqn: Any) -> list[Any]:
 
 def _flops(eqn: Any) -> Flops:
     if eqn.primitive.name == "pallas_call":
-        return Counter({eqn.outvars[0].aval.dtype.name: eqn.params["cost_estimate"].flops})
+        return _kernel(eqn)
     of = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "conv_general_dilated": _convolution}
     return of[eqn.primitive.name](eqn)
 
 
 def _moved(eqn: Any) -> int:
-    if eqn.primitive.name == "pallas_call":
-        return eqn.params["cost_estimate"].bytes_accessed
-    return sum(nbytes(v) for v in (*eqn.invars, *eqn.outvars))
+    said = eqn.params.get("cost_estimate")
+    return said.bytes_accessed if said else sum(nbytes(v) for v in (*eqn.invars, *eqn.outvars))
+
+
+def _kernel(eqn: Any) -> Flops:
+    """A Pallas kernel: what its author says, or what each step of its grid does."""
+    if said := eqn.params["cost_estimate"]:
+        return Counter({eqn.outvars[0].aval.dtype.name: said.flops})
+    (body,) = _bodies(eqn)
+    steps = math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
+    return Counter({dtype: steps * n for dtype, n in count_flops(body).items()})
 
 
 def _dot(eqn: Any) -> Flops:

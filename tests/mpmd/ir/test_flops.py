@@ -75,6 +75,28 @@ def test_kernels_count_as_their_authors_say():
     assert (dtype, flops, nbytes) == ("float32", 100, 50) and count_kernels(twice).total() == 2
 
 
+def test_kernels_whose_authors_say_nothing():
+    """Each step of the grid, that of `vmap` among its dimensions, and the loops and branches inside."""
+
+    def body(a, b, out):
+        @pl.when(pl.program_id(0) > 0)
+        def _():
+            out[...] = lax.fori_loop(0, 3, lambda _, x: x @ b[...], a[...])
+
+    block = pl.BlockSpec((8, 8), lambda n: (n, 0))
+    kernel = pl.pallas_call(
+        body,
+        jax.ShapeDtypeStruct((32, 8), jnp.float32),
+        grid=(4,),
+        in_specs=[block, pl.BlockSpec((8, 8), lambda n: (0, 0))],
+        out_specs=block,
+    )
+    jaxpr = jax.make_jaxpr(jax.vmap(kernel, (0, None)))(jnp.ones((5, 32, 8)), jnp.ones((8, 8)))
+    flops = 5 * 4 * 3 * (2 * 8 * 8 * 8)
+    assert count_flops(jaxpr) == {"float32": flops}
+    assert count_kernels(jaxpr) == {("float32", flops, 4 * (2 * 5 * 32 * 8 + 8 * 8)): 1}
+
+
 def test_ragged_products():
     """All rows once, forward; and for the gradients of both operands."""
     rows, w, sizes = jnp.ones((128, 4)), jnp.ones((3, 4, 2)), jnp.zeros(3, jnp.int32)
