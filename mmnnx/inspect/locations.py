@@ -14,13 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from mmnnx import _compat
 from mmnnx.inspect.units import ranges_text
 from mmnnx.printable import printable
-from mmnnx.sharding.aligned_spec import aligned_spec
 from mmnnx.sharding.divided_array import DividedArray, named_sharding
 from mmnnx.sharding.division import Division, Way, ways_to_divide
 from mmnnx.sharding.mesh import current_multimesh, program_devices
-from mmnnx.sharding.path_filter import Path, parts_of, path_text
-from mmnnx.sharding.placement import Match, PlacementError, TaskSharding
+from mmnnx.sharding.path_filter import Path, path_text
+from mmnnx.sharding.placement import TaskSharding
 from mmnnx.sharding.registered_tasks import placed_tasks, rule_of_state
+from mmnnx.sharding.state_placement import StatePlacement
 from mmnnx.sharding.task import Task
 
 SCALAR = "a scalar without a rule: on every mesh"
@@ -77,16 +77,10 @@ class Homes:
     """
 
     def __init__(self, sharding: TaskSharding | None = None):
-        if not isinstance(sharding, TaskSharding | None):
-            raise TypeError(f"sharding= is a TaskSharding, which names tasks, not {sharding!r}")
-        self.sharding = sharding
+        self._placement = None if sharding is None else StatePlacement(sharding)
         self._multimesh = current_multimesh()
         self._numbers = {device: n for n, device in enumerate(program_devices())}
         self._homes: dict[Any, Home] = {}
-        self._matched: set[int] = set()
-        self._needed_rules = False  # whether some state had to be placed by a rule
-        self._parameters: dict[Path, list[Any]] = {}  # as `lookup_optimizer_state` reads them
-        self._places: dict[Path, tuple[Match, tuple[int, ...]]] = {}  # of parameters, with their shapes
 
     def find(self, paths: Sequence[Path], value: Any, arrays: Sequence[Any]) -> list[Placed | None]:
         """Where the arrays of `value`, a Variable or an array itself, live; None where unknown.
@@ -97,65 +91,24 @@ class Homes:
         Raises:
           PlacementError: the TaskSharding cannot place it.
         """
-        if self.sharding is None:
+        if self._placement is None:
             return [self._of_array(paths, value, x) for x in arrays]
-        match = self._match(self.sharding, paths, value, arrays)
-        if match is not None:
-            names = [task.name or "" for task in _tasks(match.task)]
-            of_parameter = "its parameter's " if _compat.is_optimizer_state(value) and not match.own else ""
-            why = of_parameter + self.sharding.rule_text(match.index)
-            return [self._placed(x, match.sharding, names, why) for x in arrays]
-        everywhere = self._everywhere()
-        return [self._placed(x, everywhere, ["all"], SCALAR) if x.shape == () else None for x in arrays]
+        return [self._by_rule(self._placement, paths, value, x) for x in arrays]
 
     def check_used(self) -> None:
         """Raises PlacementError for rules that placed nothing, as `mm.jit` does."""
-        if self.sharding is not None and self._needed_rules:
-            self.sharding.check_used(self._matched)
+        if self._placement is not None:
+            self._placement.check_used()
 
-    def _match(
-        self, sharding: TaskSharding, paths: Sequence[Path], value: Any, arrays: Sequence[Any]
-    ) -> Match | None:
-        """As `mm.jit` does it: optimizer state follows its parameter, scalars need no rule."""
-        shape = tuple(arrays[0].shape) if arrays else ()
-        if _compat.is_optimizer_state(value):
-            match = sharding.lookup_optimizer_state(paths, value, self._parameters)
-            if match is not None and match.own:
-                self._matched.add(match.index)
-                return match
-            parts = [part for path in paths for part in parts_of(path)]
-            known = next((self._places[part] for part in parts if part in self._places), None)
-            if known is None:
-                return match
-            parameter, its_shape = known
-            spec = aligned_spec(parameter.sharding.spec, its_shape, shape)
-            return dataclasses.replace(parameter, sharding=NamedSharding(parameter.sharding.mesh, spec))
-        matches, errors = [], []
-        for path in paths:
-            try:
-                matches.append(sharding.lookup(path, value))
-            except PlacementError as error:
-                errors.append(error)
-        if not matches:
-            if all(x.shape == () for x in arrays):
-                return None
-            raise errors[0]
-        found = min(matches, key=lambda match: match.index)
-        self._matched.update(match.index for match in matches)
-        self._needed_rules = True
-        for path in paths:
-            self._parameters.setdefault(path, []).append(value)
-            self._places[path] = found, shape
-        return found
-
-    def _everywhere(self) -> NamedSharding:
-        """Replicated over every mesh, as scalars without a rule are."""
-        if self._multimesh is not None:
-            return NamedSharding(self._multimesh.mesh, PartitionSpec())
-        assert self.sharding is not None
-        tasks = dict.fromkeys(task for task, _ in self.sharding.rules)
-        devices = dict.fromkeys(device for task in tasks for device in task.to_mesh().devices.flat)
-        return NamedSharding(Mesh(np.array(list(devices)), ("device",)), PartitionSpec())
+    def _by_rule(self, placement: StatePlacement, paths: Sequence[Path], value: Any, x: Any) -> Placed | None:
+        _, match = placement.find(paths, value, tuple(x.shape)) or (None, None)
+        if match is None:
+            return self._placed(x, placement.everywhere(), ["all"], SCALAR) if x.shape == () else None
+        names = [task.name or "" for task in _tasks(match.task)]
+        of_parameter = "its parameter's " if _compat.is_optimizer_state(value) and not match.own else ""
+        return self._placed(
+            x, match.sharding, names, of_parameter + placement.sharding.rule_text(match.index)
+        )
 
     def _of_array(self, paths: Sequence[Path], value: Any, x: Any) -> Placed | None:
         sharding = named_sharding(x) or getattr(x, "sharding", None)

@@ -67,11 +67,12 @@ class Owners:
         elif (follow := self._first(self.by_state_path, suffixes)) is None and leaf.is_optimizer_state:
             if (made := self._made(suffixes, leaf)) is not None:
                 return None, made[0]
-            if aval.shape:  # statistics of rows, a history
-                parts = parts_of(leaf.path)
-                if (made := self._made(parts, leaf)) is not None:
-                    return None, _aligned(*made, aval.shape)
-                follow = self._first(self.by_state_path, parts)
+            # Statistics of rows, a history; scalars may be that of a parameter, or a count of the optimizer.
+            ends = [leaf.path[k:] for k in range(1, len(leaf.path))]
+            parts = parts_of(leaf.path) if aval.shape else ends
+            if (made := self._made(parts, leaf)) is not None:
+                return None, _aligned(*made, aval.shape)
+            follow = self._first(self.by_state_path, parts)
             if follow is None:  # of a module within an argument
                 follow = self._first(self.by_suffix, suffixes)
         own = self.in_shardings[follow] if follow is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +15,8 @@ from mmnnx.mpmd.frontend.graph import Path, all_paths, arrays, has_paths
 from mmnnx.mpmd.frontend.prefix_tree import entries
 from mmnnx.mpmd.frontend.record import Rule
 from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.placement import Match, PlacementError, TaskSharding
-
-Parameters = Callable[[], Mapping[Path, list[Any]]]
+from mmnnx.sharding.placement import TaskSharding
+from mmnnx.sharding.state_placement import matches
 
 
 def sharding_rules(prefix: Any, tree: Any, name: str, around: Any) -> dict[int, Rule]:
@@ -48,11 +47,11 @@ def sharding_rules(prefix: Any, tree: Any, name: str, around: Any) -> dict[int, 
             continue
         if isinstance(one.entry, TaskSharding):
             matched = used.setdefault(id(one.entry), (one.entry, set()))[1]
-            matches = _matches(one.entry, one.paths, one.value, parameters)
-            matched.update(match.index for match in matches)
-            match = matches[0] if matches else None
+            found = matches(one.entry, one.paths, one.value, parameters)
+            matched.update(match.index for match in found)
             rule = None
-            if match is not None:
+            if found:
+                match = found[0]
                 text = one.entry.rule_text(match.index)
                 rule = Rule(match.task, match.sharding, match.own, one.paths[0], text)
         else:
@@ -118,26 +117,6 @@ def _rule(asked: _Asked) -> Rule | None:
         if other.sharding != rules[0].sharding:
             raise _inconsistent(asked, rules[0], asked, other)
     return rules[0] if rules else None
-
-
-def _matches(
-    sharding: TaskSharding, paths: Sequence[Path], value: Any, parameters: Parameters
-) -> list[Match]:
-    """The rules that match any of the paths to a piece of state, the first rule first."""
-    if _compat.is_optimizer_state(value):
-        match = sharding.lookup_optimizer_state(paths, value, parameters())
-        return [] if match is None else [match]
-    matches, errors = [], []
-    for path in paths:
-        try:
-            matches.append(sharding.lookup(path, value))
-        except PlacementError as error:
-            errors.append(error)
-    if matches:
-        return sorted(matches, key=lambda match: match.index)
-    if all(not a.shape for a in arrays(value)):
-        return []  # counters and keys need no place
-    raise errors[0]
 
 
 def _on_mesh(sharding: Any) -> Sharding | None:

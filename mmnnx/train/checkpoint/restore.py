@@ -29,8 +29,6 @@ def targets_of(nodes: Mapping[str, Any], sharding: TaskSharding | None) -> dict[
     Raises:
       PlacementError: for abstract arrays that the TaskSharding does not place.
     """
-    if not isinstance(sharding, TaskSharding | None):
-        raise TypeError(f"sharding= is a TaskSharding, which names tasks, not {sharding!r}")
     wanted = arrays_of(nodes)
     abstract = {path for path, x in wanted.items() if isinstance(x, jax.ShapeDtypeStruct)}
     placed = shardings_of(nodes, sharding) if sharding is not None and abstract else {}
