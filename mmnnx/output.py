@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -59,6 +60,11 @@ def take_options(args: list[str]) -> tuple[Output, list[str]]:
         else:
             left.append(option)
     return Output(quiet, level), left + args[end:]
+
+
+def is_of_output(error: OSError) -> bool:
+    """Whether an error says that what is printed cannot be written: nobody reads it, or no space is left."""
+    return error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from mmnnx.cli import main
 from mmnnx.inspect.schedules import by_name
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from mmnnx.mpmd.schedule import read_schedule, schedule_names
+from mmnnx.options import reported
 from mmnnx.output import Output, saying, take_options
 from mmnnx.train.progress import Display
 from tests.environment import environment
@@ -219,6 +221,23 @@ def test_nobody_reads_the_rest(options):
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_files_that_are_not_there_and_output_that_nobody_reads():
+    """An error of a file is said in a line; one of the output is for `main`, which knows what it means."""
+    said: list[str] = []
+
+    def into_nothing():
+        read, write = os.pipe()
+        os.close(read)
+        return os.write(write, b"x")
+
+    assert reported(lambda: len(Path("none.txt").read_text()), said.append) == 2
+    assert said == ["none.txt: No such file or directory"]
+    assert reported(lambda: int("x"), said.append, ValueError) == 2 and "invalid literal" in said[1]
+    with pytest.raises(BrokenPipeError):
+        reported(into_nothing, said.append, ValueError)
+    assert len(said) == 2
 
 
 def test_the_table_says_what_simulation_says(capsys):

@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mmnnx.exit_status import MISTAKE
 from mmnnx.inspect.cells import cell
 from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.inspect.schedules import Simulated, by_name, from_csv
 from mmnnx.inspect.timeline import TimelineView, check_suffix
 from mmnnx.mpmd.schedule import schedule_names, write_schedule
-from mmnnx.options import optional
+from mmnnx.options import optional, parse, reported
 from mmnnx.output import current
 
 FILE_WIDTH = 120  # columns of output to a file or a pipe
@@ -90,22 +88,14 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     Returns the exit status: 0; 2 for a mistake in the options. Raises SystemExit for options that cannot be
     parsed.
     """
-    config = tyro.cli(
-        ScheduleConfig, args=options, prog="mmnnx schedule", config=(tyro.conf.FlagCreatePairsOff,)
-    )
-    console = table_console(FILE_WIDTH)
-    try:
+    config = parse(ScheduleConfig, "schedule", options)
+
+    def action() -> int:
         config.validate()
-        show(config, console)
-    except ValueError as error:
-        print_error(str(error))
-        return MISTAKE
-    except OSError as error:
-        if error.filename is None:  # the output
-            raise
-        print_error(f"{error.filename}: {error.strerror}")
-        return MISTAKE
-    return 0
+        show(config, table_console(FILE_WIDTH))
+        return 0
+
+    return reported(action, print_error, ValueError)
 
 
 def show(config: ScheduleConfig, console: Console) -> None:

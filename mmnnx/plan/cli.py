@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
-import tyro
 from rich.console import Console
 
-from mmnnx.exit_status import FAILED, MISTAKE
+from mmnnx.exit_status import FAILED
 from mmnnx.inspect.cells import cell
 from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.mpmd.compile import compile_program
-from mmnnx.options import optional
+from mmnnx.options import optional, parse, reported
 from mmnnx.output import current
 from mmnnx.plan.language_models import TrainingJob
 from mmnnx.plan.planning import Plan, plan_suffix
@@ -106,51 +105,51 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     Returns the exit status: 0 if the step fits; 1 if it does not; 2 for a mistake in the options.
     """
     jax.config.update("jax_platforms", "cpu")  # what is here does not matter, and JAX would look for it
-    config = tyro.cli(PlanConfig, args=options, prog="mmnnx plan", config=(tyro.conf.FlagCreatePairsOff,))
+    config = parse(PlanConfig, "plan", options)
+    return reported(lambda: show(config, print_error), print_error, ValueError, ImportError, RuntimeError)
+
+
+def show(config: PlanConfig, print_error: Callable[[str], None]) -> int:
+    """Prints a plan, or what a search finds, and writes its files. Returns the exit status.
+
+    Raises ValueError for options that cannot be, ImportError where a compiler is not installed, and
+    RuntimeError for what it refuses.
+    """
     console = table_console(WIDTH)
-    try:
-        job = config.job()
-        if config.save is not None:
-            plan_suffix(config.save)
-        files = [path for path in (config.json, config.save) if path is not None]
-        for path in files:
-            if not path.parent.is_dir():
-                raise ValueError(f"{path}: there is no folder {path.parent}")
-        if config.compile_best < 1:
-            raise ValueError(f"--compile-best {config.compile_best}: a search compiles at least one")
-        if config.search:
-            with progress(console, f"searching for {job.model} on {job.target}"):
-                found = search(job, config.given(), config.compile_best)
-            print_table(console, found)
-            if found.best is None:
-                for path in files:
-                    console.print(f"{path} is not written: there is no plan", markup=False, soft_wrap=True)
-                return FAILED
-            job, plan = found.best
-        else:
-            with progress(console, f"compiling {job.model} for {job.target}"):
-                plan = job.plan()
-        print_table(console, plan)
-        for line in throughput(job, plan):
-            console.print(line)
-        if config.json is not None:
-            config.json.write_text(json.dumps(to_json(job, plan), indent=2))
-            console.print(f"wrote {config.json}", markup=False, soft_wrap=True)
-        if config.save is not None:
-            try:
-                plan.save(config.save)
-            except ValueError as error:  # it does not fit
-                print_error(str(error))
-                return FAILED
-            console.print(f"wrote {config.save}", markup=False, soft_wrap=True)
-    except (ValueError, ImportError, RuntimeError) as error:
-        print_error(str(error))
-        return MISTAKE
-    except OSError as error:
-        if error.filename is None:  # the output
-            raise
-        print_error(f"{error.filename}: {error.strerror}")
-        return MISTAKE
+    job = config.job()
+    if config.save is not None:
+        plan_suffix(config.save)
+    files = [path for path in (config.json, config.save) if path is not None]
+    for path in files:
+        if not path.parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.parent}")
+    if config.compile_best < 1:
+        raise ValueError(f"--compile-best {config.compile_best}: a search compiles at least one")
+    if config.search:
+        with progress(console, f"searching for {job.model} on {job.target}"):
+            found = search(job, config.given(), config.compile_best)
+        print_table(console, found)
+        if found.best is None:
+            for path in files:
+                console.print(f"{path} is not written: there is no plan", markup=False, soft_wrap=True)
+            return FAILED
+        job, plan = found.best
+    else:
+        with progress(console, f"compiling {job.model} for {job.target}"):
+            plan = job.plan()
+    print_table(console, plan)
+    for line in throughput(job, plan):
+        console.print(line)
+    if config.json is not None:
+        config.json.write_text(json.dumps(to_json(job, plan), indent=2))
+        console.print(f"wrote {config.json}", markup=False, soft_wrap=True)
+    if config.save is not None:
+        try:
+            plan.save(config.save)
+        except ValueError as error:  # it does not fit
+            print_error(str(error))
+            return FAILED
+        console.print(f"wrote {config.save}", markup=False, soft_wrap=True)
     return int(plan.fits is False)
 
 

@@ -13,11 +13,9 @@ import tyro
 from rich.console import Console
 
 import mmnnx as mm
-from mmnnx.exit_status import MISTAKE
-from mmnnx.options import optional
+from mmnnx.options import optional, parse, reported
 from mmnnx.train.assistant import LossOn
 from mmnnx.train.batches import in_batches
-from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.config import Precision
 from mmnnx.train.data import load_corpus
 from mmnnx.train.errors import UserError, above_zero
@@ -62,12 +60,13 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 
     Returns the exit status: 0, or 2 for a mistake in the options.
     """
-    config = tyro.cli(EvalConfig, args=options, prog="mmnnx eval", config=(tyro.conf.FlagCreatePairsOff,))
-    try:
-        found = evaluate(config)
-    except (UserError, CheckpointError, OSError, ValueError) as error:
-        print_error(str(error))
-        return MISTAKE
+    config = parse(EvalConfig, "eval", options)
+    return reported(lambda: show(config), print_error, UserError, ValueError)
+
+
+def show(config: EvalConfig) -> int:
+    """Prints the loss."""
+    found = evaluate(config)
     if config.json:
         print(json.dumps(found))
     else:

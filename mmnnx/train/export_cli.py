@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import tyro
 from flax import nnx
 
-from mmnnx.exit_status import MISTAKE
-from mmnnx.options import optional
-from mmnnx.train.checkpoint import CheckpointError, Checkpoints
+from mmnnx.options import optional, parse, reported
+from mmnnx.train.checkpoint import Checkpoints
 from mmnnx.train.errors import UserError
 from mmnnx.train.run_folder import read_run
 from mmnnx.train.step import make_model, published
@@ -42,14 +41,13 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 
     Returns the exit status: 0, or 2 for a mistake in the options.
     """
-    config = tyro.cli(ExportConfig, args=options, prog="mmnnx export")
-    try:
-        step = export(config)
-    except (UserError, CheckpointError, OSError, ValueError) as error:
-        print_error(str(error))
-        return MISTAKE
-    print(f"wrote the model of step {step} to {config.folder}")
-    return 0
+    config = parse(ExportConfig, "export", options)
+
+    def action() -> int:
+        print(f"wrote the model of step {export(config)} to {config.folder}")
+        return 0
+
+    return reported(action, print_error, UserError, ValueError)
 
 
 def export(config: ExportConfig) -> int:

@@ -14,12 +14,10 @@ import tyro
 from rich.console import Console
 
 import mmnnx as mm
-from mmnnx.exit_status import MISTAKE
 from mmnnx.modules.generate import generate
-from mmnnx.options import optional
+from mmnnx.options import optional, parse, reported
 from mmnnx.output import current
 from mmnnx.printable import printable
-from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.config import Precision
 from mmnnx.train.errors import UserError
 from mmnnx.train.read_model import read_model, stage_mesh
@@ -66,19 +64,12 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 
     Returns the exit status: 0, or 2 for a mistake in the options.
     """
-    config = tyro.cli(
-        GenerateConfig, args=options, prog="mmnnx generate", config=(tyro.conf.FlagCreatePairsOff,)
-    )
-    try:
-        write(config)
-    except (UserError, CheckpointError, OSError, ValueError) as error:
-        print_error(str(error))
-        return MISTAKE
-    return 0
+    config = parse(GenerateConfig, "generate", options)
+    return reported(lambda: write(config), print_error, UserError, ValueError)
 
 
-def write(config: GenerateConfig) -> None:
-    """Prints the text after each prompt.
+def write(config: GenerateConfig) -> int:
+    """Prints the text after each prompt. Returns the exit status, 0.
 
     Raises:
       UserError: for a folder that holds no model, or options that do not go together.
@@ -126,6 +117,7 @@ def write(config: GenerateConfig) -> None:
     Console(stderr=True, highlight=False, quiet=current.get().quiet).print(
         f"{count} tokens in {seconds:.1f} s, with what was compiled", markup=False
     )
+    return 0
 
 
 def encode(codec: Codec, text: str, chat: bool) -> np.ndarray:

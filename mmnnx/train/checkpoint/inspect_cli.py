@@ -12,10 +12,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mmnnx.exit_status import MISTAKE
 from mmnnx.inspect.cells import cell
 from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.inspect.units import bytes_text, ranges_text
+from mmnnx.options import parse, reported
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.train.checkpoint.contents import Contents, contents_of
 from mmnnx.train.checkpoint.errors import CheckpointError
@@ -41,20 +41,17 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     Returns the exit status: 0, or 2 if there is no checkpoint. Raises SystemExit for options that cannot be
     parsed.
     """
-    config = tyro.cli(
-        InspectConfig, args=options, prog="mmnnx inspect", config=(tyro.conf.FlagCreatePairsOff,)
-    )
-    console = table_console(FILE_WIDTH)
-    try:
+    config = parse(InspectConfig, "inspect", options)
+
+    def action() -> int:
         found = contents_of(config.path)
-    except CheckpointError as error:
-        print_error(str(error))
-        return MISTAKE
-    if config.json:
-        print(json.dumps(dataclasses.asdict(found), indent=2, default=str))
-    else:
-        show(found, console)
-    return 0
+        if config.json:
+            print(json.dumps(dataclasses.asdict(found), indent=2, default=str))
+        else:
+            show(found, table_console(FILE_WIDTH))
+        return 0
+
+    return reported(action, print_error, CheckpointError)
 
 
 def show(found: Contents, console: Console) -> None:
