@@ -338,9 +338,12 @@ def test_where_it_cannot_be_written(folder, tmp_path):
     with pytest.raises(FileExistsError, match="is not empty"):
         hf.save(model, folder)
     with pytest.raises(
-        ValueError, match="not of the shape of the one in .*: there is no model.layers.0.self_attn.k_norm"
+        ValueError, match="not of the shape of the one in .*: it has no model.layers.0.self_attn.k_norm"
     ):
         hf.save(model_of("qwen3"), tmp_path / "new", like=folder)
+    fewer = dataclasses.replace(model.config, layers=model.config.layers - 1)
+    with pytest.raises(ValueError, match="the one in .*: it has model.layers.*, which the model has not"):
+        hf.save(mm.modules.LM(fewer, rngs=nnx.Rngs(0)), tmp_path / "new", like=folder)
     with pytest.raises(ValueError, match="dtype=int32: weights are float64, float32, float16, bfloat16"):
         hf.save(model, tmp_path / "new", dtype=jnp.int32)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["llama"]

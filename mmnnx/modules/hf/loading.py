@@ -15,15 +15,12 @@ from jax.sharding import Sharding
 
 from mmnnx.modules.build import build
 from mmnnx.modules.hf.configs import read_config
-from mmnnx.modules.hf.tensors import NO_WEIGHTS, Path, Piece, pieces_of, tensor_shapes
+from mmnnx.modules.hf.tensors import Piece, pieces_of, tensor_shapes
 from mmnnx.modules.hf.weights import Weights
 from mmnnx.modules.lm import LM
-from mmnnx.printable import first_few
 from mmnnx.sharding.held_parts import Bounds, array_of_parts, held_parts
 from mmnnx.sharding.placement import TaskSharding
 from mmnnx.sharding.state_shardings import shardings_of
-
-SHOWN = 4  # names that a message lists
 
 
 def abstract(folder: str | FilePath, *, dtype: Any = None, param_dtype: Any = None, **changes: Any) -> LM:
@@ -81,7 +78,13 @@ def load(
     model = abstract(folder, dtype=dtype, param_dtype=param_dtype, **changes)
     weights = Weights(folder)
     pieces = pieces_of(model, weights.files)
-    _check(weights, pieces)
+    shapes = tensor_shapes(pieces)
+    if wrong := weights.mismatch(shapes):
+        raise ValueError(
+            f"the tensors in {weights.folder} are not those that its config.json asks for: {wrong}"
+        )
+    for name in shapes:
+        weights.dtype(name)  # raises for one that there is not
     if placement is not None and not isinstance(placement, TaskSharding):
         placement = placement(model)
     shardings: Mapping[Any, Sharding] = {}
@@ -95,31 +98,6 @@ def load(
     nnx.update(model, state)
     model.source = str(folder)
     return model
-
-
-def _check(weights: Weights, pieces: Mapping[Path, tuple[Piece, ...]]) -> None:
-    """Raises ValueError if the tensors in the files are not those of the model."""
-    wanted = tensor_shapes(pieces)
-    missing = [name for name in wanted if name not in weights.files]
-    surplus = [name for name in weights.files if name not in wanted and not name.endswith(NO_WEIGHTS)]
-    shapes = [
-        f"{name} is {weights.shape(name)} and not {shape}"
-        for name, shape in wanted.items()
-        if name in weights.files and weights.shape(name) != shape
-    ]
-    said = [_some("it has no {}", missing), _some("it has {}, which the model has not", surplus)]
-    said.append(_some("{}", shapes))
-    if any(said):
-        raise ValueError(
-            f"the tensors in {weights.folder} are not those that its config.json asks for: "
-            + "; ".join(filter(None, said))
-        )
-    for name in wanted:
-        weights.dtype(name)
-
-
-def _some(text: str, names: list[str]) -> str:
-    return text.format(first_few(names, SHOWN)) if names else ""
 
 
 def _read(weights: Weights, pieces: tuple[Piece, ...], like: Any, sharding: Sharding | None) -> jax.Array:

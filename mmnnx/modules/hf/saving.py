@@ -72,7 +72,7 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
     weights = None if source is None else Weights(source)
     pieces = pieces_of(model, None if weights is None else weights.files)
     shapes = tensor_shapes(pieces)
-    if weights is not None and (wrong := _difference(shapes, weights)):
+    if weights is not None and (wrong := weights.mismatch(shapes)):
         raise ValueError(f"the model is not of the shape of the one in {source}: {wrong}")
     kept = _kept_dtypes(model, pieces)
     if dtype is not None:
@@ -87,7 +87,7 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
         written.mkdir()
         for file in dict.fromkeys(files.values()):
             names = [name for name in shapes if files[name] == file]
-            tensors = dict(_tensors(model, pieces, names, shapes, dtypes))
+            tensors = dict(_tensors(model, pieces, names, dtypes))
             # After each file, or the others would send all that they have at once.
             with done_by_first(f"write {file}") as first:
                 if first:
@@ -184,16 +184,6 @@ def _layer(model: LM, path: Path) -> Any:
     return layer
 
 
-def _difference(shapes: Mapping[str, tuple[int, ...]], weights: Weights) -> str:
-    """The first tensor of a model that the files hold otherwise."""
-    for name, shape in shapes.items():
-        if name not in weights.files:
-            return f"there is no {name}"
-        if weights.shape(name) != shape:
-            return f"{name} is {weights.shape(name)} there and {shape} here"
-    return ""
-
-
 def _config(model: LM, source: Any, dtypes: Mapping[str, np.dtype]) -> dict[str, Any]:
     """The fields of `config.json`: those of the source, or the model's own, and the dtype of most weights."""
     written = jnp.dtype(max(dtypes.values(), key=list(dtypes.values()).count)).name
@@ -231,7 +221,6 @@ def _tensors(
     model: LM,
     pieces: Mapping[Path, tuple[Piece, ...]],
     names: Sequence[str],
-    shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, np.dtype],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of some names, in host memory."""

@@ -112,9 +112,6 @@ FUSED = ("query", "key", "value")  # in this order in one tensor of GPT-2
 
 WEIGHTS = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
 
-# Tensors that some checkpoints hold besides the weights: what can be computed.
-NO_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-
 
 def pieces_of(model: LM, names: Collection[str] | None = None) -> dict[Path, tuple[Piece, ...]]:
     """The pieces of each parameter of a model, by its path.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,14 @@ from safetensors import SafetensorError, safe_open
 
 from mmnnx.json_object import read_json_object
 from mmnnx.modules.hf.configs import DTYPES
+from mmnnx.printable import first_few
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHOWN = 4  # names that a message lists
+
+# Tensors that some checkpoints hold besides the weights: what can be computed.
+NO_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 class Weights:
@@ -52,6 +58,18 @@ class Weights:
                 f"{self.folder} has neither {ONE_FILE} nor {INDEX}: the weights are missing"
             )
 
+    def mismatch(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """What differs from the tensors of a model; "" if nothing does."""
+        missing = [name for name in shapes if name not in self.files]
+        surplus = [name for name in self.files if name not in shapes and not name.endswith(NO_WEIGHTS)]
+        others = [
+            f"{name} is {self.shape(name)} and not {shape}"
+            for name, shape in shapes.items()
+            if name in self.files and self.shape(name) != shape
+        ]
+        said = [_some("it has no {}", missing), _some("it has {}, which the model has not", surplus)]
+        return "; ".join(filter(None, [*said, _some("{}", others)]))
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
         return tuple(self._slice(name).get_shape())
@@ -84,3 +102,7 @@ class Weights:
             except SafetensorError as error:
                 raise ValueError(f"{path} is damaged: {error}") from error
         return self._open[file]
+
+
+def _some(text: str, names: list[str]) -> str:
+    return text.format(first_few(names, SHOWN)) if names else ""
