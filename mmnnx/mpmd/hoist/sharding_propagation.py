@@ -13,6 +13,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmnnx import _compat
+from mmnnx.mpmd.divide.links import links
 from mmnnx.mpmd.ir.equations import CALLS, CUSTOM_GRADIENTS, REMAT, SCATTERS, Atom, Var, is_var
 
 Axes = tuple[Any, ...]  # mesh axes, outermost first
@@ -81,56 +82,16 @@ def _constraint(eqn: Any, known: Known, seen: Any) -> list[Dims]:
     return [tuple(old if new is None else new for old, new in zip(before, spec))]
 
 
-def _broadcast(eqn: Any, known: Known, seen: Any) -> list[Dims]:
-    (a, *_), shape = eqn.invars, eqn.params["shape"]
-    dims: list[Axes] = [()] * len(shape)
-    for n, axes, size in zip(eqn.params["broadcast_dimensions"], dims_of(a, known), a.aval.shape):
-        dims[n] = axes if size == shape[n] else ()
-    return [tuple(dims)]
-
-
-def _transpose(eqn: Any, known: Known, seen: Any) -> list[Dims]:
-    dims = dims_of(eqn.invars[0], known)
-    return [tuple(dims[n] for n in eqn.params["permutation"])]
-
-
-def _reshape(eqn: Any, known: Known, seen: Any) -> list[Dims]:
-    """The first of several dimensions that become one, or of several that one becomes, keeps its axes."""
-    (a, *_), (v,) = eqn.invars, eqn.outvars
-    old, new, dims = a.aval.shape, v.aval.shape, dims_of(a, known)
-    out: list[Axes] = [()] * len(new)
-    i = j = 0
-    while i < len(old) and j < len(new):
-        first, second = i, j
-        left, right = old[i], new[j]
-        i, j = i + 1, j + 1
-        while left != right and (i < len(old) if left < right else j < len(new)):
-            if left < right:
-                left, i = left * old[i], i + 1
-            else:
-                right, j = right * new[j], j + 1
-        while first + 1 < i and old[first] == 1:
-            first += 1
-        while second + 1 < j and new[second] == 1:
-            second += 1
-        out[second] = dims[first]
-    return [tuple(out)]
-
-
-def _reduction(eqn: Any, known: Known, seen: Any) -> list[Dims]:
-    gone = eqn.params.get("axes", eqn.params.get("dimensions", ()))
-    dims = [axes for n, axes in enumerate(dims_of(eqn.invars[0], known)) if n not in gone]
-    return [tuple(dims)] * len(eqn.outvars)
-
-
-def _dot(eqn: Any, known: Known, seen: Any) -> list[Dims]:
-    (contract, batch), pair = eqn.params["dimension_numbers"], [dims_of(a, known) for a in eqn.invars]
-    out = [a or b for a, b in zip(*([pair[s][n] for n in batch[s]] for s in (0, 1)))]
-    for side in (0, 1):
-        for n, axes in enumerate(pair[side]):
-            if n not in contract[side] and n not in batch[side]:
-                out.append(() if _used(axes, out) else axes)
-    return [tuple(out)]
+def _linked(eqn: Any, known: Known, seen: Any) -> list[Dims]:
+    """Each dimension of a result has the axes of the dimension of an operand that it is one with."""
+    given = [dims_of(a, known) for a in eqn.invars]
+    out: list[list[Axes]] = [[()] * len(v.aval.shape) for v in eqn.outvars]
+    for link in links(eqn):
+        axes = next((given[n][d] for n, d in enumerate(link.operands) if d is not None and given[n][d]), ())
+        for dims, d in zip(out, link.results):
+            if d is not None and not _used(axes, dims):
+                dims[d] = axes
+    return [tuple(dims) for dims in out]
 
 
 def _gather(eqn: Any, known: Known, seen: Any) -> list[Dims]:
@@ -183,18 +144,13 @@ def _shard_map(eqn: Any, known: Known, seen: Any) -> list[Dims]:
 _RULES: dict[str, Callable[[Any, Known, Any], list[Dims]]] = {
     "sharding_constraint": _constraint,
     "shard_map": _shard_map,
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _reduction,
-    "dot_general": _dot,
     "gather": _gather,
     "scan": _scan,
     **dict.fromkeys(CALLS | CUSTOM_GRADIENTS | {REMAT}, _call),
     **dict.fromkeys(SCATTERS, _scatter),
     **dict.fromkeys(
         [f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")]
-        + ["argmax", "argmin"],
-        _reduction,
+        + ["argmax", "argmin", "broadcast_in_dim", "dot_general", "reshape", "squeeze", "transpose"],
+        _linked,
     ),
 }
