@@ -70,16 +70,13 @@ class PlacementView:
             text += f" of {bytes_text(self.memory)}"
         return text + (f"; {bytes_text(self.unplaced)} not placed" if self.unplaced else "")
 
+    @functools.cached_property
     def figure(self) -> Figure:
         """The picture: a card for each submesh with its devices, what they hold, and a bar of their memory.
 
         The whole bar is the memory of a device or the peak over all devices, whichever is larger. It is red
         where that does not fit.
         """
-        return self._figure
-
-    @functools.cached_property
-    def _figure(self) -> Figure:
         return draw_placement(self.title, self.submeshes, self.memory, self.dark)
 
     def save(self, path: str | FilePath) -> None:
@@ -89,12 +86,12 @@ class PlacementView:
           ValueError: for a path that ends otherwise.
         """
         suffix = check_picture_suffix(path)
-        FilePath(path).write_bytes(picture_bytes(self.figure(), suffix))
+        FilePath(path).write_bytes(picture_bytes(self.figure, suffix))
 
     def _repr_mimebundle_(
         self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
     ) -> Any:
-        return picture_bundle(self.figure(), str(self))
+        return picture_bundle(self.figure, str(self))
 
     def __str__(self) -> str:
         names = max(len(submesh.name) for submesh in self.submeshes)

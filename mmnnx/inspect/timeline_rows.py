@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 
-SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def mesh_rows(timeline: Timeline) -> dict[str, list[Event]]:

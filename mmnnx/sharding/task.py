@@ -160,7 +160,7 @@ class Task:
 
     @property
     def mesh_text(self) -> str:
-        """Its submesh in words, which need not be there: "stage=0", or "devices 0-3: model=4"."""
+        """Its submesh in words, which need not be there: "stage=0", or "TaskMesh(devices=[0])"."""
         if isinstance(self.mesh, TaskMesh):
             return repr(self.mesh)
         if self.mesh is not None:

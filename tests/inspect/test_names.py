@@ -102,7 +102,7 @@ def test_specs_of_meshes_that_jax_made():
 
 def test_placements(named):
     check(str(named.view), *map(printable, NAMES), *MARKUP)
-    drawn = texts(named.view.figure())
+    drawn = texts(named.view.figure)
     assert set(map(printable, NAMES)) <= set(drawn) and set(MARKUP) <= set(drawn)
 
 

@@ -241,7 +241,7 @@ def test_free_devices_are_shown():
     view = show_placement(model, sharding=sharding, mesh=mesh)
     assert [(box.name, box.devices) for box in view.submeshes][-1] == ("free", (2, 3, 6, 7))
     assert "free    devices 2-3, 6-7: nothing" in str(view)
-    assert "nothing" in texts(view.figure())
+    assert "nothing" in texts(view.figure)
     with mesh:
         assert str(show_placement(model, sharding=sharding)) == str(view)
 
@@ -307,30 +307,30 @@ def test_mistakes():
 
 def test_the_picture_has_what_the_text_has():
     view = four_by_two(memory=16_000)
-    drawn = texts(view.figure())
+    drawn = texts(view.figure)
     assert drawn[0] == view.title == "Net and Optimizer on 8 devices, state per device 9.2 KB of 16.0 KB"
     for box in view.submeshes:
         for expected in (box.name, box.axes, "devices 0-1", *(p.name for p in box.main_parts())):
             assert expected in drawn
     assert "9.2 KB on each, 58% of 16.0 KB" in drawn
-    assert len([p for p in view.figure().axes[0].patches if isinstance(p, FancyBboxPatch)]) == 4
+    assert len([p for p in view.figure.axes[0].patches if isinstance(p, FancyBboxPatch)]) == 4
 
 
 def test_bars_are_as_long_as_the_bytes():
     view = four_by_two(memory=16_000)
-    for box, pieces in zip(view.submeshes, bars(view.figure()), strict=True):
+    for box, pieces in zip(view.submeshes, bars(view.figure), strict=True):
         assert [share for _, share in pieces] == pytest.approx([p.bytes / 16_000 for p in box.main_parts()])
         assert [colour for colour, _ in pieces].count(OTHER) == 1  # the smallest parts, together
     full = four_by_two()
-    assert sum(share for _, share in bars(full.figure())[0]) == pytest.approx(1)
-    assert sum(share for _, share in bars(full.figure())[1]) == pytest.approx(
+    assert sum(share for _, share in bars(full.figure)[0]) == pytest.approx(1)
+    assert sum(share for _, share in bars(full.figure)[1]) == pytest.approx(
         full.submeshes[1].most / full.submeshes[0].most
     )
 
 
 def test_numbers_on_the_bar_are_those_of_the_list():
     view = large()
-    figure = view.figure()
+    figure = view.figure
     renderer = FigureCanvasAgg(figure).get_renderer()
     on_bar = [text for text in figure.axes[0].texts if text.get_gid() == "bar"]
     pieces = [p for p in rectangles(figure, BAR) if to_hex(p.get_facecolor()) != LIGHT.pale]
@@ -364,7 +364,7 @@ def test_what_a_step_adds_comes_from_its_plan():
         for kind in ("gradients", "saved activations", "temporaries"):
             assert added.get(kind, 0) == memory.at_peak.get(kind, 0)
         assert box.peak == max(memory.total, box.most + sum(added.values()))
-    assert "saved activations" in texts(view.figure())
+    assert "saved activations" in texts(view.figure)
     most = max(box.peak for box in view.submeshes)
     assert view.title == f"Net on 4 devices, peak per device {bytes_text(most)} of 10.0 KB"
 
@@ -372,7 +372,7 @@ def test_what_a_step_adds_comes_from_its_plan():
 def test_a_part_has_one_colour_everywhere():
     view = four_by_two()
     colours = {}
-    for box, pieces in zip(view.submeshes, bars(view.figure())):
+    for box, pieces in zip(view.submeshes, bars(view.figure)):
         for part, (colour, _) in zip(box.main_parts(), pieces):
             colours.setdefault(part.group, set()).add(colour)
     assert all(len(found) == 1 for found in colours.values())
@@ -393,23 +393,23 @@ def test_a_kind_of_memory_has_its_own_colours():
     weights, state = (
         [memory_colour(kind, n, 2) for n in range(2)] for kind in ("weights", "optimizer state")
     )
-    assert [colour for colour, _ in bars(large().figure())[0]] == [weights[0], *state, weights[1]]
+    assert [colour for colour, _ in bars(large().figure)[0]] == [weights[0], *state, weights[1]]
 
 
 def test_too_much_is_red():
     view = four_by_two(memory=8_000)
     assert "stage0  devices 0-1 (model=2): 9.2 KB on each, 1.2 KB over 8.0 KB" in str(view)
-    first, *others = bars(view.figure())
+    first, *others = bars(view.figure)
     assert all(is_red(colour) for colour, _ in first if colour != OTHER)
     assert not any(is_red(colour) for pieces in others for colour, _ in pieces)
     assert sum(share for _, share in first) == pytest.approx(1)
-    frames = [p for p in view.figure().axes[0].patches if isinstance(p, FancyBboxPatch)]
+    frames = [p for p in view.figure.axes[0].patches if isinstance(p, FancyBboxPatch)]
     assert [to_hex(p.get_edgecolor()) == LIMIT for p in frames] == [True, False, False, False]
-    limit, *_ = view.figure().axes[0].lines  # where the memory ends
-    bar = rectangles(view.figure(), BAR)[0]
+    limit, *_ = view.figure.axes[0].lines  # where the memory ends
+    bar = rectangles(view.figure, BAR)[0]
     share = (limit.get_xdata()[0] - bar.get_x()) / bar.get_width()
     assert share == pytest.approx(8_000 / view.submeshes[0].most)
-    assert not four_by_two().figure().axes[0].lines
+    assert not four_by_two().figure.axes[0].lines
 
 
 @pytest.mark.parametrize("memory", [None, 8_000_000_000, 6_000_000_000])
@@ -418,7 +418,7 @@ def test_too_much_is_red():
     [(1, 1), (4, 2), (16, 8), (3, 24), pytest.param(64, 16, marks=pytest.mark.slow)],
 )
 def test_texts_neither_overlap_nor_leave_their_boxes(stages, devices, memory):
-    figure = large(stages, devices, memory).figure()
+    figure = large(stages, devices, memory).figure
     renderer = FigureCanvasAgg(figure).get_renderer()
     title, *rest = (
         (t.get_text(), t.get_window_extent(renderer)) for t in figure.axes[0].texts if t.get_text()
@@ -444,7 +444,7 @@ def test_long_names_are_shortened():
     names = "a task of a rather long name that goes on", "another part with a name that would not fit in"
     devices = tuple(range(0, 60, 3))
     box = Submesh(names[0], "data=2, model=10", devices, (Part(names[1], 5, "x"),), dict.fromkeys(devices, 5))
-    figure = PlacementView(("A", "B"), (box, box), None, 0).figure()
+    figure = PlacementView(("A", "B"), (box, box), None, 0).figure
     renderer = FigureCanvasAgg(figure).get_renderer()
     frame = next(p for p in figure.axes[0].patches if isinstance(p, FancyBboxPatch)).get_window_extent(
         renderer
@@ -461,7 +461,7 @@ def test_files(tmp_path):
     view.save(tmp_path / "placement.PNG")
     assert b"</svg>" in (tmp_path / "placement.svg").read_bytes()
     image = matplotlib.image.imread(io.BytesIO((tmp_path / "placement.PNG").read_bytes()), format="png")
-    width, height = view.figure().get_size_inches()
+    width, height = view.figure.get_size_inches()
     assert width == WIDTH and image.shape[:2] == (int(height * 200), int(width * 200))
     first = (tmp_path / "placement.svg").read_bytes()
     four_by_two().save(str(tmp_path / "placement.svg"))

@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 
-from mmnnx import _compat
 from mmnnx.mpmd.compile.constant_keys import is_draw, is_of_keys
 from mmnnx.mpmd.compile.equality import equation_key
 from mmnnx.mpmd.compile.lower import loads_on_other_meshes
 from mmnnx.mpmd.compile.outline_match import align, match_core
 from mmnnx.mpmd.compile.outline_split import split_around
+from mmnnx.mpmd.ir.equations import equations_in, with_inner
 from mmnnx.mpmd.ir.fragments import Fragment, Microbatches, PlacedVar
 from mmnnx.mpmd.ir.instructions import Call, Instruction
 from mmnnx.mpmd.ir.program import Program
@@ -99,14 +99,12 @@ def _count(f: Fragment) -> int:
 
 def _weight(eqn: Any) -> int:
     """How many operations an equation stands for: the body of a scan is compiled as well."""
-    inside = (e for jaxpr in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(jaxpr)[2])
-    return 1 + sum(map(_weight, inside))
+    return sum(1 for _ in with_inner(eqn))
 
 
 def _calls_host(jaxpr: Any) -> bool:
     """Whether it holds a callback: compiled for one mesh alone, and each copy of it calls once more."""
-    eqns = _compat.open_jaxpr(jaxpr)[2]
-    return any("callback" in e.primitive.name or any(map(_calls_host, _compat.subjaxprs(e))) for e in eqns)
+    return any("callback" in e.primitive.name for e in equations_in(jaxpr))
 
 
 def _initialises(call: Call) -> bool:

@@ -180,10 +180,22 @@ SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min
 LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "rev", "copy"}
 
 
+def equations_in(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, each followed by those in the jaxprs inside it."""
+    for eqn in _compat.open_jaxpr(jaxpr)[2]:
+        yield from with_inner(eqn)
+
+
+def with_inner(eqn: Any) -> Iterator[Any]:
+    """An equation, then those in the jaxprs inside it."""
+    yield eqn
+    for jaxpr in _compat.subjaxprs(eqn):
+        yield from equations_in(jaxpr)
+
+
 def holds(eqn: Any, name: str) -> bool:
     """Whether an equation, or one in the jaxprs inside it, is of a primitive."""
-    inner = (e for jaxpr in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(jaxpr)[2])
-    return eqn.primitive.name == name or any(holds(e, name) for e in inner)
+    return any(e.primitive.name == name for e in with_inner(eqn))
 
 
 def join(outer: str, inner: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
+from mmnnx.mpmd.ir.equations import equations_in
 from mmnnx.sharding.divided_array import DividedArray
 
 
@@ -156,10 +157,5 @@ def constrains(jaxpr: Any, beyond: Mesh | None = None) -> bool:
 
 def shard_map_mesh(jaxpr: Any) -> Mesh | None:
     """The mesh of the first shard_map in a jaxpr that has devices."""
-    for e in _compat.open_jaxpr(jaxpr)[2]:
-        if e.primitive.name == "shard_map" and isinstance(e.params["mesh"], Mesh):
-            return e.params["mesh"]
-        for inner in _compat.subjaxprs(e):
-            if (found := shard_map_mesh(inner)) is not None:
-                return found
-    return None
+    meshes = (e.params["mesh"] for e in equations_in(jaxpr) if e.primitive.name == "shard_map")
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.extend.core as jex
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Node, Var, is_var, nbytes, with_inner
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Location, Placement, Reason
 from mmnnx.mpmd.ir.timetable import Remat
@@ -192,11 +192,4 @@ def _between(
 
 
 def _cheap(node: Node) -> bool:
-    if not isinstance(node, Equation) or node.name not in _CHEAP:
-        return False
-    return all(_cheap_inside(jaxpr) for jaxpr in _compat.subjaxprs(node.eqn))
-
-
-def _cheap_inside(jaxpr: object) -> bool:
-    eqns = _compat.open_jaxpr(jaxpr)[2]
-    return all(e.primitive.name in _CHEAP and all(map(_cheap_inside, _compat.subjaxprs(e))) for e in eqns)
+    return isinstance(node, Equation) and all(e.primitive.name in _CHEAP for e in with_inner(node.eqn))

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import PRODUCTS, Atom, Equation, Node, Var, is_var
+from mmnnx.mpmd.ir.equations import PRODUCTS, Atom, Equation, Node, Var, is_var, with_inner
 from mmnnx.mpmd.ir.placement import Placement
 from mmnnx.mpmd.ir.rewrite import name_results, trace_equations
 from mmnnx.mpmd.ir.scans import run_scan, split_operands
@@ -107,8 +107,7 @@ def _needed(eqns: Sequence[Any], wanted: Iterable[Atom], but: Sequence[Any] = ()
 
 
 def _has_product(eqn: Any) -> bool:
-    inside = (e for jaxpr in _compat.subjaxprs(eqn) for e in _compat.open_jaxpr(jaxpr)[2])
-    return eqn.primitive.name in PRODUCTS or any(map(_has_product, inside))
+    return any(e.primitive.name in PRODUCTS for e in with_inner(eqn))
 
 
 def _parts(node: Equation) -> list[Equation]:
