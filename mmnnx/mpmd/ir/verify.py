@@ -29,16 +29,7 @@ class VerificationError(ValueError):
 
 
 def verify(program: ProgramData) -> None:
-    """Checks that the program can run, does all there is to do, and leaves nothing behind.
-
-    Every fragment of a loop runs once for each microbatch. Every value is made before it is read, on the
-    mesh where it is read; it is dropped once, after its last use; and every value that is not a result is
-    dropped. The order is one for all meshes, so processes that follow it cannot wait for each other.
-
-    Raises:
-      VerificationError: names the instruction, the microbatch and the mesh; where meshes wait for each
-        other in a circle, every instruction of the circle.
-    """
+    """Raises VerificationError for what `Program.verify` finds."""
     _check_loops(program)
     live, meshes = set(program.inputs), [mesh for _, mesh in program.values]
     results = {s for buffers in program.outputs for s in buffers}
