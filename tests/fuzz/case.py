@@ -70,6 +70,7 @@ class Case:
       schedule: its name, None for the fastest, or a number for a random table.
       per_call: how many microbatches share a call.
       reduce: how the results of microbatches are reduced.
+      output: how the outputs of the model are, which the step returns beside its loss; "" if it does not.
       data: whether the rows of a microbatch are sharded.
       optimizer: one of OPTIMIZERS.
       route: how the model comes to its meshes: made there, moved, or moved with its optimizer
@@ -89,6 +90,7 @@ class Case:
     schedule: str | int | None = None
     per_call: int = 1
     reduce: str = "mean"
+    output: str = ""
     data: bool = False
     optimizer: str = "sgd"
     route: str = "made"
@@ -192,6 +194,7 @@ def training(draw, layers: int, microbatches: int, schedule: str | int | None) -
         dtype=one(DTYPES),
         microbatches=microbatches,
         reduce=one(["mean", "sum"]) if microbatches else "mean",
+        output=one(["", "concat", "last", "max"]),
         data=bool(microbatches) and draw(st.booleans()),
         optimizer=one(OPTIMIZERS),
         route=one(ROUTES),

@@ -59,15 +59,19 @@ class Steps:
     def __init__(self, case: Case):
         self.case = case
         self.mesh = mm.MultiMesh(axis_sizes=(1, DEVICES), axis_names=("data", "model"))
-        options = dict(microbatch=ROWS if case.microbatches else None, reduce=case.reduce)
+        options: dict[str, Any] = dict(microbatch=ROWS if case.microbatches else None, reduce=case.reduce)
+        loss = models.squared_error
+        if case.output:
+            loss = with_outputs
+            options |= dict(has_aux=True, reduce=((case.reduce, case.output), case.reduce))
         data = P("data") if case.data else None
         donated = {"donate_argnums": (0, 1)} if case.donate else {}
         loop = loop_options(case)
         schedule = loop.pop("schedule", None)
-        self.whole = train_step(nnx.jit, models.squared_error, **options, **donated)
+        self.whole = train_step(nnx.jit, loss, **options, **donated)
         self.split = train_step(
             mm.jit,
-            models.squared_error,
+            loss,
             schedule=schedule,
             loop={**loop, "arg_shardings": data} if case.microbatches else None,
             **options,
@@ -179,6 +183,12 @@ class Steps:
                     off = [root_mean_square(side[path] - true) for side in both]
                     found.setdefault(path, []).append([*off, root_mean_square(true)])
         return {path: tuple(np.median(rows, axis=0)) for path, rows in found.items()}
+
+
+def with_outputs(model: nnx.Module, batch: models.Batch) -> tuple[jax.Array, jax.Array]:
+    """The loss, and outputs that its gradient is made of."""
+    made = jnp.tanh(model(batch["x"]))
+    return models.squared_error(lambda x: made, batch), made
 
 
 def flat(results: Results) -> dict[str, np.ndarray]:

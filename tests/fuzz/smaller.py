@@ -13,7 +13,7 @@ PLAIN = {
     field.name: field.default
     for field in dataclasses.fields(Case)
     if field.name
-    in ("scopes", "data", "donate", "route", "optimizer", "reduce", "dtype", "schedule", "per_call")
+    in ("scopes", "data", "donate", "route", "optimizer", "reduce", "output", "dtype", "schedule", "per_call")
 }
 
 

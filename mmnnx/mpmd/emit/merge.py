@@ -136,9 +136,10 @@ def _merged_fragment(first: Call, second: Call, inner: set[Var]) -> Fragment:
     if f.scan is None or g.scan is None or f.scan.microbatches.stacks is not g.scan.microbatches.stacks:
         return _one_after_the_other(f, g, inner)
     of_f, of_g = f.scan.microbatches, g.scan.microbatches
-    # Scans of the same microbatches become one scan, and what is inside is not stacked.
+    # Scans of the same microbatches become one scan, and what is inside is not stacked. Carries leave it all
+    # the same, and results that are kept, of each microbatch apart.
     within = {v for v, stack in of_f.stacks.items() if stack in inner}
-    one = _one_after_the_other(f.one, g.one, within - {*of_f.leaves.values()})
+    one = _one_after_the_other(f.one, g.one, within - {*of_f.leaves.values(), *of_f.kept})
     read, passed = (of_f.read & of_g.read) - within, (of_f.passed & of_g.passed) - within
     return scan_fragment(one, dataclasses.replace(of_f, read=read, passed=passed))
 

@@ -10,7 +10,7 @@ import mmnnx as mm
 from mmnnx.mpmd.compile.rewrites import rewrite
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place
+from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place, values
 
 mesh, tasks = pipeline(2)
 
@@ -78,6 +78,24 @@ def test_reductions(reduce):
             for k in (1, 3)
         ]
     assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("reduce", ["concat", "last", "max"])
+def test_outputs_that_the_backward_reads(reduce):
+    """The last stage's forward and backward are one program, and its outputs leave it all the same."""
+
+    def loss(model, x):
+        out = jnp.tanh(model(x))
+        return (out**2).mean(), out
+
+    grad = nnx.value_and_grad(loss, has_aux=True)
+    loop = dict(dim=0, size=2, argnum=1, reduce=(("mean", reduce), "mean"), schedule="1f1b")
+    with mesh:
+        model = born(make(models.MLP, width=8), two_layers_each(tasks))
+        x = models.vectors(rows=12)["x"]
+        found = [mm.jit(mm.microbatch(grad, per_call=k, **loop))(model, x) for k in (1, 3)]
+    assert_same(values(found[1]), values(found[0]))
+    assert found[1][0][1].shape[0] == (12 if reduce == "concat" else 2)
 
 
 def test_sums_over_a_data_axis():
