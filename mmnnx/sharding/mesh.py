@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from mmnnx._shown import Shown
+from mmnnx.sharding.eager_sharding import advise_on_eager_sharding
 from mmnnx.sharding.incompatible_devices import advise
 from mmnnx.sharding.registry import Matcher, Registry
 
@@ -162,6 +163,7 @@ class MultiMesh(Shown):
         _entered.set(tuple(outer))
         undo.close()
         advise(error, tasks=self.registry.tasks_by_devices)
+        advise_on_eager_sharding(error)
 
     def __getattr__(self, name: str) -> Any:
         if name == "mesh":  # not yet set, as while unpickling: self.mesh would recurse

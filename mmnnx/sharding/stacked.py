@@ -13,7 +13,8 @@ from flax import nnx
 
 def stacked_length(node: Any) -> int | None:
     """How many layers are stacked in a module: the leading dimension that all its arrays have; None if they
-    have none in common. Its parameters have another dimension at least, as a bias for each layer has.
+    have none in common. Its parameters have another dimension at least, as a bias for each layer has, or two,
+    as kernels have, beside a scalar for each layer: so a single square layer is no stack.
 
     Example:
       >>> make = nnx.vmap(lambda rngs: nnx.Linear(2, 2, rngs=rngs), axis_size=3)
@@ -23,10 +24,10 @@ def stacked_length(node: Any) -> int | None:
     if not isinstance(node, nnx.Pytree):
         return None
     shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.state(node)) if getattr(leaf, "shape", ())]
-    parameters = [leaf.shape for leaf in jax.tree.leaves(nnx.state(node, nnx.Param))]
+    ndims = [len(leaf.shape) for leaf in jax.tree.leaves(nnx.state(node, nnx.Param))]
     lengths = {shape[0] for shape in shapes}
-    stacked = len(lengths) == 1 and max(lengths) > 1 and all(len(shape) > 1 for shape in parameters)
-    return lengths.pop() if stacked else None
+    layers = min(ndims, default=2) > 1 or max(ndims) > 2
+    return lengths.pop() if len(lengths) == 1 and max(lengths) > 1 and layers else None
 
 
 def even_stages(lengths: Sequence[int], sizes: Sequence[float], stages: int) -> list[int] | None:

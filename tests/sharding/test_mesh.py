@@ -174,6 +174,19 @@ class TestCurrentMesh:
         assert nnx.using_eager_sharding()
         assert param.get_metadata()["out_sharding"] == ("embed", "mlp")
 
+    def test_variables_from_elsewhere_have_other_metadata(self):
+        """JAX's error says what differs, and a note says what to do."""
+        add = lambda *states: jax.tree.map(jnp.add, *states)
+        outside = nnx.Param(jnp.ones(2))
+        with pytest.raises(ValueError, match="different pytree metadata") as error, make():
+            add(nnx.Param(jnp.ones(2)), outside)
+        (note,) = error.value.__notes__
+        assert "inside of `with nnx.use_eager_sharding(False):`" in note
+        with nnx.use_eager_sharding(False):
+            alike = nnx.Param(jnp.ones(2))
+        with make():
+            assert add(nnx.Param(jnp.ones(2)), alike)[0] == 2
+
 
 class TestTaskMesh:
     def test_axes_have_defaults(self):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from jax.sharding import Mesh
 
@@ -16,6 +16,7 @@ from mmnnx.mpmd.ir.listing import Names, plan_text, timetables_text
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.verify import check_callbacks
 from mmnnx.mpmd.partition.partition import Partition
+from mmnnx.mpmd.schedule.dispatch_order import CannotBeOrdered
 
 
 def emit(function: Function, partitions: Iterable[Partition]) -> tuple[Partition, Program]:
@@ -25,7 +26,7 @@ def emit(function: Function, partitions: Iterable[Partition]) -> tuple[Partition
       ValueError: if none fits, with the one that comes closest; for callbacks that cannot keep their order.
       VerificationError: if the program does not hold together.
     """
-    partition, program = _first_that_fits((p, _program(function, p)) for p in partitions)
+    partition, program = _first_that_fits(_that_run(function, partitions))
     program.verify()
     check_callbacks(program)
     names = function.meshes.names()
@@ -71,6 +72,25 @@ def _parameter(record: Record, number: int) -> Leaf | None:
         return leaf
     parameters = (x for x in record.inputs if x is not None and not x.is_optimizer_state and x.within)
     return next((x for x in parameters if leaf.path[-len(x.within) :] == x.within), leaf)
+
+
+def _that_run(function: Function, partitions: Iterable[Partition]) -> Iterator[tuple[Partition, Program]]:
+    """The partitions whose fragments can run in the order of their schedule, and their programs.
+
+    Raises:
+      ValueError: if none can, with what keeps the first.
+    """
+    refused, found = None, False
+    for partition in partitions:
+        try:
+            program = _program(function, partition)
+        except CannotBeOrdered as error:
+            refused = refused or error
+            continue
+        found = True
+        yield partition, program
+    if refused is not None and not found:
+        raise refused
 
 
 def _first_that_fits(choices: Iterable[tuple[Partition, Program]]) -> tuple[Partition, Program]:

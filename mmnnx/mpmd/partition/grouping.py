@@ -51,6 +51,11 @@ class Grouping:
         self._readers: dict[Var, dict[Mesh, int]] = {}
         self._copied_into: set[tuple[Var, Mesh, int | None]] = set()
         self._numbers: dict[Group, list[int]] = {}  # the fragments of each group
+        # In a loop what waits for nothing of its iteration, such as the advance of a counter, is in fragments
+        # of its own: the next iteration may wait for it.
+        self._early = self._waiting_for_nothing(nodes) if in_loop else set()
+        self._early_fragments: set[int] = set()
+        self._results = {v for v, _ in required}
         for v, mesh in required:
             self._read(v, mesh, (mesh, "none", None), None)
         for node in reversed(nodes):
@@ -63,6 +68,17 @@ class Grouping:
     def made_on(self, var: Var, mesh: Mesh) -> Mesh:
         """The mesh that makes what `mesh` reads: that of the variable, or `mesh` itself for unplaced work."""
         return self.placement.where[var].home or mesh
+
+    def _waiting_for_nothing(self, nodes: Sequence[Node]) -> set[Node]:
+        """The equations without a position whose inputs are there before the first fragment runs."""
+        found: set[Node] = set()
+        for node in nodes:
+            location = self.placement.locations.get(node)
+            if isinstance(node, Equation) and (location is None or location.position is None):
+                makers = (self.copies.maker.get(a) for a in node.invars if is_var(a))
+                if all(maker is None or maker in found for maker in makers):
+                    found.add(node)
+        return found
 
     def _is_needed(self, node: Equation) -> bool:
         return bool(node.eqn.effects) or any(v in self.needs for v in node.outvars)
@@ -109,7 +125,13 @@ class Grouping:
         beyond = self.order.beyond(targets)
         free = [f for f in self._numbers.get(group, ()) if not beyond >> f & 1]
         joined = [f for f in free if targets >> f & 1]
-        f = joined[-1] if joined else free[-1] if free else self._new(group)
+        early = node in self._early and group[1:] == ("none", None)
+        alike = [f for f in free if (f in self._early_fragments) == early]
+        if early and (self._results & {*node.outvars} or {*joined} & {*alike}):
+            joined = [f for f in joined if f in alike]
+        f = joined[-1] if joined else alike[-1] if alike else self._new(group)
+        if early and not self.contents[f]:
+            self._early_fragments.add(f)
         self.contents[f].append(node)
         self.order.come_after(targets & ~(1 << f), f)
         for a in node.invars:

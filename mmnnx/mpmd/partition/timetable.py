@@ -71,8 +71,8 @@ def _stages_and_ways(
     they may run."""
     spec = loop.spec
     positions, stages = find_stages(loop, placement)
+    names = [str(placement.positions[p].task or f"stage {n}") for n, p in enumerate(positions)]
     if spec.num_stages not in (None, stages.num_stages):
-        names = [str(placement.positions[p].task or f"stage {n}") for n, p in enumerate(positions)]
         raise ValueError(
             f"microbatch: num_stages={spec.num_stages}, but the loop runs through {stages.num_stages} "
             f"stages: {', '.join(names)}"
@@ -82,7 +82,7 @@ def _stages_and_ways(
     scans = [node for node in loop.body if can_be_split(node, placement)]
     there.update((placement.locations[node].position, "backward-weight") for node in scans)
     backward = {n: {part for part in PARTS if (p, part) in there} for n, p in enumerate(positions)}
-    if (why := _one_by_one(stages, placement)) is not None:
+    if (why := _one_by_one(stages, names, placement)) is not None:
         if (spec.per_call or 1) > 1:
             raise ValueError(f"microbatch: per_call={spec.per_call}, but {why}: leave per_call out")
         spec = dataclasses.replace(spec, per_call=1)
@@ -90,13 +90,16 @@ def _stages_and_ways(
     return positions, stages, backward, ways(spec, stages, backward, durations)
 
 
-def _one_by_one(stages: Stages, placement: Placement) -> str | None:
+def _one_by_one(stages: Stages, names: Sequence[str], placement: Placement) -> str | None:
     """Why microbatches cannot share a call, if they cannot."""
     moving = [t for p in placement.positions if (t := p.task) and t.loop_dependent_mesh_slice is not None]
     if moving:
         return f"each microbatch has a mesh of its own in {moving[0]}"
-    if stages.carried:
-        return "a stage waits for state that another one leaves after the microbatch before"
+    for maker, reader in stages.carried:
+        # A backward reads state as the forward of its stage does, of each microbatch.
+        if maker[0] != reader[0] or maker[1] != "forward":
+            one, other = (f"the {phase} of {names[n]}" for n, phase in (reader, maker))
+            return f"{one} waits for state that {other} leaves after the microbatch before"
     return None
 
 

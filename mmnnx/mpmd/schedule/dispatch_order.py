@@ -27,6 +27,10 @@ Instance = tuple[int, int]  # (index of a fragment in the body, microbatch)
 Moves = Mapping[Mesh, Callable[[int], Mesh]]
 
 
+class CannotBeOrdered(ValueError):
+    """A schedule asks for fragments in an order in which they cannot run."""
+
+
 def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
     """The order in which all fragments of all microbatches are dispatched.
 
@@ -35,7 +39,8 @@ def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
       moving: for meshes that stand for several, which one it is for each microbatch.
 
     Raises:
-      ValueError: if its schedule asks for something before what it depends on, or names what is not there.
+      CannotBeOrdered: if its schedule asks for something before what it depends on.
+      ValueError: if it names what is not there.
     """
     fragments, length = plan.body.fragments, plan.loop.spec.length
     count = len(fragments)
@@ -73,7 +78,7 @@ def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
             for other in missing:
                 f, awaited = fragments[job % count], fragments[other % count]
                 if job // count > other // count and not plan.loop.spec.rows:
-                    raise ValueError(
+                    raise CannotBeOrdered(
                         f"schedule {plan.timetable.schedule!r} needs microbatches in an order in which they "
                         f"cannot run: {name(job)} waits for {name(other)}. {_advice_on_order(f, awaited)}"
                     ) from None
@@ -84,7 +89,7 @@ def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
                         "do where gradients are scaled after the loop"
                     )
             waiting += [f"{name(job)} waits for {', '.join(map(name, missing))}"] if missing else []
-        raise ValueError(
+        raise CannotBeOrdered(
             f"schedule {plan.timetable.schedule!r} cannot run: each TaskMesh waits for another. "
             f"Next on each: {'; '.join(heads)}. And {'; '.join(waiting)}{advice}"
         ) from None

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
@@ -21,7 +22,7 @@ from mmnnx.mpmd.schedule import Action, Stages, get_schedule, schedule_names
 from mmnnx.mpmd.schedule.dispatch_order import order_loop
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place
+from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place, values
 
 ROWS = 2  # of a microbatch
 
@@ -194,6 +195,76 @@ def test_random_numbers_do_not_depend_on_the_order_of_microbatches():
         whole_batch=False,
     )
     assert program.table() == BACKWARDS
+
+
+class Actor(nnx.Module):
+    """An action is drawn by a counter; the gradient of a trained scalar is made of it and of other stages."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List(nnx.Linear(8, 8, rngs=rngs) for _ in range(2))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(3))
+        self.log_scale = nnx.Param(jnp.zeros(()))
+
+    def __call__(self, x):
+        action = self.dropout(self.layers[0](x))
+        return self.layers[1](action)[:, :4] - self.log_scale[...] * jax.lax.stop_gradient(action).mean()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1", None])
+def test_a_counter_waits_for_no_backward(schedule):
+    mesh, tasks = pipeline(2)
+    program = assert_parity(
+        make(Actor),
+        models.squared_error,
+        models.vectors(rows=8),
+        place(tasks, [("layers", 0)], [("layers", 1)]),
+        mesh=mesh,
+        microbatch=2,
+        schedule=schedule,
+        per_call=1,
+        whole_batch=False,
+    )
+    if schedule == "1f1b":
+        assert program.simulate().in_flight() == {"stage0": 2, "stage1": 1}
+
+
+class Attacked(nnx.Module):
+    """Inputs are moved along gradients, in a loop over both stages, from where the last ones came to."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List(nnx.Linear(4, 4, rngs=rngs) for _ in range(2))
+        self.start = nnx.Variable(jnp.zeros(4))
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.layers[1](x + jnp.tanh(self.layers[0](x))))
+
+    def loss(self, x):
+        graph, state = nnx.split(self)
+        copy = lambda: nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, state))
+        slope = jax.grad(lambda change: (copy()(x + change) ** 2).mean())
+        climb = lambda _, change: jnp.clip(change + 0.1 * jnp.sign(slope(change)), -0.2, 0.2)
+        change = jax.lax.fori_loop(0, 2, climb, jnp.zeros_like(x) + self.start[...])
+        loss = (self(x + jax.lax.stop_gradient(change)) ** 2).mean()
+        self.start[...] = jax.lax.stop_gradient(change).mean(0)
+        return loss
+
+
+def test_what_waits_for_the_microbatch_before_is_sequential_if_no_schedule_is_named():
+    mesh, tasks = pipeline(2)
+    x = models.vectors(rows=16)["x"][:, :4]
+    grad = nnx.value_and_grad(Attacked.loss)
+    step = lambda schedule: lambda model, x: mm.microbatch(grad, 0, 4, 1, schedule=schedule)(model, x)
+    with mesh:
+        model = born(make(Attacked), place(tasks, [("layers", 0)], [("layers", 1), "start"]))
+        with pytest.raises(
+            ValueError, match="'1f1b' needs microbatches in an order in which they cannot run"
+        ):
+            mm.jit(step("1f1b")).program(model, x)
+        run = mm.jit(step(None))
+        assert run.program(model, x).schedule == "sequential"
+        whole = make(Attacked)()
+        assert_same(values(run(model, x)), values(nnx.jit(step(None))(whole, x)))
+        assert_same(values(nnx.state(model)), values(nnx.state(whole)))
 
 
 def test_state_that_a_stage_carries_keeps_microbatches_in_order():
