@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -214,8 +213,6 @@ def _transfer_costs(compiled: Compiled, chip: Chip) -> Costs:
 
 def _speed(source: Mesh, target: Mesh, chip: Chip) -> float:
     """Bytes a second from a device of one mesh to one of another."""
-    if list(source.devices.flat) == list(target.devices.flat):
-        return math.inf  # nothing moves
     if link_domains(source)[0] != link_domains(target)[0]:
         return chip.network
     on_tpu = source.devices.flat[0].platform == "tpu"

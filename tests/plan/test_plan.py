@@ -7,10 +7,8 @@ import json
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
 
 import mmnnx as mm
 from mmnnx.plan import planning
@@ -49,20 +47,6 @@ def test_times(on_tpu):
     assert 0 < on_tpu.utilization < 1
     work = small(batch=8)
     assert on_tpu.flops == pytest.approx(work.model_flops(), rel=0.35)  # it counts scores that a mask hides
-
-
-@pytest.mark.parametrize("second", [0, 1])
-def test_transfers(second):
-    """Between two devices, and on one."""
-    chip = CHIPS["v5e"]
-    devices = np.array(mm.target("v5e:2x2"))
-    meshes = Mesh(devices[:1], ("x",)), Mesh(devices[[[second]]], ("x", "y"))  # those of one shape are one
-    first, last = (mm.Task(f"stage{n}", mesh=mesh) for n, mesh in enumerate(meshes))
-    x = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
-    step = mm.jit(lambda x: mm.task(jnp.cos, task=last)(mm.task(jnp.sin, task=first)(x)))
-    plan = mm.plan(step, x)
-    moving = second * x.size * 4 / (chip.link / 2)
-    assert [t.end - t.start for t in plan.timeline.transfers] == pytest.approx([chip.latency + moving])
 
 
 def test_a_roofline_of_each_operation():
