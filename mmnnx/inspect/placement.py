@@ -134,7 +134,7 @@ def show_placement(
       dark: draws for dark paper.
 
     Returns:
-      A `PlacementView`, which a notebook shows; it has `figure()` and `save(path)`.
+      A `PlacementView`, which a notebook shows; it has `figure` and `save(path)`.
 
     Raises:
       TypeError: something that is no NNX object, TaskSharding or MultiMesh.

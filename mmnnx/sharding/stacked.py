@@ -13,8 +13,8 @@ from flax import nnx
 
 def stacked_length(node: Any) -> int | None:
     """How many layers are stacked in a module: the leading dimension that all its arrays have; None if they
-    have none in common. Its parameters have another dimension at least, as a bias for each layer has, or two,
-    as kernels have, beside a scalar for each layer: so a single square layer is no stack.
+    have none in common. A parameter of one dimension is a scalar of each layer, if it is not beside a larger
+    one in its module, as the bias of a single layer is.
 
     Example:
       >>> make = nnx.vmap(lambda rngs: nnx.Linear(2, 2, rngs=rngs), axis_size=3)
@@ -24,10 +24,17 @@ def stacked_length(node: Any) -> int | None:
     if not isinstance(node, nnx.Pytree):
         return None
     shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.state(node)) if getattr(leaf, "shape", ())]
-    ndims = [len(leaf.shape) for leaf in jax.tree.leaves(nnx.state(node, nnx.Param))]
     lengths = {shape[0] for shape in shapes}
-    layers = min(ndims, default=2) > 1 or max(ndims) > 2
-    return lengths.pop() if len(lengths) == 1 and max(lengths) > 1 and layers else None
+    if len(lengths) != 1 or max(lengths) == 1:
+        return None
+    ndims: dict[Any, set[int]] = {}  # of the parameters of each module
+    for (*module, _), parameter in nnx.to_flat_state(nnx.state(node, nnx.Param)):
+        ndims.setdefault(tuple(module), set()).update(x.ndim for x in jax.tree.leaves(parameter))
+    scalars = [of_module for of_module in ndims.values() if 1 in of_module]
+    kernels = any(max(of_module) > 2 for of_module in ndims.values())
+    if scalars and (not kernels or any(len(of_module) > 1 for of_module in scalars)):
+        return None
+    return lengths.pop()
 
 
 def even_stages(lengths: Sequence[int], sizes: Sequence[float], stages: int) -> list[int] | None:

@@ -24,7 +24,7 @@ Place = tuple[Sharding, Match | None]  # a sharding, and the rule that gives it
 class StatePlacement:
     """Where state is going to live, as `mm.jit` would place it. It is given piece by piece, parameters first.
 
-    Make it inside `with MultiMesh(...):`, if there is one.
+    Use it inside `with MultiMesh(...):`, if there is one.
     """
 
     def __init__(self, sharding: TaskSharding):

@@ -20,6 +20,7 @@ import mmnnx as mm
 from mmnnx.modules.stack import Stack
 from mmnnx.sharding.pipeline import attribute_order, balance, pipeline_sharding
 from mmnnx.sharding.rules import logical_rules
+from mmnnx.sharding.stacked import stacked_length
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, homes, pipeline
@@ -320,6 +321,33 @@ class TestStacks:
         ]
         unevenly = pipeline_sharding(nnx.eval_shape(make(models.ScanNet, stages=2, depth=5)), 4, "stacks")
         assert [rule[0].sizes for rule in unevenly.rules[1:3]] == [(2, 3), (3, 2)]
+
+    def test_stacked_layers_with_a_scalar_each(self):
+        """As the gates of ReZero (Bachlechner et al. 2020)."""
+
+        class Gated(nnx.Module):
+            def __init__(self, rngs):
+                self.linear = nnx.Linear(4, 4, rngs=rngs)
+                self.gate = nnx.Param(jnp.zeros(()))
+
+        blocks = nnx.vmap(lambda rngs: Gated(rngs))(nnx.Rngs(0).split(6))
+        (rule,) = pipeline_sharding(nnx.Dict(blocks=blocks), 3).rules
+        assert rule[0].sizes_of(6) == (2, 2, 2)
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+            lambda rngs: nnx.Conv(16, 3, (3, 3), rngs=rngs),
+            lambda rngs: nnx.MultiHeadAttention(4, 4, decode=False, rngs=rngs),
+            lambda rngs: nnx.Einsum("ab,bcd->acd", (4, 2, 4), (4,), rngs=rngs),
+        ],
+    )
+    def test_a_single_layer_is_no_stack(self, make):
+        """Though all its arrays have one leading dimension."""
+        assert stacked_length(make(nnx.Rngs(0))) is None
+        several = nnx.vmap(make)(nnx.Rngs(0).split(5))
+        assert stacked_length(several) == 5
 
     def test_too_few_stacked_layers(self):
         model = nnx.Dict(blocks=models.ScanNet(depth=2, rngs=nnx.Rngs(0)).stacks[0])

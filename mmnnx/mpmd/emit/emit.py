@@ -23,7 +23,8 @@ def emit(function: Function, partitions: Iterable[Partition]) -> tuple[Partition
     """The first partition whose program fits the memory that its loops are given, and the program, verified.
 
     Raises:
-      ValueError: if none fits, with the one that comes closest; for callbacks that cannot keep their order.
+      ValueError: if none fits, with the one that comes closest, or none can be ordered; for callbacks that
+        cannot keep their order.
       VerificationError: if the program does not hold together.
     """
     partition, program = _first_that_fits(_that_run(function, partitions))
@@ -85,6 +86,8 @@ def _that_run(function: Function, partitions: Iterable[Partition]) -> Iterator[t
         try:
             program = _program(function, partition)
         except CannotBeOrdered as error:
+            if str(refused) == str(error):  # that loop has no other schedule
+                break
             refused = refused or error
             continue
         found = True

@@ -84,7 +84,7 @@ def find_in_out_shardings(
         for s, d in zip(in_shardings, divided_arguments)
     ]
     homes = [None if s is None or not jnp.ndim(x) else mesh_of(s) for s, x in zip(placed, leaves)]
-    owners = Owners(record, in_shardings, homes, [jnp.shape(x) for x in leaves], types, rules)
+    owners = Owners(record, placed, homes, [jnp.shape(x) for x in leaves], types, rules)
 
     follows: list[int | None] = []
     out_shardings: list[NamedSharding | None] = []

@@ -23,29 +23,33 @@ class Owners:
 
     Args:
       record: what the trace showed.
-      in_shardings, homes, shapes: for each argument, its sharding, its mesh if it is placed state, its shape.
+      placed, homes, shapes: for each argument, its sharding, None if it is unplaced or whole on several
+        meshes; its mesh if it is placed state and no scalar; its shape.
       types, rules: for each result, its type and the sharding that out_shardings ask for.
     """
 
     def __init__(
         self,
         record: Record,
-        in_shardings: Sequence[NamedSharding | None],
+        placed: Sequence[NamedSharding | None],
         homes: Sequence[Mesh | None],
         shapes: Sequence[tuple[int, ...]],
         types: Sequence[Any],
         rules: Sequence[NamedSharding | None],
     ):
-        self.in_shardings, self.homes, self.shapes = in_shardings, homes, shapes
+        self.placed, self.homes, self.shapes = placed, homes, shapes
         # Numbers of placed arguments: by path; by state path and shape, and by state path alone; and those of
         # parameters by the suffixes of their state path and shape.
         self.by_path: dict[Any, int] = {}
         self.by_state_path: dict[Any, list[int]] = {}
         self.by_suffix: dict[Any, list[int]] = {}
         self.module_homes: dict[Any, set[Mesh]] = {}  # by path of the module: the meshes of its state
+        self.scalars: dict[Any, set[NamedSharding]] = {}  # by state path: the shardings of parameters
         for n, leaf in enumerate(record.inputs):
             if leaf is not None and (home := homes[n]) is not None:
                 self._add_argument(n, leaf, home)
+            elif leaf is not None and leaf.within and not leaf.is_optimizer_state and not shapes[n]:
+                self.scalars.setdefault(leaf.within, set()).update({own} if (own := placed[n]) else ())
         # Parameters among the results, whose optimizer state may be made along with them: their shardings and
         # shapes, by the suffixes of their path and shape, and by these alone.
         self.made: dict[Any, list[tuple[NamedSharding, tuple[int, ...]]]] = {}
@@ -67,15 +71,18 @@ class Owners:
         elif (follow := self._first(self.by_state_path, suffixes)) is None and leaf.is_optimizer_state:
             if (made := self._made(suffixes, leaf)) is not None:
                 return None, made[0]
-            # Statistics of rows, a history; scalars may be that of a parameter, or a count of the optimizer.
+            # Statistics of rows, a history. A scalar may be of a parameter, or a count of all the optimizer.
             ends = [leaf.path[k:] for k in range(1, len(leaf.path))]
+            of_scalar = next((self.scalars[end] for end in ends if end in self.scalars), set())
+            if len(of_scalar) == 1:
+                return None, _aligned(next(iter(of_scalar)), (), aval.shape)
             parts = parts_of(leaf.path) if aval.shape else ends
             if (made := self._made(parts, leaf)) is not None:
                 return None, _aligned(*made, aval.shape)
             follow = self._first(self.by_state_path, parts)
             if follow is None:  # of a module within an argument
                 follow = self._first(self.by_suffix, suffixes)
-        own = self.in_shardings[follow] if follow is not None else None
+        own = self.placed[follow] if follow is not None else None
         if follow is not None and own is not None:
             own = _aligned(own, self.shapes[follow], aval.shape)
         return follow, own

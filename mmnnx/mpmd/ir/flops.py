@@ -22,7 +22,8 @@ def count_flops(jaxpr: Any) -> Flops:
     Bodies of scans count once for each iteration, of a `while` once, of a `cond` those of the largest branch.
     A Pallas kernel counts as its author says (`cost_estimate`): the products of experts as if all tokens came
     to those of each device. One whose author says nothing counts once for each step of its grid, as if no
-    block was left out. Elementwise operations are left out: they are bound by memory.
+    block was left out; sizes of the grid that depend on values count as 1. Elementwise operations are left
+    out: they are bound by memory.
 
     Args:
       jaxpr: a ClosedJaxpr or Jaxpr.
@@ -60,9 +61,8 @@ def count_products(jaxpr: Any) -> Counter[Product]:
 
 def _product(eqn: Any) -> Counter[Product]:
     done = _flops(eqn)
-    dtype = max(
-        done, key=done.__getitem__, default=eqn.outvars[0].aval.dtype.name
-    )  # a kernel may have several
+    # A kernel may multiply in several types, or in none.
+    dtype = max(done, key=done.__getitem__, default=eqn.outvars[0].aval.dtype.name)
     return Counter({(dtype, done.total(), _moved(eqn)): 1})
 
 

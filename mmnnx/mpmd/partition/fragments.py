@@ -5,7 +5,7 @@ Values that cross between fragments are saved activations (on one mesh) or trans
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jax.sharding import Mesh
 
@@ -52,6 +52,7 @@ def _plan(
     required: Iterable[PlacedVar],
     names: Names,
     in_loop: bool = False,
+    carried: Collection[Var] = (),
 ) -> Plan:
     """The fragments and loops of nodes, as they are."""
     results = list(dict.fromkeys(required))
@@ -61,7 +62,7 @@ def _plan(
             return _plan_while(loop, placement.bodies[loop], needs, names)
         return _plan_loop(loop, placement.bodies[loop], needs, names)
 
-    grouping = Grouping(nodes, placement, results, plan_loop, in_loop)
+    grouping = Grouping(nodes, placement, results, plan_loop, in_loop, carried)
     steps = _steps(grouping, results, names)
     maker = grouping.copies.maker
     homes = {v: m for v in maker if (m := placement.where[v].home) is not None}
@@ -145,7 +146,8 @@ def _plan_body(
     """
     while True:
         required = [(v, m) for v, meshes in zip(loop.carry_out, carried) for m in meshes]
-        plan = _plan(nodes, placement, [*required, *results], names, in_loop=True)
+        leaves = loop.carry_out if isinstance(loop, Loop) else ()  # iterations of a while do not overlap
+        plan = _plan(nodes, placement, [*required, *results], names, in_loop=True, carried=leaves)
         grown = False
         for v, meshes in zip(loop.carry_in, carried):
             missing = [m for w, m in plan.needs if w is v and m not in meshes]

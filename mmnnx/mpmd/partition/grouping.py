@@ -2,12 +2,13 @@
 
 Where one fragment would need its own results by way of another mesh, there are several. This goes over the
 nodes from the last to the first: an equation joins a fragment that reads its results, so that work is done as
-late as it can be, and what a loop does not read is not done before it.
+late as it can be, and what a loop does not read is not done before it. Only what the next microbatch waits
+for is not kept waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -31,6 +32,9 @@ class Grouping:
       groups: by number of a fragment, its group; for a loop, its plan.
       contents: by number of a fragment, its equations.
       order: which comes after which.
+
+    Args:
+      carried: what a microbatch leaves to the next one; nothing outside of microbatch loops.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Grouping:
         required: Sequence[PlacedVar],
         plan_loop: Callable[[Loop | While, Needs], LoopPlan | WhilePlan],
         in_loop: bool,
+        carried: Collection[Var] = (),
     ):
         self.placement = placement
         self.copies = Copies(nodes, placement, (v for v, _ in required), in_loop)
@@ -51,11 +56,11 @@ class Grouping:
         self._readers: dict[Var, dict[Mesh, int]] = {}
         self._copied_into: set[tuple[Var, Mesh, int | None]] = set()
         self._numbers: dict[Group, list[int]] = {}  # the fragments of each group
-        # In a loop what waits for nothing of its iteration, such as the advance of a counter, is in fragments
-        # of its own: the next iteration may wait for it.
-        self._early = self._waiting_for_nothing(nodes) if in_loop else set()
-        self._early_fragments: set[int] = set()
-        self._results = {v for v, _ in required}
+        # What the next microbatch may wait for, such as a counter, shares no fragment with what waits for
+        # others in this one: these are the equations that wait for nothing, and their fragments.
+        self._carried = {*carried}
+        self._ready = self._waiting_for_nothing(nodes) if carried else set()
+        self._ready_fragments: set[int] = set()
         for v, mesh in required:
             self._read(v, mesh, (mesh, "none", None), None)
         for node in reversed(nodes):
@@ -70,7 +75,7 @@ class Grouping:
         return self.placement.where[var].home or mesh
 
     def _waiting_for_nothing(self, nodes: Sequence[Node]) -> set[Node]:
-        """The equations without a position whose inputs are there before the first fragment runs."""
+        """The equations without a position that are made of nothing that has one."""
         found: set[Node] = set()
         for node in nodes:
             location = self.placement.locations.get(node)
@@ -125,13 +130,13 @@ class Grouping:
         beyond = self.order.beyond(targets)
         free = [f for f in self._numbers.get(group, ()) if not beyond >> f & 1]
         joined = [f for f in free if targets >> f & 1]
-        early = node in self._early and group[1:] == ("none", None)
-        alike = [f for f in free if (f in self._early_fragments) == early]
-        if early and (self._results & {*node.outvars} or {*joined} & {*alike}):
-            joined = [f for f in joined if f in alike]
+        ready = node in self._ready and group[1:] == ("none", None)
+        alike = [f for f in free if (f in self._ready_fragments) == ready]
+        if ready and (self._carried & {*node.outvars} or {*joined} & {*alike}):
+            joined = [f for f in joined if f in alike]  # else it is for those that read it alone
         f = joined[-1] if joined else alike[-1] if alike else self._new(group)
-        if early and not self.contents[f]:
-            self._early_fragments.add(f)
+        if ready and not self.contents[f]:
+            self._ready_fragments.add(f)
         self.contents[f].append(node)
         self.order.come_after(targets & ~(1 << f), f)
         for a in node.invars:

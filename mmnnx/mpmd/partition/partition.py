@@ -64,6 +64,8 @@ def partitions(function: Function, placed: Placed) -> Iterator[Partition]:
     }
     refused, made = None, 0
     for chosen in choices(ways_of_loops(placed.nodes, placement)):
+        if refused is not None and len(chosen) == 1 and max(way.per_call for way in chosen.values()) > 1:
+            continue  # its microbatches share no calls, whatever the schedule
         decided = decide(placed, chosen)
         try:
             plan = plan_fragments(decided, required, names)

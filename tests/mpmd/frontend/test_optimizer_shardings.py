@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -197,6 +198,23 @@ def test_tables_and_checkpoints_say_the_same(kind):
                     told = restored[(name, *map(str, path))]
                     assert told.is_equivalent_to(like, len(x.shape)), path
                     assert said.shard_bytes == 4 * np.prod(like.shard_shape(x.shape)), path
+
+
+def test_state_of_a_scalar_parameter():
+    """As the gate of a layer, which has a rule: nothing of its moments is sent to other stages."""
+
+    class Gated(nnx.Module):
+        def __init__(self):
+            self.blocks = nnx.List(nnx.Dict(gate=nnx.Param(jnp.ones(()))) for _ in range(2))
+
+    rules = mm.TaskSharding({mm.path("blocks", n): task for n, task in enumerate(TASKS)})
+    make = lambda model: nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    model = mm.jit(Gated, out_shardings=rules)()
+    for optimizer in mm.jit(make)(model), mm.jit(make, out_shardings=rules)(model):
+        for n, task in enumerate(TASKS):
+            moment = optimizer.opt_state[0].mu["blocks"][n]["gate"]
+            assert moment.sharding.device_set == set(task.to_mesh().devices.flat)
+        assert len(optimizer.opt_state[0].count.sharding.device_set) == 4
 
 
 def test_a_rule_for_all_that_is_left():
