@@ -14,10 +14,10 @@ import mmnnx as mm
 from mmnnx import _compat
 from mmnnx.mpmd.emit.merge import merge
 from mmnnx.mpmd.ir.fragments import Fragment
-from mmnnx.mpmd.ir.instructions import Call, Transfer
+from mmnnx.mpmd.ir.instructions import Call, Control, Transfer
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import assert_parity, pipeline, place
+from tests.mpmd.parity import ADAMW, assert_parity, born_with_optimizer, pipeline, place
 
 
 @functools.cache
@@ -39,6 +39,34 @@ def program_of(schedule: str, stages: int = 3, **loop) -> mm.Program:
 
 def calls(program: mm.Program) -> Counter[str]:
     return Counter(c.name for c in program.calls if c.microbatch is not None)
+
+
+def test_a_while_has_no_call_for_counters_alone():
+    """Its iterations follow each other anyway."""
+    mesh, tasks = pipeline(2)
+
+    def train(model, optimizer, batch):
+        graph, state = nnx.split((model, optimizer))
+
+        def one(carry):
+            model, optimizer = nnx.merge(graph, carry[1], copy=True)
+            loss, grads = nnx.value_and_grad(models.squared_error)(model, batch)
+            optimizer.update(model, grads)
+            return carry[0] + 1, nnx.state((model, optimizer)), loss
+
+        goes_on = lambda carry: (carry[0] < 3) & (carry[2] > 1e-6)
+        _, state, _ = jax.lax.while_loop(goes_on, one, (0, state, jnp.float32(1)))
+        nnx.update((model, optimizer), state)
+
+    with mesh:
+        model, optimizer = born_with_optimizer(
+            make(models.MLP), place(tasks, [("layers", range(2))], [("layers", range(2, 4))]), ADAMW
+        )
+        program = mm.jit(train).program(model, optimizer, models.vectors())
+    instructions = merge(program)[0].instructions
+    first, last = (n for n, i in enumerate(instructions) if isinstance(i, Control) and i.kind != "repeat")
+    iteration = [i for i in instructions[first:last] if isinstance(i, Call)]
+    assert len(iteration) == 4
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])

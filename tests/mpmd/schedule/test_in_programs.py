@@ -15,6 +15,7 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.mpmd import schedule as schedules
+from mmnnx.mpmd.emit import emit
 from mmnnx.mpmd.ir.loop_spec import LoopSpec
 from mmnnx.mpmd.ir.timeline import Timeline
 from mmnnx.mpmd.ir.timetable import Timetable
@@ -265,6 +266,29 @@ def test_what_waits_for_the_microbatch_before_is_sequential_if_no_schedule_is_na
         whole = make(Attacked)()
         assert_same(values(run(model, x)), values(nnx.jit(step(None))(whole, x)))
         assert_same(values(nnx.state(model)), values(nnx.state(whole)))
+
+
+def test_a_loop_that_cannot_be_ordered_beside_one_whose_schedule_is_open(monkeypatch):
+    """The schedules of the other are not all tried first."""
+    tried: list[Any] = []
+    build = emit.build_program
+    monkeypatch.setattr(emit, "build_program", lambda plan, *rest: tried.append(plan) or build(plan, *rest))
+    mesh, tasks = pipeline(2)
+    grad = nnx.value_and_grad(Attacked.loss)
+    plain = nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean())
+
+    def step(model, x):
+        first = mm.microbatch(grad, 0, 4, 1, schedule="1f1b")(model, x)
+        return first, mm.microbatch(plain, 0, 4, 1)(model, x)
+
+    with mesh:
+        model = born(make(Attacked), place(tasks, [("layers", 0)], [("layers", 1), "start"]))
+        tried.clear()
+        with pytest.raises(
+            ValueError, match="'1f1b' needs microbatches in an order in which they cannot run"
+        ):
+            mm.jit(step).program(model, models.vectors(rows=16)["x"][:, :4])
+    assert len(tried) == 2
 
 
 def test_state_that_a_stage_carries_keeps_microbatches_in_order():
