@@ -85,7 +85,10 @@ def generate(
       >>> generate(model, jnp.array([[1, 2, 3]]), 5).shape
       (1, 5)
     """
-    prompt = np.asarray(prompt)
+    try:
+        prompt = np.asarray(prompt)
+    except ValueError:  # rows of several lengths
+        raise ValueError("the rows of a prompt are of one length: pad them, and give lengths=") from None
     temperature = float(temperature)  # these may be arrays of one number
     top_k = None if top_k is None else operator.index(top_k)
     ends = () if eos is None else tuple(map(operator.index, np.ravel(eos)))

@@ -389,6 +389,7 @@ def test_any_model_with_a_cache_will_do():
         (ValueError, dict(temperature=1.0, key=0, top_p=1.5), "top_p=1.5: it is a probability"),
         (ValueError, dict(temperature=float("nan"), key=0), "temperature=nan: it is 0"),
         (ValueError, dict(temperature=float("inf"), key=0), "temperature=inf: it is 0"),
+        (ValueError, dict(prompt=[[1, 2], [3]]), "rows of a prompt are of one length: pad them, and give"),
         (ValueError, dict(lengths=[1, 2]), r"lengths= is int \[3\].*it is int64\[2\]"),
         (ValueError, dict(lengths=[1.0, 2.0, 3.0]), r"it is float64\[3\]"),
         (ValueError, dict(lengths=[0, 2, 3]), "lengths= are from 1 to 6"),

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from mmnnx.mpmd.frontend.graph import is_node
 from mmnnx.sharding import with_sharding_constraint
@@ -92,12 +93,22 @@ def constrain_slice(piece: Any, arg_shardings: Any) -> Any:
     except Exception as error:  # JAX has one of its own for an axis that is named twice
         mesh = current_multimesh()
         shapes = jax.tree.map(lambda x: str(jax.typeof(x)), piece)
-        help = (
-            f"{str(error).rstrip('.')}. It names axes of the MultiMesh, which has {dict(mesh.shape)}; an "
-            "axis that only TaskMeshes of their own have must be one of it, by name"
-            if mesh is not None
-            else "it names axes of a MultiMesh: call the function in `with mesh:`, or give mm.jit(mesh=mesh)"
-        )
+        if mesh is None:
+            help = "it names axes of a MultiMesh: call the function in `with mesh:`, or use mm.jit(mesh=mesh)"
+        else:
+            help = str(error).rstrip(".")
+            if not _axes_of(arg_shardings) <= {*mesh.shape}:
+                help += (
+                    f". It names axes of the MultiMesh, which has {dict(mesh.shape)}; an axis that only "
+                    "TaskMeshes of their own have must be one of it, by name"
+                )
         raise ValueError(
             f"microbatch: arg_shardings={arg_shardings} for slices {shapes} of the argument: {help}"
         ) from None
+
+
+def _axes_of(arg_shardings: Any) -> set[str]:
+    """The names of mesh axes in a tree of specs."""
+    is_spec = lambda x: isinstance(x, PartitionSpec)
+    specs = filter(is_spec, jax.tree.leaves(arg_shardings, is_leaf=is_spec))
+    return {axis for axis in jax.tree.leaves([tuple(spec) for spec in specs]) if isinstance(axis, str)}
