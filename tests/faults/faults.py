@@ -242,9 +242,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="transpose-keeps-axes",
-        file="mmnnx/mpmd/hoist/sharding_propagation.py",
-        old='return [tuple(dims[n] for n in eqn.params["permutation"])]',
-        new="return [dims]",
+        file="mmnnx/mpmd/divide/links.py",
+        old='return [Link((int(i),), (j,)) for j, i in enumerate(eqn.params["permutation"])]',
+        new='return [Link((j,), (j,)) for j in range(len(eqn.params["permutation"]))]',
         what="A transposed value counts as sharded over the dimensions that it had before.",
         tests=("tests/mpmd/hoist/test_sharding_propagation.py::test_it_is_what_xla_does",),
     ),

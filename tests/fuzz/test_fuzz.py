@@ -84,12 +84,12 @@ def test_a_step_that_is_wrong_is_printed_as_small_as_it_can_be(monkeypatch, caps
         return ["loss: 2 for 3"] if "mlp" in case.layers else []
 
     monkeypatch.setattr(runs, "mistakes", wrong)
-    counts = runs.run(examples=60, seed=0)
+    counts = runs.run(examples=100, seed=5)
     text = capsys.readouterr().out
-    assert counts.total() == 60 and min(counts["equal"], counts["wrong"], counts["refused"]) > 0
+    assert counts.total() == 100 and min(counts["equal"], counts["wrong"], counts["refused"]) > 0
     assert as_code(Case((("layer", 0, 0),), ("mlp",), homes=(0,), styles=("replicated",))) in text
     assert text.splitlines()[-1].startswith(
-        f"60 train steps: {counts['equal']} equal, {counts['wrong']} wrong"
+        f"100 train steps: {counts['equal']} equal, {counts['wrong']} wrong"
     )
 
 
