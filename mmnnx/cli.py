@@ -12,7 +12,7 @@ from rich.console import Console
 
 import mmnnx
 from mmnnx.exit_status import MISTAKE
-from mmnnx.output import is_of_output, saying, take_options
+from mmnnx.output import is_output_error, saying, take_options
 from mmnnx.printable import printable
 from mmnnx.sharding.rules import did_you_mean
 
@@ -85,7 +85,7 @@ def main(args: Sequence[str] | None = None) -> int:
         _drop_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if not is_of_output(error):
+        if not is_output_error(error):
             raise
         _drop_output()
         print("mmnnx: the output cannot be written: no space is left on its device", file=sys.stderr)

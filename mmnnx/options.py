@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import tyro
 
 from mmnnx.exit_status import MISTAKE
-from mmnnx.output import is_of_output
+from mmnnx.output import is_output_error
 
 Config = TypeVar("Config")
 
@@ -33,7 +33,7 @@ def reported(
     try:
         return action()
     except OSError as error:
-        if is_of_output(error):
+        if is_output_error(error):
             raise
         print_error(
             f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)

@@ -62,7 +62,7 @@ def take_options(args: list[str]) -> tuple[Output, list[str]]:
     return Output(quiet, level), left + args[end:]
 
 
-def is_of_output(error: OSError) -> bool:
+def is_output_error(error: OSError) -> bool:
     """Whether an error says that what is printed cannot be written: nobody reads it, or no space is left."""
     return error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC)
 

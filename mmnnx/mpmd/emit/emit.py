@@ -27,7 +27,7 @@ def emit(function: Function, partitions: Iterable[Partition]) -> tuple[Partition
         cannot keep their order.
       VerificationError: if the program does not hold together.
     """
-    partition, program = _first_that_fits(_that_run(function, partitions))
+    partition, program = _first_that_fits(_orderable(function, partitions))
     program.verify()
     check_callbacks(program)
     names = function.meshes.names()
@@ -75,7 +75,7 @@ def _parameter(record: Record, number: int) -> Leaf | None:
     return next((x for x in parameters if leaf.path[-len(x.within) :] == x.within), leaf)
 
 
-def _that_run(function: Function, partitions: Iterable[Partition]) -> Iterator[tuple[Partition, Program]]:
+def _orderable(function: Function, partitions: Iterable[Partition]) -> Iterator[tuple[Partition, Program]]:
     """The partitions whose fragments can run in the order of their schedule, and their programs.
 
     Raises:
@@ -86,8 +86,8 @@ def _that_run(function: Function, partitions: Iterable[Partition]) -> Iterator[t
         try:
             program = _program(function, partition)
         except CannotBeOrdered as error:
-            if str(refused) == str(error):  # that loop has no other schedule
-                break
+            if refused is not None and str(refused) == str(error):
+                break  # the same loop in the same order: it has no other schedule
             refused = refused or error
             continue
         found = True

@@ -133,7 +133,7 @@ class Grouping:
         ready = node in self._ready and group[1:] == ("none", None)
         alike = [f for f in free if (f in self._ready_fragments) == ready]
         if ready and (self._carried & {*node.outvars} or {*joined} & {*alike}):
-            joined = [f for f in joined if f in alike]  # else it is for those that read it alone
+            joined = [f for f in joined if f in alike]  # other readers would keep it waiting
         f = joined[-1] if joined else alike[-1] if alike else self._new(group)
         if ready and not self.contents[f]:
             self._ready_fragments.add(f)
