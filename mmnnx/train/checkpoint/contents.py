@@ -76,7 +76,8 @@ def contents_of(place: str | os.PathLike[str]) -> Contents:
     path = folder_at(place)
     names = [found.name for found in listed(path)]
     if not names and not path.is_dir():
-        raise CheckpointError(f"there is no folder {path}")
+        found = "is a file: a checkpoint is a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {found}")
     folder = path / "checkpoints" if "checkpoints" in names else path
     if steps := steps_in(folder):
         return _step(folder / str(steps[-1]))

@@ -141,7 +141,16 @@ def test_inspect_what_orbax_alone_wrote(capsys, tmp_path):
         assert f" {name}params.w" in printed and "bfloat16[2,3]" in printed and f" {name}steps.0" in printed
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty", "file", "half", "damaged"])
+SAID = {
+    "nothing": "does not exist",
+    "empty": "there is no checkpoint in",
+    "file": "is a file: a checkpoint is a folder",
+    "half": "is empty or incomplete",
+    "damaged": "placement",
+}
+
+
+@pytest.mark.parametrize("what", SAID)
 def test_inspect_what_is_no_checkpoint(saved, capsys, tmp_path, what):
     path = tmp_path / what
     if what in ("empty", "half"):
@@ -156,4 +165,4 @@ def test_inspect_what_is_no_checkpoint(saved, capsys, tmp_path, what):
         (path / "3" / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
         (path / "3" / "placement" / "placement.json").write_text('{"state": {}}')
     status, printed, told = inspect(capsys, path)
-    assert status == 2 and not printed and str(path) in told and "\n" not in told
+    assert status == 2 and not printed and str(path) in told and SAID[what] in told and "\n" not in told
