@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from mmnnx.mpmd.compile.rewrites import rewrite
 from mmnnx.mpmd.jit.cache_key import surroundings
+from mmnnx.mpmd.runtime.put import own_copy
 from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.registered_tasks import global_registry
 
@@ -139,7 +140,7 @@ def _made_once(key: Any, make: Callable[[], Any]) -> Any:
     for entry in placed:
         registry.place(*entry)
     graph, state = nnx.split(nodes)
-    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf.copy(), state))
+    return nnx.merge(graph, jax.tree.map(own_copy, state))
 
 
 def values(tree: Any) -> dict[str, np.ndarray]:

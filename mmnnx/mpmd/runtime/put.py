@@ -55,5 +55,8 @@ def _before_copy(x: jax.Array, mesh: Mesh) -> tuple[jax.Array, NamedSharding]:
 
 def own_copy(x: Any) -> Any:
     """The same array in a buffer of its own; what this process has no part of, as it is."""
-    absent = isinstance(x, jax.Array) and not x.sharding.addressable_devices
-    return x if absent else jnp.copy(x)
+    if not (isinstance(x, jax.Array) and x.committed):
+        return jnp.copy(x)
+    if x.is_fully_addressable:  # no program is compiled for its shape, as it would be by jnp.copy
+        return jax.device_put(x, x.sharding, may_alias=False)
+    return jnp.copy(x) if x.sharding.addressable_devices else x
