@@ -41,7 +41,7 @@ USAGE = """usage: mmnnx train [OPTIONS]
        mmnnx inspect PATH
        mmnnx schedule [OPTIONS]
        mmnnx plan --target CHIP:TOPOLOGY [OPTIONS]
-       mmnnx completion bash|zsh|tcsh
+       mmnnx completion bash|zsh
        mmnnx --version
 
 Commands:

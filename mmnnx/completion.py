@@ -24,7 +24,7 @@ from mmnnx.train.eval_cli import EvalConfig
 from mmnnx.train.export_cli import ExportConfig
 from mmnnx.train.generate_cli import GenerateConfig
 
-Shell = Literal["bash", "zsh", "tcsh"]
+Shell = Literal["bash", "zsh"]
 SHELLS = get_args(Shell)
 
 
@@ -46,7 +46,7 @@ CONFIGS: dict[str, type[Any]] = {
     "completion": CompletionConfig,
 }
 
-USAGE = """usage: mmnnx completion bash|zsh|tcsh
+USAGE = """usage: mmnnx completion bash|zsh
 
 Prints a script for the shell to complete the commands of mmnnx and their options. To have it in every bash:
 

@@ -204,7 +204,7 @@ def test_completion(capsys):
         "error",
     ], done.stderr
     assert main(["completion", "fish"]) == 2
-    assert "one of bash, zsh, tcsh" in capsys.readouterr().err
+    assert "one of bash, zsh" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", ["--help", "schedule --stages 2 --microbatches 2"])

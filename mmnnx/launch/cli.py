@@ -52,7 +52,9 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         print_error(f"give one of {', '.join(WAYS)}" + (f", not {' and '.join(ways)}" if ways else ""))
         return MISTAKE
     try:
-        way: Way = tyro.cli(WAYS[ways[0]], args=["--help"] if asks_for_help else own, prog="mmnnx launch")
+        # For mistakes tyro names the command that lists the options: prog, with --help.
+        prog, own = ("mmnnx launch", ["--help"]) if asks_for_help else (f"mmnnx launch {ways[0]}", own)
+        way: Way = tyro.cli(WAYS[ways[0]], args=own, prog=prog)
         text = way.write(command)
     except UserError as error:
         print_error(str(error))

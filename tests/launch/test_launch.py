@@ -237,3 +237,9 @@ def test_options_of_every_command(launch, capsys):
 
 def test_the_folder_of_a_job_is_not_looked_for_here(launch):
     assert "--resume" in launch(*SLURM, "--", "train", "--resume", "--out", "/not/here")
+
+
+def test_a_mistake_names_the_help_that_lists_the_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["launch", "--gke", "--nodes", "2", "--", "train"])
+    assert "mmnnx launch --gke --help" in "".join(capsys.readouterr())

@@ -72,6 +72,13 @@ for n in range(10**9):
         if HOW in ("save all", "save other steps") or (mine and HOW == "save"):
             number = NUMBER if HOW == "save other steps" else 1
             Checkpoints(sys.argv[7]).save(number, {"rngs": nnx.Rngs(0)})
+        if HOW == "raise while it saves":
+            with Checkpoints(sys.argv[7]) as checkpoints:
+                checkpoints.save(1, {"rngs": nnx.Rngs(0)})
+                if mine:
+                    raise ValueError("the dog ate the batch")
+                while True:
+                    mm.fetch(step(ones))
         if HOW == "unshared":
             shared.PATIENCE = 1.0
             Checkpoints(f"{sys.argv[7]}/{NUMBER}").save(1, {"rngs": nnx.Rngs(0)})

@@ -24,6 +24,11 @@ LONG = "x" * 3 * EXCERPT
         ),
         ("step\na", "step\na\nb", "line 3 is missing in process 0, and 'b' in process 2"),
         (
+            f"step\nb = dot[dimensions=(([2], [0]), ([], []))] {LONG}",
+            f"step\nb = dot[\n  dimensions=(([2], [0]), ([], []))\n  precision=HIGH\n] {LONG}",
+            "([], []))] xxx",
+        ),
+        (
             f"step\n{LONG} mul 1.0 {LONG}",
             f"step\n{LONG} mul 2.0 {LONG}",
             f"line 2 is '...{'x' * 35} mul 1.0 {'x' * 36}...' in process 0, and '...{'x' * 35} mul 2.0 ",

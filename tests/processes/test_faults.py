@@ -96,6 +96,16 @@ def test_a_process_that_raises_says_what(victim):
     assert "Traceback" not in text
 
 
+def test_a_process_that_raises_while_it_saves_waits_for_its_own_checkpoint_alone(tmp_path):
+    """The others are in a step, and would come to the end of their `with` after it."""
+    run = Run(2, "raise while it saves", 1, folder=tmp_path)
+    assert "ValueError: the dog ate the batch" in run.results[1][1]
+    ((status, message),) = run.survivors(1)
+    assert status == 1 and "raised ValueError: the dog ate the batch" in message
+    assert run.took < 30  # and not the timeout of 60 s
+    assert Checkpoints(tmp_path).latest == 1
+
+
 @pytest.mark.slow
 def test_a_transfer_that_is_cut_names_its_ends():
     """The two processes, the instruction and the array; not those that wait for the result of all."""

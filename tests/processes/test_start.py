@@ -64,6 +64,13 @@ def test_without_process_0_the_others_say_where_they_looked():
     assert f"nobody listening at 127.0.0.1:{port}" in str(error)
 
 
+def test_a_coordinator_whose_name_has_no_address():
+    with pytest.raises(
+        TimeoutError, match="process 1 found no address of nohost.invalid .*invalid:4000, the"
+    ):
+        asyncio.run(rendezvous.join("nohost.invalid:4000", 1, 2, 0.1))
+
+
 @pytest.mark.parametrize("count, other", [(2, 3), (3, 2)], ids=["more", "fewer"])
 def test_processes_of_different_counts_do_not_start(count, other):
     for error in meet((0, count), (1, other), timeout=5):

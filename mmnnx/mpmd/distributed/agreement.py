@@ -145,6 +145,10 @@ def _difference(text: str, other_text: str, other: int) -> str:
     differing = _differing(text.splitlines(), other_text.splitlines())
     # The first line of a program counts what is in it: if others differ, they say more.
     at, lines = next((found for found in differing if found[0]), differing[0])
+    if any(
+        line and line.endswith("[") for line in lines
+    ):  # JAX writes several parameters on lines of their own
+        lines = (_joined(text, at), _joined(other_text, at))
     place = _differing(*(line or "" for line in lines))[0][0]
     line, other_line = ("missing" if line is None else repr(_excerpt(line, place)) for line in lines)
     return (
@@ -158,6 +162,11 @@ def _differing(some: Sequence[str], other: Sequence[str]) -> list[tuple[int, tup
     """The numbers of the items that differ, and both; None where there are no more."""
     pairs = enumerate(itertools.zip_longest(some, other))
     return [(n, pair) for n, pair in pairs if pair[0] != pair[1]]
+
+
+def _joined(text: str, at: int) -> str:
+    """A line and those after it as one, with spaces as JAX writes them in one."""
+    return " ".join(line.strip() for line in text.splitlines()[at:]).replace("[ ", "[").replace(" ]", "]")
 
 
 def _excerpt(line: str, at: int) -> str:

@@ -8,7 +8,6 @@ stops listening and JAX's own coordinator takes the port. The connections stay: 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import socket
 from collections.abc import Mapping
@@ -113,13 +112,20 @@ async def join(address: str, number: int, count: int, timeout: float) -> list[Me
     """
     me, (where, port) = this_process(number), split_address(address)
     zero = Member(0, where, 0)
+    found = f"nobody listening at {address}"
 
     async def report() -> dict[str, Any] | None:
+        nonlocal found
         while True:
-            with contextlib.suppress(OSError):
+            try:
                 zero.streams = await asyncio.open_connection(where, port)
+                found = f"no answer at {address}"
                 zero.send(process=number, count=count, host=me.host, pid=me.pid)
                 return await zero.receive()
+            except socket.gaierror as error:  # it may have no name yet, as where hosts start together
+                found = f"no address of {where} ({error.strerror}), of {address}"
+            except OSError:
+                pass
             await asyncio.sleep(_RETRY)
 
     try:
@@ -130,9 +136,8 @@ async def join(address: str, number: int, count: int, timeout: float) -> list[Me
         raise
     except TimeoutError:
         raise TimeoutError(
-            f"process 0 did not come in {timeout:g} s: process {number} found "
-            + (f"no answer at {address}" if zero.streams else f"nobody listening at {address}")
-            + ", the coordinator's address"
+            f"process 0 did not come in {timeout:g} s: process {number} found {found}, the coordinator's "
+            "address"
         ) from None
     except ValueError:
         raise ValueError(f"what listens at {address}, the coordinator's address, is not process 0") from None

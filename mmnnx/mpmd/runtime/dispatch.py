@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -63,8 +64,9 @@ def runner(
         return f"instruction {numbers[groups[step][0]]} of call {call} of {name}: {what(step)}"
 
     def what(step: int) -> str:
-        described = [program.describe(program.instructions[n]) for n in groups[step]]
-        return first_few(described, SHOWN, " and ")
+        described = Counter(program.describe(program.instructions[n]) for n in groups[step])
+        texts = [text if count == 1 else f"{count} times {text}" for text, count in described.items()]
+        return first_few(texts, SHOWN, " and ")
 
     @functools.cache
     def annotated() -> list[_PlacedStep]:

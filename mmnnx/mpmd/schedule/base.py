@@ -112,10 +112,7 @@ def get_schedule(name: str) -> Schedule:
       ValueError: for a name that is not registered, with those that are.
     """
     if name not in _schedules:
-        raise ValueError(
-            f"unknown schedule {name!r}; there are {', '.join(map(repr, sorted(_schedules)))}, and 'custom' "
-            "with custom_schedule="
-        )
+        raise ValueError(f"unknown schedule {name!r}; there are {', '.join(map(repr, sorted(_schedules)))}")
     return _schedules[name]
 
 

@@ -24,6 +24,13 @@ def exchange(text: str) -> list[str]:
     return [key_value.get(p, key, work=work).decode() for p in range(count)]
 
 
+def leave(error: BaseException) -> None:
+    """In place of an `exchange`: tells those who wait in it that this process will not come."""
+    number = next(_numbers)
+    if jax.process_count() > 1:
+        key_value.put(f"checkpoint {number}", f"was left by {type(error).__name__}: {error}".encode())
+
+
 def check_same(doing: str) -> None:
     """Checks that all processes do the same with a checkpoint; every process must call it.
 

@@ -19,7 +19,7 @@ from filelock import FileLock
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.sharding.placement import TaskSharding
 from mmnnx.sharding.rules import did_you_mean
-from mmnnx.train.checkpoint.agreement import all_or_none, check_same, exchange
+from mmnnx.train.checkpoint.agreement import all_or_none, check_same, exchange, leave
 from mmnnx.train.checkpoint.errors import CheckpointError, DamagedError, Differences, Path
 from mmnnx.train.checkpoint.keys import stored_as
 from mmnnx.train.checkpoint.lock import NoLock, claim
@@ -271,17 +271,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until the last checkpoint is written. Raises CheckpointError if it cannot be."""
-        if self._last is None or not self._under_way:
-            return
-        self._under_way = False
-        try:
-            with all_or_none():
-                with self._writing(self._last):
-                    self._orbax.wait_until_finished()
-                if self._lock is not None:
-                    remove(self.folder, self._old())
-        finally:
-            self._release()
+        if self._under_way:
+            self._finish(all_or_none())
 
     def close(self) -> None:
         """Waits until everything is written. After that nothing can be saved, except in another `with`."""
@@ -296,9 +287,25 @@ class Checkpoints:
         self._entered, self._closed = True, False
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._entered = False
+        if error is not None and self._under_way:
+            leave(error)  # the others may be in a step that this process does not come to
+            self._finish(contextlib.nullcontext())
         self.close()
+
+    def _finish(self, agreement: contextlib.AbstractContextManager[None]) -> None:
+        """Waits for the checkpoint under way, and raises in the agreement if it is not written."""
+        assert self._last is not None
+        self._under_way = False
+        try:
+            with agreement:
+                with self._writing(self._last):
+                    self._orbax.wait_until_finished()
+                if self._lock is not None:
+                    remove(self.folder, self._old())
+        finally:
+            self._release()
 
     @contextlib.contextmanager
     def _writing(self, step: int) -> Iterator[None]:
