@@ -22,6 +22,7 @@ from mmnnx.mpmd.partition.change_mesh import change_mesh
 from mmnnx.mpmd.partition.fixed_shardings import fixed_shardings
 from mmnnx.mpmd.partition.fragments import plan_fragments
 from mmnnx.mpmd.partition.results import held_results
+from mmnnx.mpmd.partition.scalar_packing import pack_scalars
 from mmnnx.mpmd.partition.scan_microbatches import CannotShareCalls
 from mmnnx.mpmd.partition.ways import choices, decide, ways_of_loops
 from mmnnx.mpmd.place.logical_shard_maps import over_mesh
@@ -68,7 +69,7 @@ def partitions(function: Function, placed: Placed) -> Iterator[Partition]:
             continue  # its microbatches share no calls, whatever the schedule
         decided = decide(placed, chosen)
         try:
-            plan = plan_fragments(decided, required, names)
+            plan = pack_scalars(plan_fragments(decided, required, names), required)
         except CannotShareCalls as error:
             refused = error
             continue

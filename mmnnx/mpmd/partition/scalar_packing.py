@@ -1,0 +1,107 @@
+"""Arrays of one element that a fragment makes for another mesh go there as one array.
+
+To clip gradients by their global norm, or to look whether they are finite, takes a scalar of each parameter;
+and a transfer costs its latency, however little is sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from mmnnx import _compat
+from mmnnx.mpmd.ir.equations import Var
+from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar, Plan
+from mmnnx.mpmd.ir.rewrite import name_results, trace_equations
+
+FEWEST = 4
+"""Fewer scalars than these are sent one by one."""
+
+Packed = dict[tuple[Mesh, Any], list[Var]]  # what a fragment sends as one, by the mesh that reads it and type
+
+
+def pack_scalars(plan: Plan, required: Iterable[PlacedVar]) -> Plan:
+    """A plan whose fragments send scalars of one type to a mesh as one vector, if there are at least FEWEST.
+
+    What loops and whiles read, and results of the function, stay as they are.
+
+    Args:
+      plan: of a function.
+      required: its results, each with the mesh on which it is wanted.
+    """
+    fragments = [step for step in plan.steps if isinstance(step, Fragment)]
+    as_it_is = {*required}
+    as_it_is.update(read for step in plan.steps if not isinstance(step, Fragment) for read in step.reads)
+    reads = {(v, f.mesh) for f in fragments for v in f.invars}
+    packed = {f: p for f in fragments if (p := _packed(f, plan.homes, reads - as_it_is))}
+    if not packed:
+        return plan
+    vectors: dict[
+        PlacedVar, tuple[Var, int]
+    ] = {}  # for a scalar on a mesh, the vector that brings it, and where
+    homes, made = dict(plan.homes), {}
+    sent = {(v, mesh) for p in packed.values() for (mesh, _), group in p.items() for v in group}
+    alone = {v for v, _ in (reads | as_it_is) - sent}
+    for f, groups in packed.items():
+        equations, outvars = list(f.jaxpr.eqns), [v for v in f.outvars if v in alone]
+        for (mesh, _), group in groups.items():
+            packing, (vector,) = trace_equations(_stack, *group, scope="")
+            equations += [e.eqn for e in packing]
+            outvars.append(vector)
+            homes[vector] = f.mesh
+            vectors |= {(v, mesh): (vector, n) for n, v in enumerate(group)}
+        made[f] = _rebuilt(f, f.invars, outvars, equations)
+    steps = [_unpacked(made.get(s, s), vectors) if isinstance(s, Fragment) else s for s in plan.steps]
+    return dataclasses.replace(plan, steps=tuple(steps), homes=homes)
+
+
+def _packed(f: Fragment, homes: Mapping[Var, Mesh], reads: set[PlacedVar]) -> Packed:
+    found: defaultdict[tuple[Mesh, Any], list[Var]] = defaultdict(list)
+    meshes = dict.fromkeys(mesh for _, mesh in reads if mesh != f.mesh)
+    for v in f.outvars:
+        if (
+            math.prod(v.aval.shape) == 1
+            and not jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
+            and v in homes
+        ):
+            for mesh in meshes:
+                if (v, mesh) in reads:
+                    found[mesh, (v.aval.dtype, v.aval.weak_type)].append(v)
+    return {key: group for key, group in found.items() if len(group) >= FEWEST}
+
+
+def _stack(*scalars: jax.Array) -> jax.Array:
+    return jnp.concatenate([x.reshape(1) for x in scalars])
+
+
+def _unpacked(f: Fragment, vectors: Mapping[PlacedVar, tuple[Var, int]]) -> Fragment:
+    """A fragment that takes what it reads out of vectors."""
+    taken: defaultdict[Var, dict[Var, int]] = defaultdict(dict)
+    for v in f.invars:
+        if (v, f.mesh) in vectors:
+            vector, n = vectors[v, f.mesh]
+            taken[vector][v] = n
+    if not taken:
+        return f
+    equations = []
+    for vector, scalars in taken.items():
+        places = [(n, v.aval.shape) for v, n in scalars.items()]
+        take = lambda x, places=places: [x[n : n + 1].reshape(shape) for n, shape in places]
+        made, atoms = trace_equations(take, vector, scope="")
+        equations += [e.eqn for e in name_results(made, atoms, [*scalars])]
+    invars = [v for v in f.invars if (v, f.mesh) not in vectors]
+    return _rebuilt(f, [*invars, *taken], f.outvars, [*equations, *f.jaxpr.eqns])
+
+
+def _rebuilt(
+    f: Fragment, invars: Sequence[Var], outvars: Sequence[Var], equations: Sequence[Any]
+) -> Fragment:
+    jaxpr = _compat.close_jaxpr(invars, outvars, equations)
+    return dataclasses.replace(f, jaxpr=jaxpr, invars=tuple(invars), outvars=tuple(outvars))

@@ -1,0 +1,91 @@
+"""Scalars of many parameters go to another mesh as one array."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import mmnnx as mm
+from mmnnx.mpmd.partition.scalar_packing import FEWEST
+from tests import models
+from tests.mpmd.parity import assert_parity, pipeline
+
+LAYERS, STAGES = 9, 3
+RULES = [[("layers", n) for n in range(first, first + 3)] for first in range(0, LAYERS, 3)]
+BATCH = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List(nnx.Linear(8, 8, rngs=rngs) for _ in range(LAYERS))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def loss(model, batch):
+    return (model(batch) ** 2).mean()
+
+
+CLIP = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
+
+
+@pytest.mark.parametrize("per_stage", [(), (2,)])
+@pytest.mark.parametrize(
+    "optimizer", [CLIP, optax.apply_if_finite(optax.sgd(1e-2), 3)], ids=["clip", "finite"]
+)
+def test_what_all_gradients_are_asked_for_crosses_as_a_vector(optimizer, per_stage):
+    mesh, tasks = pipeline(STAGES, *per_stage)
+    spec = P(None, "model") if per_stage else P()
+    rules = {mm.path(*path, "kernel"): (t, spec) for t, paths in zip(tasks, RULES) for path in paths}
+    rules |= {mm.path(*path, "bias"): (t, P()) for t, paths in zip(tasks, RULES) for path in paths}
+    program = assert_parity(
+        models.make(Model), loss, BATCH, mm.TaskSharding(rules), mesh=mesh, microbatch=2, optimizer=optimizer
+    )
+    sent = [t for t in program.transfers if t.microbatch is None and t.shape != ()]
+    assert sum(t.shape[0] for t in sent) == 2 * 6  # two meshes send what they know of six gradients each
+    assert len(sent) <= 3 and len({t.target for t in sent}) == 1
+
+
+def test_few_are_sent_as_they_are():
+    mesh, (first, second) = pipeline(2)
+
+    for count, shapes in (FEWEST - 1, [()] * (FEWEST - 1)), (FEWEST, [(FEWEST,)]):
+        fun = mm.jit(functools.partial(_sums, count, first, second), mesh=mesh)
+        assert [t.shape for t in fun.program(BATCH).transfers] == shapes
+        assert fun(BATCH) == _sums(count, first, second, BATCH)
+
+
+def _sums(count, first, second, x):
+    made = mm.task(lambda x: [jnp.sum(jnp.tanh(x) * n) for n in range(1, count + 1)], task=first)(x)
+    return mm.task(lambda made: jnp.stack(made).max(), task=second)(made)
+
+
+def test_results_and_what_is_read_at_home_stay_what_they_are():
+    """Of two types; some are results of the function too, or read again where they were made."""
+    mesh, (first, second) = pipeline(2)
+
+    def run(x):
+        def head(x):
+            sums = [jnp.sum(jnp.tanh(x) * n) for n in range(1, 6)]
+            return sums, [jnp.sum(x > n / 4, dtype=jnp.int32) for n in range(5)]
+
+        sums, counts = mm.task(head, task=first)(x)
+        most = mm.task(lambda sums, counts: (jnp.stack(sums).max(), sum(counts)), task=second)(sums, counts)
+        return sums[0], mm.task(lambda s, x: s * x, task=first)(sums[1], x), most, counts[4]
+
+    split = mm.jit(run, mesh=mesh)
+    assert sorted(t.shape for t in split.program(BATCH).transfers) == [(5,), (5,)]
+    for got, expected in zip(
+        jax.tree.leaves(split(BATCH)), jax.tree.leaves(jax.jit(run)(BATCH)), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
