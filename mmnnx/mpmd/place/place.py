@@ -173,7 +173,7 @@ def _place_loop(region: Region, loop: Loop) -> None:
         region.problem,
         nodes=loop.body,
         follows=follows,
-        tasks=region.problem.tasks | _tasks_of_carries(region, loop),
+        tasks=region.tasks | _tasks_of_carries(region, loop),
         roots={v: region.roots[v] for v in loop.captured if v in region.roots},
         microbatches=loop.spec.length,
         batch=loop.slice_vars,
@@ -198,10 +198,9 @@ def _tasks_of_carries(region: Region, loop: Loop | While) -> dict[Var, Task]:
     """Whose state it is that a loop carries."""
     found: dict[Var, Task] = {}
     for v, a in zip(loop.carry_in, loop.init):
-        roots = region.roots.get(a, ()) if is_var(a) else ()
-        owners = {region.problem.tasks.get(root) for root in roots}
-        if len(owners) == 1 and (task := owners.pop()) is not None:
-            found[v] = task
+        owners = region.owners(a) if is_var(a) else set()
+        if len(owners) == 1:
+            found[v] = owners.pop()
     return found
 
 
@@ -212,7 +211,7 @@ def _place_while(region: Region, loop: While) -> None:
     def place_body(inputs: dict[Var, Origin]) -> Placement:
         follows = {o: v for v, o in zip(loop.carry_in, loop.carry_out) if inputs[v].home is not None}
         roots = {v: region.roots[v] for v in loop.captured if v in region.roots}
-        fits, tasks = region.problem.fits, region.problem.tasks | _tasks_of_carries(region, loop)
+        fits, tasks = region.problem.fits, region.tasks | _tasks_of_carries(region, loop)
         return _cheapest(Problem(loop.body, inputs, region.task_of, follows, fits, tasks, roots))
 
     region.out.bodies[loop] = _settled(loop, inputs, place_body)

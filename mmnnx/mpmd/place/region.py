@@ -63,6 +63,7 @@ class Region:
       roots: for every variable that is made of state alone, the state.
       of_batch: variables that are made of the batch alone, where that has a home.
       renewed: new values of state, and what they are made of.
+      tasks: whose state is what, and whose its new values are.
       tied: equations that stay where they are: in a task scope, or reading state.
       used_state: state that the forward has read.
       state_uses: where the forward reads state.
@@ -100,6 +101,7 @@ class Region:
         self.roots = {v: frozenset([v]) for v in state} | problem.roots
         self.of_batch = set(problem.batch)
         self.renewed: set[Var] = set()
+        self.tasks = dict(problem.tasks)
         self.tied: set[Node] = set()
         self.used_state: set[Var] = set()
         self.state_uses: dict[Var, set[Location]] = {}
@@ -161,9 +163,12 @@ class Region:
         held: Counter[Task] = Counter()
         for a in filter(is_var, e.invars):
             if self.where[a].home == mesh:
-                owners = {self.problem.tasks[r] for r in self.roots.get(a, ()) if r in self.problem.tasks}
-                held.update(dict.fromkeys(owners, nbytes(a)))
+                held.update(dict.fromkeys(self.owners(a), nbytes(a)))
         return max(held, key=held.__getitem__, default=None)
+
+    def owners(self, a: Var) -> set[Task]:
+        """The tasks whose state a variable is made of, or a new value of."""
+        return {self.tasks[root] for root in self.roots.get(a, (a,)) if root in self.tasks}
 
     def _joined(self, here: Task | None, task: Task | None) -> Task | Literal[False] | None:
         """The task of a position that another joins, False if it must have one of its own."""
@@ -232,6 +237,9 @@ class Region:
             a not in self.of_batch and self.origin_of(a).home == self.where[out].home for a in weights
         ) and all(a.aval.size == out.aval.size for a in arrays):
             self.renewed.add(out)
+            owners = set().union(*map(self.owners, filter(is_var, weights)))
+            if len(owners) == 1:
+                self.tasks[out] = owners.pop()
 
     def stays(self, e: Equation) -> bool:
         """Places an equation that needs no position: at home, if it is made of state of one home; nowhere, if

@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 
 import mmnnx as mm
+from mmnnx.mpmd.partition.scalar_packing import FEWEST
 from tests.mpmd.parity import assert_same, born, pipeline, place, values
 
 
@@ -163,7 +164,7 @@ def test_optimizers_that_hold_a_cond(kind):
         transfers = run.program(split, split_optimizer, x).transfers
     sizes = [math.prod(t.shape) for t in transfers if t.microbatch is None]
     # Each task's state is updated there: no gradient goes anywhere, but what is known of all of them.
-    assert max(sizes, default=0) <= (1 if kind.startswith("MultiSteps") else 2)
+    assert max(sizes, default=0) <= (1 if kind.startswith("MultiSteps") else FEWEST)
 
 
 def test_refused():

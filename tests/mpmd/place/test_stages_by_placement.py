@@ -81,6 +81,28 @@ def test_eight_tasks_on_four_meshes(schedule):
     assert sorted(stages_of(program)) == sorted((n, 7 - n if schedule == "zbv" else n + 4) for n in down)
 
 
+@pytest.mark.parametrize("schedule, meshes", [("zbv", VEE), ("interleaved-1f1b", LOOP)])
+def test_a_second_loop_reads_weights_that_were_updated_since_the_first(schedule, meshes):
+    """Their new values have the tasks of the old: as where a discriminator takes several steps."""
+    mesh, tasks = tasks_on(meshes)
+    step = step_of(schedule)
+
+    def twice(model, optimizer, batch):
+        step(model, optimizer, batch)
+        return step(model, optimizer, batch)
+
+    results = []
+    for jit, placement in (nnx.jit, None), (mm.jit, one_layer_each(tasks)):
+        with mesh:
+            model, optimizer = born_with_optimizer(SMALL, placement, ADAMW)
+            results.append((jit(twice)(model, optimizer, models.vectors(rows=8)), model, optimizer))
+    assert_same(results[1], results[0])
+    with mesh:
+        program = mm.jit(twice).program(model, optimizer, models.vectors(rows=8))
+    for loop in program.loops:
+        assert {f"part{n} forward" for n in range(4)} <= {f.name for row in loop.fragments for f in row}
+
+
 @pytest.mark.slow
 def test_weights_of_the_first_stage_that_the_last_uses_too():
     mesh, tasks = tasks_on(VEE)
