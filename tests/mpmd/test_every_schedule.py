@@ -397,7 +397,10 @@ def refusal(
 def test_a_graph_is_refused_by_schedules_of_chains(name):
     mesh, tasks = pipeline(3)
     said = refusal(name, mesh, make(ScopedTwoEncoders, tasks[2]), place(tasks, *TWO_ENCODERS))
-    assert f"schedule '{name}' is for a chain of stages; here they read 0: no other; 1: no other" in said
+    assert (
+        f"schedule '{name}' is for a chain, in which each stage reads the one before it; here stage 1" in said
+    )
+    assert "('stage1') reads no other" in said and "take '1f1b'" in said
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,10 @@ def run_loop(
       ValueError: as `mm.microbatch` says.
     """
     if argnum >= len(args):
-        raise ValueError(f"microbatch: argnum={argnum}, but the call has {len(args)} positional arguments")
+        by_name = f"; give {' and '.join(kwargs)} by position" if kwargs else ""
+        raise ValueError(
+            f"microbatch: argnum={argnum}, but the call has {len(args)} positional arguments{by_name}"
+        )
     try:
         size, count = divide_batch(args[argnum], dim, size, count)
     except ValueError as error:

@@ -92,13 +92,27 @@ def reductions(reduce: Any, results: Any) -> list[Reduction]:
 
     try:
         jax.tree.map(add, reduce, results)
-    except ValueError as error:
+    except ValueError:
         raise ValueError(
-            f"microbatch: reduce={reduce!r} is no prefix of the results of fun: {error}"
+            f"microbatch: reduce={reduce!r} is no prefix of the results of fun, which are {_outline(results)}"
         ) from None
     for reduction in found:
         _check_dtype(reduction.name, reduction.like.dtype)
     return found
+
+
+def _outline(results: Any) -> str:
+    """What a function returns, as far as `reduce=` is likely to follow it."""
+    match results:
+        case dict():
+            return "{" + ", ".join(f"{key!r}: {_outline(value)}" for key, value in results.items()) + "}"
+        case tuple():
+            return "(" + ", ".join(map(_outline, results)) + "," * (len(results) == 1) + ")"
+        case list():
+            return "[" + ", ".join(map(_outline, results)) + "]"
+        case jax.ShapeDtypeStruct():
+            return f"{results.dtype}[{','.join(map(str, results.shape))}]"
+    return type(results).__name__
 
 
 def _check_dtype(name: str, dtype: Any) -> None:

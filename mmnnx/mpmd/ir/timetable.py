@@ -49,6 +49,7 @@ class Stages:
       reads: for each stage, the stages before it whose activations it reads.
       carried: what a microbatch reads of the one before it, by stage and phase ("forward" or "backward"): who
         makes it, and who reads it.
+      tasks: for each stage, the name of its task, for messages; empty if there are none.
 
     Example:
       >>> Stages.chain((0, 1, 0, 1)).after  # two stages on each of two meshes
@@ -58,6 +59,7 @@ class Stages:
     meshes: tuple[int, ...]
     reads: tuple[tuple[int, ...], ...]
     carried: tuple[tuple[tuple[int, Phase], tuple[int, Phase]], ...] = ()
+    tasks: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __repr__(self) -> str:
         return f"Stages({self.num_stages} stages on {self.num_meshes} meshes)"
@@ -98,7 +100,10 @@ class Stages:
                 f"four stages on two; here they are on meshes {', '.join(map(str, self.meshes))}"
             )
         if interleave not in (None, times):
-            raise ValueError(f"interleave={interleave}, but each mesh has {times} of the stages")
+            raise ValueError(
+                f"interleave={interleave}, but each mesh has {times} of the stages: have {interleave} tasks "
+                "on each mesh, or leave interleave= out"
+            )
         return times
 
     def vee(self, name: str, interleave: int | None = None) -> int:
@@ -130,11 +135,19 @@ class Stages:
 
     def _check_chain(self, name: str) -> None:
         # Reading also from further back changes nothing: what lies between is waited for anyway.
-        if any(s and s - 1 not in read for s, read in enumerate(self.reads)):
+        other = [s for s, read in enumerate(self.reads) if s and s - 1 not in read]
+        if other:
+            reads = [
+                f"{self._name(s)} reads {', '.join(map(self._name, self.reads[s])) or 'no other'}"
+                for s in other
+            ]
             raise ValueError(
-                f"schedule {name!r} is for a chain of stages; here they read "
-                + "; ".join(f"{s}: {', '.join(map(str, r)) or 'no other'}" for s, r in enumerate(self.reads))
+                f"schedule {name!r} is for a chain, in which each stage reads the one before it; here "
+                f"{'; '.join(reads)}. Leave schedule= out, or take '1f1b', which is for any graph"
             )
+
+    def _name(self, stage: int) -> str:
+        return f"stage {stage}" + (f" ({self.tasks[stage]!r})" if self.tasks and self.tasks[stage] else "")
 
 
 @dataclasses.dataclass(frozen=True)

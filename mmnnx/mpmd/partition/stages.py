@@ -44,6 +44,7 @@ def find_stages(loop: Loop, placement: Placement) -> tuple[tuple[int, ...], Stag
         tuple(meshes[placement.positions[p].mesh] for p in positions),
         tuple(tuple(sorted(number[b] for b in reads[p] if b in number and b < p)) for p in positions),
         tuple(dict.fromkeys(_carried(loop, placement, number))),
+        tuple((task.name if (task := placement.positions[p].task) else None) or "" for p in positions),
     )
 
 
