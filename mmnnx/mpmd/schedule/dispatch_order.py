@@ -65,8 +65,13 @@ def order_loop(plan: LoopPlan, moving: Moves) -> list[Instance]:
         frozenset(m * count + n for m in range(length) for n in early),
     )
 
+    named = Counter(f.name for f in fragments)
+    stage = {position: n for n, position in enumerate(plan.timetable.positions)}
+
     def name(job: int) -> str:
-        return f"{fragments[job % count].name} of microbatch {job // count}"
+        f = fragments[job % count]
+        which = f" (stage {stage[f.position]})" if named[f.name] > 1 and f.position in stage else ""
+        return f"{f.name}{which} of microbatch {job // count}"
 
     try:
         return [(job % count, job // count) for _, job in play(jobs)]
