@@ -25,6 +25,7 @@ from mmnnx.inspect.placement_picture import BAR
 from mmnnx.inspect.submesh import PARTS, Part, Submesh
 from mmnnx.inspect.units import bytes_text
 from mmnnx.modules import LM, LMConfig
+from tests.slow import grid
 
 P = PartitionSpec
 
@@ -412,12 +413,12 @@ def test_too_much_is_red():
     assert not four_by_two().figure.axes[0].lines
 
 
-@pytest.mark.parametrize("memory", [None, 8_000_000_000, 6_000_000_000])
 @pytest.mark.parametrize(
-    "stages, devices",
-    [(1, 1), (4, 2), (16, 8), (3, 24), pytest.param(64, 16, marks=pytest.mark.slow)],
+    "sizes, memory",
+    grid([(1, 1), (4, 2), (16, 8), (3, 24), (64, 16)], [None, 8_000_000_000, 6_000_000_000], step=2),
 )
-def test_texts_neither_overlap_nor_leave_their_boxes(stages, devices, memory):
+def test_texts_neither_overlap_nor_leave_their_boxes(sizes, memory):
+    stages, devices = sizes
     figure = large(stages, devices, memory).figure
     renderer = FigureCanvasAgg(figure).get_renderer()
     title, *rest = (

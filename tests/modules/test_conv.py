@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.modules.conv import ConvBlock, ResidualBlock
+from tests.slow import grid
 
 FEATURES = 8
 
@@ -49,9 +50,11 @@ def by_linen(block: ConvBlock, x, *, strides=(1, 1), padding="SAME", activation=
     return activation(y)
 
 
-@pytest.mark.parametrize("norm", LINEN)
-@pytest.mark.parametrize("strides, padding", [((1, 1), "SAME"), ((2, 2), "SAME"), ((2, 1), "VALID")])
-def test_block_is_that_of_lax_and_linen(norm, strides, padding):
+@pytest.mark.parametrize(
+    "norm, window", grid([*LINEN], [((1, 1), "SAME"), ((2, 2), "SAME"), ((2, 1), "VALID")])
+)
+def test_block_is_that_of_lax_and_linen(norm, window):
+    strides, padding = window
     block = ConvBlock(4, FEATURES, strides=strides, padding=padding, norm=norm, groups=4, rngs=nnx.Rngs(0))
     shaken(block)
     expected = by_linen(block, inputs(), strides=strides, padding=padding)

@@ -20,6 +20,7 @@ from mmnnx.modules.logical import constrain, named
 from mmnnx.modules.mlp import MLP, SwiGLU
 from mmnnx.modules.norm import LayerNorm, RMSNorm
 from mmnnx.modules.rotary import RotaryScaling, YarnScaling, rotary, rotary_frequencies
+from tests.slow import grid
 
 normal = nnx.initializers.normal(0.5)
 
@@ -326,8 +327,7 @@ class LinenMLP(nn.Module):
 exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("activation", [nnx.gelu, exact_gelu, nnx.relu])
+@pytest.mark.parametrize("activation, bias", grid([nnx.gelu, exact_gelu, nnx.relu], [True, False]))
 def test_mlp(activation, bias):
     inits = dict(kernel_init=normal, out_init=normal, bias_init=normal)
     mlp = MLP(6, 12, activation=activation, bias=bias, **inits, rngs=nnx.Rngs(0))

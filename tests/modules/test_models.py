@@ -21,7 +21,7 @@ from mmnnx.modules.two_tower import TextConfig, TextEncoder, TwoTower, TwoTowerC
 from mmnnx.modules.vit import ImageEncoder, ViT, ViTBlock, ViTConfig
 from mmnnx.sharding.pipeline import pipeline_sharding
 from tests.mpmd.parity import assert_parity, assert_same, homes, pipeline
-from tests.slow import all_but
+from tests.slow import all_but, grid
 
 VOCAB = 16
 BLOCK = dict(width=8, heads=2, mlp=12)
@@ -202,8 +202,7 @@ def test_stages_over_several_devices_give_the_same(model, rules):
 # Vision transformer
 
 
-@pytest.mark.parametrize("pooling", ["class", "mean"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("pooling, dtype", grid(["class", "mean"], [jnp.float32, jnp.bfloat16]))
 def test_vit_gives_logits_in_float32(pooling, dtype):
     model = make(ViT, pooling=pooling, dtype=dtype)
     images, _ = batch_of(ViT)

@@ -70,7 +70,7 @@ def of_list(layers, x):
 
 
 @pytest.mark.parametrize(
-    "segments, remat", grid([1, 2, 4, (1, 5)], [False, True, jax.checkpoint_policies.dots_saveable])
+    "segments, remat", grid([1, 2, 4, (1, 5)], [False, True, jax.checkpoint_policies.dots_saveable], step=2)
 )
 def test_values_and_gradients_are_those_of_a_list(segments, remat):
     stacked = stack(segments=segments, remat=remat)

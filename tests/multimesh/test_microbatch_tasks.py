@@ -32,6 +32,7 @@ from tests.multimesh.loops import (
     register_layers,
     unsplit,
 )
+from tests.slow import grid
 
 # Tasks in every form
 
@@ -345,8 +346,7 @@ REMATERIALISED = {
 }
 
 
-@pytest.mark.parametrize("schedule", WHOLE_AND_CUT)
-@pytest.mark.parametrize("where", REMATERIALISED)
+@pytest.mark.parametrize("where, schedule", grid([*REMATERIALISED], WHOLE_AND_CUT))
 def test_rematerialised_tasks(where, schedule):
     """The same gradients; the backward of each stage computes again what it keeps otherwise."""
     params, x = [normal(4, 4) for _ in range(2)], normal(8, 4)

@@ -19,6 +19,7 @@ from multimesh_compat.jax import (
     with_sharding_constraint,
 )
 from tests.multimesh.test_parallelize import batch, devices, init, shards
+from tests.slow import grid
 
 
 def first(w, x):
@@ -62,8 +63,10 @@ ROWS = {d: (slice(2 * d, 2 * d + 2, 1), slice(0, 8, 1)) for d in range(4)}
 COLUMNS = {d + 4: (slice(0, 8, 1), slice(2 * d, 2 * d + 2, 1)) for d in range(4)}
 
 
-@pytest.mark.parametrize("tasks", [device_lists, task_meshes])
-@pytest.mark.parametrize("derive", [lambda f: f, jax.value_and_grad, jax.checkpoint, jax.jit])
+@pytest.mark.parametrize(
+    "derive, tasks",
+    grid([lambda f: f, jax.value_and_grad, jax.checkpoint, jax.jit], [device_lists, task_meshes]),
+)
 def test_parameters_and_batch_are_sharded_for_the_task_that_reads_them(tasks, derive):
     sharded, sharded_init, get_batch = parallelize(
         derive(loss_of(*tasks())), init_params=init, get_input_batch=batch

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 import mmnnx as mm
 from mmnnx.sharding.logical_shard_map import Layout, divided, logical_shard_map
 from tests.mpmd.parity import assert_same
+from tests.slow import grid
 
 DIVIDED = "shard_map"
 LAYOUT = Layout(("in", "rows"), (("rows", "in"), ("in", None)), (("rows", None),))
@@ -108,8 +109,7 @@ class Layer(nnx.Module):
         return x + logical_shard_map(Product(), LAYOUT, x, self.w[...])[0]
 
 
-@pytest.mark.parametrize("how", ["plain", "remat", "scan", "vmap"])
-@pytest.mark.parametrize("scoped", [False, True])
+@pytest.mark.parametrize("how, scoped", grid(["plain", "remat", "scan", "vmap"], [False, True]))
 def test_a_pipeline_of_them_is_the_whole(how, scoped):
     """Values and gradients; where the state of a layer says its mesh, and where a scope does."""
     meshes = mm.MultiMesh(axis_sizes=(2, 2, 2), axis_names=("stage", "a", "b"))

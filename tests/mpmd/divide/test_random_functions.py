@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 
 import mmnnx as mm
 from mmnnx.mpmd.divide.values import Cut
 from tests.mpmd.divide.compare import assert_same_in_pieces
+from tests.slow import examples
 
 L = 6  # layers
 CUTS = [Cut(0, (2, 2, 2)), Cut(0, (3, 2, 1)), Cut(0, (6,)), Cut(0, (1, 5))]
@@ -94,7 +95,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@examples(200)
 @given(
     cuts=st.lists(st.sampled_from([*CUTS, None]), min_size=2, max_size=2),
     steps=st.lists(st.tuples(OPERATIONS, st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8),

@@ -106,7 +106,10 @@ def test_optimizers(optimizer):
     check(("mlp",), (1, 1), optimizer=ALL_OPTIMIZERS[optimizer])
 
 
-@pytest.mark.parametrize("spec", [P(None, "data"), P(None, "data", "model"), P("data"), P()])
+SPECS = [P(None, "data"), P(None, "data", "model"), P("data"), P()]
+
+
+@pytest.mark.parametrize("spec", all_but(SPECS[1:3], SPECS))
 def test_data_parallel_and_sharded_over_it(spec):
     """Data and tensor parallelism inside of a stage, and weights sharded over the data axis (FSDP)."""
     mesh, tasks = pipeline(2, 2, 2, axes=("data", "model"))

@@ -15,6 +15,7 @@ from jax import lax
 import mmnnx as mm
 from mmnnx.mpmd.partition.scalar_packing import FEWEST
 from tests.mpmd.parity import assert_same, born, pipeline, place, values
+from tests.slow import grid
 
 
 class Model(nnx.Module):
@@ -101,8 +102,7 @@ def test_in_one_task(kind):
         assert {t.shape for t in run.program(model, x).transfers} == {(2, 4)}
 
 
-@pytest.mark.parametrize("differentiated", [False, True])
-@pytest.mark.parametrize("kind", IN_TWO_TASKS)
+@pytest.mark.parametrize("kind, differentiated", grid([*IN_TWO_TASKS], [True, False]))
 def test_in_two_tasks(kind, differentiated):
     """One cond for each task, whichever branch is taken."""
 

@@ -15,6 +15,7 @@ from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import born, pipeline, place, train_step
+from tests.slow import grid
 
 
 @functools.cache
@@ -247,8 +248,7 @@ SCHEDULES = ["gpipe", "1f1b", "zero-bubble-h1"]
 SCALARS = 8  # bytes: counters of the optimizer, of which each mesh has a copy that no caller can give up
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule, donate", grid(SCHEDULES, [False, True]))
 def test_bytes_are_those_of_the_arrays(schedule, donate):
     """One instruction at a time, in simulation and measured: the same peak on every mesh."""
     program, profile = profiled(schedule, donate)

@@ -352,7 +352,7 @@ STAYS, LAST = mm.Task("stays", mesh_slice={"stage": 0}), mm.Task("last", mesh_sl
     [
         ((MOVES, BACK, LAST), "1f1b"),
         ((MOVES, LAST, BACK), "zero-bubble-h1"),
-        ((STAYS, HALVES, LAST), "zero-bubble-h1"),
+        pytest.param((STAYS, HALVES, LAST), "zero-bubble-h1", marks=pytest.mark.slow),
         ((MOVES, MOVES, MOVES), "1f1b"),
     ],
     ids=["two in a row", "at both ends", "with halves and remat", "nothing else"],

@@ -16,6 +16,7 @@ from flax import nnx
 import mmnnx as mm
 from tests import models
 from tests.mpmd.parity import pipeline, place
+from tests.slow import grid
 
 X = models.vectors()["x"]
 
@@ -46,8 +47,7 @@ def on_one_device():
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("born", ["together", "cloned", "copied over"])
-@pytest.mark.parametrize("donate", [0, 1, (0, 1)])
+@pytest.mark.parametrize("donate, born", grid([0, 1, (0, 1)], ["together", "cloned", "copied over"]))
 def test_an_average_of_a_donated_model(stages, born, donate):
     mesh, tasks = pipeline(2)
     rules = place(tasks, [("layers", range(0, 2))], [("layers", range(2, 4))])

@@ -24,6 +24,7 @@ from mmnnx.mpmd.schedule.dispatch_order import order_loop
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, assert_same, born, pipeline, place, values
+from tests.slow import grid
 
 ROWS = 2  # of a microbatch
 
@@ -77,9 +78,12 @@ def loop_of(program: mm.Program) -> Timeline:
 # In simulation a program is as good as the papers say its schedule is
 
 
-@pytest.mark.parametrize("num_meshes, num_microbatches", [(2, 1), (2, 6), (3, 4), (4, 2), (4, 8)])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "wavefront"])
-def test_bubble(schedule, num_meshes, num_microbatches):
+@pytest.mark.parametrize(
+    "sizes, schedule",
+    grid([(2, 1), (2, 6), (3, 4), (4, 2), (4, 8)], ["gpipe", "1f1b", "eager-1f1b", "wavefront"]),
+)
+def test_bubble(sizes, schedule):
+    num_meshes, num_microbatches = sizes
     """(P-1)/(M+P-1)"""
     P, M = num_meshes, num_microbatches
     timeline = loop_of(chain_program(range(P), M, schedule))
