@@ -140,7 +140,11 @@ def _made_once(key: Any, make: Callable[[], Any]) -> Any:
     for entry in placed:
         registry.place(*entry)
     graph, state = nnx.split(nodes)
-    return nnx.merge(graph, jax.tree.map(own_copy, state))
+    return nnx.merge(graph, jax.tree.map(_copy, state))
+
+
+def _copy(leaf: jax.Array) -> jax.Array:
+    return leaf.copy() if isinstance(leaf, mm.DividedArray) else own_copy(leaf)
 
 
 def values(tree: Any) -> dict[str, np.ndarray]:
