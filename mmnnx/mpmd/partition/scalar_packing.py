@@ -39,16 +39,18 @@ def pack_scalars(plan: Plan, required: Iterable[PlacedVar]) -> Plan:
     fragments = [step for step in plan.steps if isinstance(step, Fragment)]
     as_it_is = {*required}
     as_it_is.update(read for step in plan.steps if not isinstance(step, Fragment) for read in step.reads)
-    reads = {(v, f.mesh) for f in fragments for v in f.invars}
-    packed = {f: p for f in fragments if (p := _packed(f, plan.homes, reads - as_it_is))}
+    reads = dict.fromkeys((v, f.mesh) for f in fragments for v in f.invars)
+    readers: defaultdict[Var, list[Mesh]] = defaultdict(list)  # in an order that is the same in all processes
+    for v, mesh in reads:
+        if (v, mesh) not in as_it_is:
+            readers[v].append(mesh)
+    packed = {f: p for f in fragments if (p := _packed(f, plan.homes, readers))}
     if not packed:
         return plan
-    vectors: dict[
-        PlacedVar, tuple[Var, int]
-    ] = {}  # for a scalar on a mesh, the vector that brings it, and where
+    vectors: dict[PlacedVar, tuple[Var, int]] = {}  # what brings a scalar to a mesh, and where in it
     homes, made = dict(plan.homes), {}
     sent = {(v, mesh) for p in packed.values() for (mesh, _), group in p.items() for v in group}
-    alone = {v for v, _ in (reads | as_it_is) - sent}
+    alone = {v for v, _ in (reads.keys() | as_it_is) - sent}
     for f, groups in packed.items():
         equations, outvars = list(f.jaxpr.eqns), [v for v in f.outvars if v in alone]
         for (mesh, _), group in groups.items():
@@ -62,17 +64,13 @@ def pack_scalars(plan: Plan, required: Iterable[PlacedVar]) -> Plan:
     return dataclasses.replace(plan, steps=tuple(steps), homes=homes)
 
 
-def _packed(f: Fragment, homes: Mapping[Var, Mesh], reads: set[PlacedVar]) -> Packed:
+def _packed(f: Fragment, homes: Mapping[Var, Mesh], readers: Mapping[Var, Sequence[Mesh]]) -> Packed:
     found: defaultdict[tuple[Mesh, Any], list[Var]] = defaultdict(list)
-    meshes = dict.fromkeys(mesh for _, mesh in reads if mesh != f.mesh)
     for v in f.outvars:
-        if (
-            math.prod(v.aval.shape) == 1
-            and not jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
-            and v in homes
-        ):
-            for mesh in meshes:
-                if (v, mesh) in reads:
+        is_key = jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
+        if math.prod(v.aval.shape) == 1 and not is_key and v in homes:
+            for mesh in readers.get(v, ()):
+                if mesh != f.mesh:
                     found[mesh, (v.aval.dtype, v.aval.weak_type)].append(v)
     return {key: group for key, group in found.items() if len(group) >= FEWEST}
 

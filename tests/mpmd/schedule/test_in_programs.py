@@ -83,9 +83,8 @@ def loop_of(program: mm.Program) -> Timeline:
     grid([(2, 1), (2, 6), (3, 4), (4, 2), (4, 8)], ["gpipe", "1f1b", "eager-1f1b", "wavefront"]),
 )
 def test_bubble(sizes, schedule):
-    num_meshes, num_microbatches = sizes
     """(P-1)/(M+P-1)"""
-    P, M = num_meshes, num_microbatches
+    P, M = sizes
     timeline = loop_of(chain_program(range(P), M, schedule))
     assert {e.phase for e in timeline.events} == {"forward", "backward"}
     assert len(timeline.events) == 2 * P * M
