@@ -28,7 +28,8 @@ def leave(error: BaseException) -> None:
     """In place of an `exchange`: tells those who wait in it that this process will not come."""
     number = next(_numbers)
     if jax.process_count() > 1:
-        key_value.put(f"checkpoint {number}", f"left its checkpoints with {type(error).__name__}: {error}".encode())
+        left = f"left its checkpoints with {type(error).__name__}: {error}"
+        key_value.put(f"checkpoint {number}", left.encode())
 
 
 def check_same(doing: str) -> None:
