@@ -8,6 +8,7 @@ import math
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from mmnnx.cli import main
 from mmnnx.modules import hf
@@ -24,7 +25,7 @@ from tests.train.published import publish, records
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("published")
-    publish(found / "model")
+    publish(found / "model", layers=2)
     records(found / "data.jsonl")
     options = dict(steps=3, sequence=16, batch=8, microbatches=4, warmup=1, sample=0, stages=2)
     options |= dict(learning_rate=1e-2)
@@ -98,7 +99,7 @@ def test_mistakes_are_told(folder, tmp_path, capsys):
         ),
         ([*both, "--batch", "0"], "--batch must be above zero, not 0"),
         ([*both, "--stages", "0"], "--stages must be above zero, not 0"),
-        ([*both, "--stages", "5", "--tensor", "1"], f"--stages 5 is more than the 4 blocks of {folder}"),
+        ([*both, "--stages", "3", "--tensor", "1"], f"--stages 3 is more than the 2 blocks of {folder}"),
     ]:
         assert main(["eval", *options]) == 2
         assert said in capsys.readouterr().err
@@ -106,18 +107,18 @@ def test_mistakes_are_told(folder, tmp_path, capsys):
 
 def test_losses_of_routers_are_no_nats_of_a_token(tmp_path, capsys):
     """The loss of a model with experts is its cross-entropy alone, whatever the batch."""
-    folder = publish(tmp_path / "experts", experts=4, top_k=2, tied=False, load_balancing=0.5)
+    folder = publish(tmp_path / "experts", layers=2, experts=4, top_k=2, load_balancing=0.5)
     records(tmp_path / "data.jsonl")
     options = (str(folder), "--data", str(tmp_path / "data.jsonl"), "--sequence", "16")
     found_by = [found(capsys, *options, "--batch", str(rows))["loss"] for rows in (16, 2)]
     corpus = load_corpus(tmp_path / "data.jsonl", HubTokenizer(folder))
     model = hf.load(folder)
+    forward = nnx.jit(type(model).__call__)
     rows = rows_of(corpus.valid, 16, "auto")
     total = labels = 0.0
     for row in (rows[n] for n in range(len(rows))):
-        logits = model(
-            row["tokens"][None], positions=row["positions"][None], segment_ids=row["segment_ids"][None]
-        )
+        several = {name: row[name][None] for name in ("positions", "segment_ids")}
+        logits = forward(model, row["tokens"][None], **several)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, row["labels"][None])
         total, labels = total + float((losses * row["weights"]).sum()), labels + row["weights"].sum()
     assert found_by == pytest.approx([total / labels] * 2, rel=1e-5)
