@@ -5,6 +5,7 @@ device.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.mpmd.parity import (
     assert_parity,
     assert_same,
     born,
+    born_with_optimizer,
     homes,
     pipeline,
     place,
@@ -138,9 +140,7 @@ CASES = {
         (
             "mlp",
             "tied transformer",
-            "convnet with batch norm and dropout",
             "submodule used in two stages",
-            "stacks of layers under scan",
             "cond, while loop and checkpoint",
         ),
         CASES,
@@ -154,7 +154,7 @@ def test_split_trains_as_whole(name):
     )
 
 
-BORN = ["tied transformer", "convnet with batch norm and dropout", "stacks of layers under scan", "gru"]
+BORN = ["convnet with batch norm and dropout", "stacks of layers under scan", "gru"]
 
 
 @pytest.mark.parametrize("name", all_but(BORN, CASES))
@@ -206,7 +206,7 @@ def test_gpipe(name):
 @pytest.mark.parametrize(
     "name",
     all_but(
-        ["tied transformer", "convnet with batch norm and dropout"],
+        ["convnet with batch norm and dropout"],
         ["mlp", "tied transformer", "convnet with batch norm and dropout", "gru"],
     ),
 )
@@ -247,7 +247,7 @@ def test_counters_and_keys_need_no_rule_of_their_own():
         models.images(),
         placement,
         mesh=mesh,
-        microbatch=4,
+        microbatch=2,
         whole_batch=False,
     )
 
@@ -284,7 +284,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", all_but(OPTIMIZERS.keys() - {"clipping by global norm"}, OPTIMIZERS))
 def test_optimizers(name):
     mesh, tasks = pipeline(3)
     assert_parity(
@@ -336,6 +336,7 @@ def test_auxiliary_outputs():
         place(tasks, *layers((0, 2), (2, 4))),
         mesh=mesh,
         microbatch=2,
+        optimizer=SGD,
         has_aux=True,
         reduce=(("mean", aux_reduce), "mean"),
     )
@@ -344,9 +345,8 @@ def test_auxiliary_outputs():
 # Precision
 
 
-@pytest.mark.parametrize(
-    "param_dtype, rtol", all_but([(jnp.bfloat16, 6e-2)], [(jnp.float32, 3e-2), (jnp.bfloat16, 6e-2)])
-)
+@pytest.mark.slow  # tests/mpmd/test_bfloat16.py has bounds that are sharper
+@pytest.mark.parametrize("param_dtype, rtol", [(jnp.float32, 3e-2), (jnp.bfloat16, 6e-2)])
 def test_bfloat16(param_dtype, rtol):
     """Computing in bfloat16, with float32 parameters and with bfloat16 ones.
 
@@ -415,7 +415,11 @@ def test_casts_by_hand():
 
 
 @pytest.mark.parametrize(
-    "name, microbatch", grid(["mlp", "tied transformer", "two encoders into one decoder", "lstm"], [None, 2])
+    "name, microbatch",
+    all_but(
+        [("mlp", None), ("tied transformer", 2)],
+        itertools.product(["mlp", "tied transformer", "two encoders into one decoder", "lstm"], [None, 2]),
+    ),
 )
 def test_inference(name, microbatch):
     case = CASES[name]
@@ -429,7 +433,7 @@ def test_inference(name, microbatch):
 
     expected = nnx.jit(predict)(case.make(), case.batch["x"])
     with mesh:
-        model = mm.jit(case.make, out_shardings=place(tasks, *case.stages))()
+        model = born(case.make, place(tasks, *case.stages))
         got = mm.jit(predict)(model, case.batch["x"])
     assert_same(got, expected)
 
@@ -447,6 +451,7 @@ def test_inference_in_eval_mode():
         assert_same(mm.jit(predict)(model, batch["x"]), expected)
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients():
     """A gradient penalty: the derivative of a derivative, split."""
     mesh, tasks = pipeline(2)
@@ -484,10 +489,10 @@ def test_two_losses_in_one_step():
         return step
 
     whole = make(models.MLP)()
-    whole_optimizer = nnx.Optimizer(whole, optax.sgd(0.1), wrt=nnx.Param)
+    whole_optimizer = nnx.Optimizer(whole, SGD, wrt=nnx.Param)
     with mesh:
-        split = mm.jit(make(models.MLP), out_shardings=place(tasks, *layers((0, 2), (2, 4))))()
-        split_optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param))(split)
+        placement = place(tasks, *layers((0, 2), (2, 4)))
+        split, split_optimizer = born_with_optimizer(make(models.MLP), placement, SGD)
         got = make_step(mm.jit)(split, split_optimizer, batch)
     assert_same(got, make_step(nnx.jit)(whole, whole_optimizer, batch))
     assert_same(split, whole)
@@ -519,8 +524,7 @@ def test_spec_of_a_placement_is_kept():
         }
     )
     with mesh:
-        model = mm.jit(make(models.MLP), out_shardings=placement)()
-        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param))(model)
+        model, optimizer = born_with_optimizer(make(models.MLP), placement, optax.adam(1e-2))
         step = train_step(mm.jit, models.squared_error, microbatch=2)
         for _ in range(2):
             step(model, optimizer, models.vectors())

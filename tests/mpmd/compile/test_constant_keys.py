@@ -82,7 +82,7 @@ def test_what_is_drawn_is_as_on_one_device(kind):
     assert {*numbers} == {*range(len(program.instructions))}
 
 
-@pytest.mark.parametrize("name", ["Rngs", "keys", "raw keys"])
+@pytest.mark.parametrize("name", all_but(["Rngs", "keys"], ["Rngs", "keys", "raw keys"]))
 def test_stages_that_draw_alike_are_compiled_once(name, monkeypatch, codes):
     """So is the first, which draws an embedding besides."""
     monkeypatch.setattr(outline, "loads_on_other_meshes", lambda mesh: True)
@@ -176,4 +176,4 @@ def test_a_loop_makes_its_own():
         assert not rewrite(step.program(placed, x)).keys
     mask = lambda x: x * jnp.tile(jax.random.bernoulli(jax.random.key(1), 0.5, (2, WIDTH)), (4, 1))
     whole = lambda model, x: (model[1](mask(model[0](mask(x)))) ** 2).mean()
-    assert_same(got, nnx.value_and_grad(whole)(model, x))
+    assert_same(got, nnx.jit(nnx.value_and_grad(whole))(model, x))

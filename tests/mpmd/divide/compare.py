@@ -31,8 +31,8 @@ def assert_same_in_pieces(
     """
     divided, made = divide_jaxpr(whole, given, wanted, [f"argument {n}" for n in range(len(args))])
     pieces = [piece for x, c in zip(args, given) for piece in split(x, c)]
-    results = iter(jex.jaxpr_as_fun(divided)(*pieces))
-    for expected, c, w in zip(jex.jaxpr_as_fun(whole)(*args), made, wanted, strict=True):
+    results = iter(jax.jit(jex.jaxpr_as_fun(divided))(*pieces))
+    for expected, c, w in zip(jax.jit(jex.jaxpr_as_fun(whole))(*args), made, wanted, strict=True):
         assert w is None or c == w
         row = [next(results) for _ in (c.sizes if c else [1])]
         found = row[0] if c is None else jnp.concatenate(row, axis=c.dim)

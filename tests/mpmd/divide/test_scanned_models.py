@@ -53,17 +53,17 @@ def test_layers(kind, way):
     check((kind,), (2, 2), way)
 
 
-@pytest.mark.parametrize("schedule", ANYWHERE)
+@pytest.mark.parametrize("schedule", all_but(["sequential", "eager-1f1b"], ANYWHERE))
 def test_schedules(schedule):
     check(("tanh",), (1, 1, 1, 1), schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", LOOPING)
+@pytest.mark.parametrize("schedule", all_but(["interleaved-zero-bubble"], LOOPING))
 def test_schedules_that_go_round_the_meshes(schedule):
     check(("tanh",), (1, 2, 1, 1), meshes=(0, 1, 0, 1), schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", VEES)
+@pytest.mark.parametrize("schedule", all_but(["zbv"], VEES))
 def test_schedules_that_turn_back(schedule):
     check(("tanh",), (1, 1, 2, 1), meshes=(0, 1, 1, 0), schedule=schedule)
 
@@ -120,6 +120,7 @@ def test_data_parallel_and_sharded_over_it(spec):
         divided(tasks, None, spec),
         mesh=mesh,
         microbatch=4,
+        optimizer=SGD,
         steps=2,
         arg_shardings=P("data"),
         rtol=1e-4,

@@ -18,7 +18,7 @@ from mmnnx.inspect.locations import Homes
 from mmnnx.sharding.aligned_spec import aligned_spec
 from mmnnx.sharding.state_shardings import shardings_of
 from tests.mpmd.parity import assert_same, pipeline, values
-from tests.slow import grid
+from tests.slow import all_but, grid
 
 MESH, _ = pipeline(2, 2)
 TASKS = [
@@ -262,7 +262,9 @@ def test_models_with_one_path():
         assert optimizer.opt_state[0].mu["kernel"].sharding.spec == P(None, "model")
 
 
-@pytest.mark.parametrize("route", [both_by_out_shardings, both_by_in_shardings])
+@pytest.mark.parametrize(
+    "route", all_but([both_by_in_shardings], [both_by_out_shardings, both_by_in_shardings])
+)
 def test_a_step_keeps_them(route):
     """The same values as on one device, and no state is gathered or replicated by a step."""
 

@@ -91,7 +91,7 @@ def test_a_rule_for_all_that_is_left_is_not_for_slots():
     assert all(x.sharding.device_set == set(stage(path)) for path, x in slots(optimizer).items())
 
 
-@pytest.mark.parametrize("kind", all_but(["adam", "history"], OPTIMIZERS))
+@pytest.mark.parametrize("kind", all_but(["history"], OPTIMIZERS))
 def test_steps(kind):
     """What a step computes is that of one device, and nothing but activations and scalars is sent."""
 

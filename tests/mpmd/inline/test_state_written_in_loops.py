@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import mmnnx as mm
-from tests.mpmd.parity import assert_same, born, born_with_optimizer, pipeline, values
+from tests.mpmd.parity import SGD, assert_same, born, born_with_optimizer, pipeline, values
 from tests.slow import grid
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
@@ -56,9 +56,6 @@ def rules_for(tasks):
     return mm.TaskSharding({mm.path("second"): tasks[1], mm.path("count"): tasks[1], mm.path(...): tasks[0]})
 
 
-ADAM = optax.adam(0.1)
-
-
 def step_by(schedule):
     def step(model, optimizer, x):
         grad_fn = nnx.value_and_grad(lambda model, x: jnp.mean((model(x) - 1) ** 2))
@@ -76,7 +73,7 @@ def after_three(train, model, optimizer):
 @functools.cache
 def on_one_device(kind):
     model = Written(kind)
-    return after_three(nnx.jit(step_by("1f1b")), model, nnx.Optimizer(model, ADAM, wrt=nnx.Param))
+    return after_three(nnx.jit(step_by("1f1b")), model, nnx.Optimizer(model, SGD, wrt=nnx.Param))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +83,7 @@ def on_one_device(kind):
 def test_trained_weights_that_the_forward_writes(kind, schedule):
     mesh, tasks = pipeline(2)
     with mesh:
-        split = born_with_optimizer(written(kind), rules_for(tasks), ADAM)
+        split = born_with_optimizer(written(kind), rules_for(tasks), SGD)
         found = after_three(mm.jit(step_by(schedule)), *split)
     assert_same(found, on_one_device(kind))
 

@@ -24,20 +24,25 @@ from mmnnx.mpmd.jit import stages
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import born, pipeline, place, train_step
+from tests.slow import all_but
 
 STAGES, MICROBATCH, LENGTH, WIDTH, VOCAB = 4, 2, 6, 16, 32
 
 
-@functools.cache
-def transformer_program(microbatches=8, schedule="1f1b", tied=False, **options):
+def transformer_program(microbatches=8, schedule="1f1b", tied=False, dtype=None):
     """The program of a train step of a 4-layer pre-norm transformer over 4 stages, placed by state alone."""
+    return _transformer_program(microbatches, schedule, tied, dtype)
+
+
+@functools.cache
+def _transformer_program(microbatches, schedule, tied, dtype):
     mesh, tasks = pipeline(STAGES)
     ends = ["norm"] if tied else ["norm", "head"]
     placement = place(
         tasks, ["embed", ("blocks", 0)], [("blocks", 1)], [("blocks", 2)], [("blocks", 3), *ends]
     )
     with mesh:
-        model = born(make(models.Transformer, layers=4, tied=tied, **options), placement)
+        model = born(make(models.Transformer, layers=4, tied=tied, dtype=dtype), placement)
         optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param))(model)
         step = train_step(mm.jit, models.cross_entropy, microbatch=MICROBATCH, schedule=schedule)
         return mesh, step.program(model, optimizer, models.tokens(rows=microbatches * MICROBATCH))
@@ -343,7 +348,7 @@ def test_simulation(schedule):
     assert span == 3 * (8 + STAGES - 1)
 
 
-@pytest.mark.parametrize("per_stage", [1, 2])
+@pytest.mark.parametrize("per_stage", all_but([2], [1, 2]))
 def test_a_residual_chain_sends_one_array_each_way(per_stage):
     """What a block adds to is added to where the block is: nothing skips a stage."""
 
@@ -365,7 +370,7 @@ def test_a_residual_chain_sends_one_array_each_way(per_stage):
     make = lambda: nnx.List(Block(rngs) for rngs in [nnx.Rngs(0)] for _ in range(4 * per_stage))
     rules = {mm.path(n): (tasks[n // per_stage], P()) for n in range(4 * per_stage)}
     with mesh:
-        blocks = mm.jit(make, out_shardings=mm.TaskSharding(rules))()
+        blocks = born(make, mm.TaskSharding(rules))
         grad_fn = mm.microbatch(nnx.value_and_grad(loss_fn), 0, 2, argnum=1, schedule="1f1b")
         program = mm.jit(lambda m, b: grad_fn(m, b)).program(blocks, (np.ones((6, 8), np.float32),) * 2)
     crossings = Counter((t.source, t.target) for t in program.transfers)

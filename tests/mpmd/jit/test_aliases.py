@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, homes, pipeline, values
-from tests.slow import examples
+from tests.slow import examples, grid
 
 NAMES = "abc"
 
@@ -110,11 +110,10 @@ def assert_alike(step, other, donate, graph=True):
 STEPS = [swapped, queue, argument, target, all_of_it, chosen, constant, written_in_a_loop]
 
 
-@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize(
     "other", [pytest.param(0, marks=pytest.mark.slow, id="one mesh"), pytest.param(1, id="two meshes")]
 )
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step, donate", grid(STEPS, [False, True]))
 def test_each_call_is_as_on_one_device(step, other, donate):
     assert_alike(step, other, donate)
 

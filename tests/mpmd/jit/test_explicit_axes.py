@@ -58,7 +58,7 @@ def loss_fn(layers, x):
 def train(jit, layers, steps=2, size=None, **options):
     """(losses, parameters, optimizer state)."""
     layers = nnx.List(layers)
-    optimizer = nnx.Optimizer(layers, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(layers, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
 
     @jit(**options)
     def step(layers, optimizer, x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,11 @@ def embedded_program(over, stages=4, rows=12, schedule="1f1b", home=0, **options
         return mm.jit(lambda model, batch: loop(model, batch)).program(model, models.tokens(rows=rows))
 
 
+@functools.cache
+def over_all_stages(rows=12, schedule="1f1b", home=0) -> mm.Program:
+    return embedded_program("stage", rows=rows, schedule=schedule, home=home)
+
+
 def test_each_microbatch_by_itself():
     """They have meshes of their own, and cannot share a call."""
     assert embedded_program("stage", schedule=None).loops[0].per_call == 1
@@ -134,7 +140,7 @@ def where(program: mm.Program, phase: str) -> list[int]:
     ids=["an axis", "some indices", "one index", "a function"],
 )
 def test_it_runs_on_the_slice_of_its_microbatch(over, expected):
-    program = embedded_program(over)
+    program = over_all_stages() if over == "stage" else embedded_program(over)
     program.verify()
     assert where(program, "forward") == where(program, "backward") == expected
     events = [e for e in program.simulate().events if e.name == "embed forward"]
@@ -145,7 +151,7 @@ def test_it_runs_on_the_slice_of_its_microbatch(over, expected):
 
 def test_meshes_that_run_it_take_turns_at_the_same_time():
     """Not one after the other: the first microbatch of each mesh starts at once."""
-    events = [e for e in embedded_program("stage").simulate().events if e.name == "embed forward"]
+    events = [e for e in over_all_stages().simulate().events if e.name == "embed forward"]
     assert [e.start for e in sorted(events, key=lambda e: e.microbatch)[:4]] == [0.0] * 4
 
 
@@ -153,7 +159,7 @@ def test_meshes_that_run_it_take_turns_at_the_same_time():
 @pytest.mark.parametrize("home", [0, 2])
 def test_its_state_is_sent_to_each_mesh_once_a_step_and_its_gradient_home_once(rows, home):
     """However many microbatches; and to no mesh that has none."""
-    program = embedded_program("stage", rows=rows, home=home)
+    program = over_all_stages(rows, home=home)
     tables = [t for t in program.transfers if t.shape == (VOCAB, WIDTH)]
     others = sorted({f"stage{m % 4}" for m in range(rows // 2)} - {f"stage{home}"})
     assert sorted(t.target for t in tables if t.source == f"stage{home}") == others
@@ -163,7 +169,7 @@ def test_its_state_is_sent_to_each_mesh_once_a_step_and_its_gradient_home_once(r
 
 def test_no_mesh_waits_for_the_sum_of_another():
     """Partial sums are summed after the loop: a backward reads that of the last one on its own mesh."""
-    program = embedded_program("stage")
+    program = over_all_stages()
     made = {s: i for i in program.instructions for s in i.outputs}
     for c in program.calls:
         if c.name == "embed backward":
@@ -179,7 +185,7 @@ def test_no_mesh_waits_for_the_sum_of_another():
 def test_other_stages_keep_the_order_of_their_schedule():
     """It is no stage: the others are ordered as if it were not there."""
     for schedule in ("1f1b", "zero-bubble-h1"):
-        table = embedded_program("stage", schedule=schedule).table()
+        table = over_all_stages(schedule=schedule).table()
         assert table == embedded_program({"stage": (0,)}, schedule=schedule).table()
         assert len(table) == 4 and {a.stage for row in table for a in row} == set(range(4))
 
@@ -194,7 +200,7 @@ def test_other_stages_keep_the_order_of_their_schedule():
         ("1f1b", "stage", ()),
         ("gpipe", third_of, (2,)),
         pytest.param("1f1b", {"stage": (0, 2)}, (2,), marks=pytest.mark.slow),
-        ("zero-bubble-h1", {"stage": (3, 1)}, ()),
+        pytest.param("zero-bubble-h1", {"stage": (3, 1)}, (), marks=pytest.mark.slow),
     ],
 )
 def test_an_embedding_spread_over_stages(schedule, over, per_stage):
@@ -225,7 +231,8 @@ def test_sharded_along_an_axis_within_its_slices():
         embedded(tasks, spec=P("model")),
         mesh=mesh,
         microbatch=2,
-        steps=2,
+        optimizer=SGD,
+        steps=1,
     )
 
 
@@ -254,7 +261,7 @@ def test_with_virtual_stages():
     assert {c.stage for c in ran.calls} == {None, 0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1"])
+@pytest.mark.parametrize("schedule", all_but(["zero-bubble-h1"], ["1f1b", "zero-bubble-h1"]))
 def test_a_tied_embedding_that_moves_at_both_ends(schedule):
     """Used by the moving task as an embedding and by the last stage as a head: one gradient."""
     mesh, tasks = pipeline(2)
@@ -266,11 +273,12 @@ def test_a_tied_embedding_that_moves_at_both_ends(schedule):
         mesh=mesh,
         microbatch=2,
         schedule=schedule,
+        optimizer=SGD,
         steps=2,
     )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1"])
+@pytest.mark.parametrize("schedule", all_but(["1f1b"], ["1f1b", "zero-bubble-h1"]))
 def test_state_that_is_carried_and_is_no_sum(schedule):
     """Statistics, a counter, a running mean and keys go from mesh to mesh in the order of microbatches."""
     mesh, tasks = pipeline(2)
@@ -287,7 +295,9 @@ def test_state_that_is_carried_and_is_no_sum(schedule):
     )
 
 
-@pytest.mark.parametrize("scoped, schedule", [(1, "1f1b"), (2, "gpipe"), (2, None)])
+@pytest.mark.parametrize(
+    "scoped, schedule", all_but([(1, "1f1b"), (2, None)], [(1, "1f1b"), (2, "gpipe"), (2, None)])
+)
 def test_in_the_middle_and_at_the_end(scoped, schedule):
     """Wherever the task is in the flow; on meshes of other stages, and on two that have no stage."""
     mesh, tasks = pipeline(4)
@@ -434,7 +444,7 @@ def test_a_second_call_compiles_nothing(compiled_anew):
 
 
 def test_it_is_compiled_once_for_each_mesh_and_phase():
-    program = embedded_program("stage", rows=24)
+    program = over_all_stages(24, home=0)
     count = collections.Counter(f.name for f in program.fragments if f.name.startswith("embed "))
     assert count == {"embed forward": 4, "embed backward": 4}
 

@@ -18,6 +18,7 @@ from mmnnx import _compat
 from tests import models
 from tests.models import in_tasks, make
 from tests.mpmd.parity import SGD, assert_parity, assert_same, born, pipeline, place
+from tests.slow import all_but
 
 POLICIES = jax.checkpoint_policies
 PARTS = ("backward-input", "backward-weight")
@@ -95,11 +96,11 @@ def products(program, phase, stage=0) -> int:
     "remat",
     [
         True,
-        False,
+        pytest.param(False, marks=pytest.mark.slow),
         POLICIES.dots_saveable,
-        POLICIES.dots_with_no_batch_dims_saveable,
-        POLICIES.nothing_saveable,
-        POLICIES.everything_saveable,
+        pytest.param(POLICIES.dots_with_no_batch_dims_saveable, marks=pytest.mark.slow),
+        pytest.param(POLICIES.nothing_saveable, marks=pytest.mark.slow),
+        pytest.param(POLICIES.everything_saveable, marks=pytest.mark.slow),
         [True, None],
     ],
     ids=["True", "False", "dots", "dots without batch", "nothing", "everything", "first stage"],
@@ -141,7 +142,7 @@ def test_a_transformer_trains_as_without():
     assert sum(parts) == whole > products(transformer(None), "backward", 1)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1"])
+@pytest.mark.parametrize("schedule", all_but(["1f1b"], ["1f1b", "zero-bubble-h1"]))
 def test_random_bits_that_are_drawn_again_are_the_same(schedule):
     """Dropout and BatchNorm: parameters, statistics and counters as without."""
     mesh, tasks = pipeline(2)
@@ -158,6 +159,7 @@ def test_random_bits_that_are_drawn_again_are_the_same(schedule):
         microbatch=2,
         schedule=schedule,
         steps=2,
+        optimizer=SGD,
         whole_batch=False,
         remat=True,
     )
@@ -197,7 +199,10 @@ def test_gradients_are_nought_where_the_forward_dropped(remat):
     )
 
 
-@pytest.mark.parametrize("remat", [True, POLICIES.dots_saveable], ids=["True", "dots"])
+@pytest.mark.parametrize(
+    "remat",
+    [pytest.param(True, id="True", marks=pytest.mark.slow), pytest.param(POLICIES.dots_saveable, id="dots")],
+)
 def test_stacks_of_layers_under_scan(remat):
     mesh, tasks = pipeline(2)
     assert_parity(
@@ -218,7 +223,7 @@ def test_without_microbatches_a_task_has_it():
     tasks = [dataclasses.replace(task, remat=True) for task in tasks]
     make_model = in_tasks(make(Named), {(k, i): tasks[i] for k in ("up", "down") for i in range(2)})
     batch = models.vectors(features_out=8)
-    assert_parity(make_model, models.squared_error, batch, mesh=mesh, steps=1)
+    assert_parity(make_model, models.squared_error, batch, mesh=mesh, optimizer=SGD, steps=1)
 
 
 # Fewer bytes

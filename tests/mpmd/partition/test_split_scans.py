@@ -20,7 +20,7 @@ from mmnnx.mpmd.ir.placement import Location, Placement, Reason
 from mmnnx.mpmd.partition.split_scans import can_be_split, split_scans
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import assert_parity, pipeline, place
+from tests.mpmd.parity import SGD, assert_parity, pipeline, place
 from tests.slow import all_but
 
 INPUT, WEIGHT = "backward-input", "backward-weight"
@@ -44,7 +44,8 @@ def products(program: mm.Program) -> dict[str, Counter]:
     return found
 
 
-@pytest.mark.parametrize("schedule", all_but(["zero-bubble-h1"], SCHEDULES))
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stacks_of_two_layers(schedule):
     mesh, tasks = pipeline(2)
     program = assert_parity(
@@ -72,10 +73,11 @@ def test_over_a_data_axis():
         microbatch=4,
         schedule="zero-bubble-h1",
         arg_shardings=P(mesh.axis_names[-1]),
+        optimizer=SGD,
         steps=2,
     )
     assert not program.notes
-    assert all(counts[WEIGHT, True] for counts in products(program).values())
+    assert all(counts[INPUT, True] and counts[WEIGHT, True] for counts in products(program).values())
 
 
 def language_model() -> LM:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import mmnnx as mm
-from tests.mpmd.parity import assert_same, born, pipeline, place
+from tests.mpmd.parity import SGD, assert_same, born, pipeline, place
 from tests.slow import all_but, grid
 
 WIDTH, STAGES = 16, 3
@@ -89,11 +88,11 @@ def train(loss_fn, schedule):
 def check(make, step):
     """Two calls of a step are those of one device; returns its program."""
     reference = make()
-    references = reference, nnx.Optimizer(reference, optax.adam(1e-2), wrt=nnx.Param)
+    references = reference, nnx.Optimizer(reference, SGD, wrt=nnx.Param)
     whole, split = nnx.jit(step), mm.jit(step)
     with MESH:
         model = born(make, PLACEMENT)
-        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param))(model)
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, SGD, wrt=nnx.Param))(model)
         program = split.program(model, optimizer, X)
         for _ in range(2):
             with mm.ignore_transforms():
@@ -116,7 +115,7 @@ def test_of_the_whole_model(loss_fn, schedule):
         assert len(program.transfers) <= calls * (4 * (STAGES - 1) + 2)
 
 
-@pytest.mark.parametrize("schedule", all_but([None, "zero-bubble-h1"], [None, "1f1b", "zero-bubble-h1"]))
+@pytest.mark.parametrize("schedule", all_but(["zero-bubble-h1"], [None, "1f1b", "zero-bubble-h1"]))
 def test_a_layer_that_takes_one_is_a_layer(schedule):
     """What crosses, and when what runs, is as if it had been written out."""
     programs = [check(make, train(mean_square, schedule)) for make in (Descending, WrittenOut)]

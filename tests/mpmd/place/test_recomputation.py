@@ -100,6 +100,7 @@ def test_it_trains_as_whole(recompute, options):
             BATCH,
             place(tasks, *OWNED),
             mesh=mesh,
+            optimizer=SGD,
             steps=1,
             **{"microbatch": 2, **options},
         )
@@ -165,12 +166,12 @@ def test_a_function_is_divided_anew_for_each_setting():
     expected = grad_step(nnx.jit)(make(Masked)(), BATCH)
     ran = []
     with mesh:
-        for enable in (True, False, True, False, False, True):
+        for enable in (True, False, True, False):
             with mm.enable_recomputation(enable):
                 assert_same(step(model, BATCH), expected)
                 ran.append(len(step.program(model, BATCH).profile(model, BATCH).timeline.transfers))
     assert ran[0] < ran[1]
-    assert ran == [ran[0], ran[1], ran[0], ran[1], ran[1], ran[0]]
+    assert ran == [ran[0], ran[1]] * 2
 
 
 def test_settings_nest_and_end_with_errors():

@@ -13,7 +13,7 @@ import mmnnx as mm
 from tests.mpmd.parity import SGD, assert_same, born_with_optimizer, pipeline, place, values
 from tests.slow import grid
 
-STAGES, WIDTH = 4, 8
+STAGES, WIDTH = 3, 8
 
 
 class Net(nnx.Module):

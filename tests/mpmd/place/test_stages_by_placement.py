@@ -15,7 +15,7 @@ import mmnnx as mm
 from mmnnx.train.checkpoint import Checkpoints
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import ADAMW, assert_parity, assert_same, born_with_optimizer, pipeline, place
+from tests.mpmd.parity import ADAMW, SGD, assert_parity, assert_same, born_with_optimizer, pipeline, place
 from tests.slow import all_but
 
 SMALL = make(models.MLP, 4, 8)
@@ -52,13 +52,16 @@ def stages_of(program: mm.Program) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     "schedule, meshes",
-    [
-        ("zbv", VEE),
-        ("dualpipe-v", VEE),
-        ("interleaved-1f1b", LOOP),
-        ("looped-bfs", LOOP),
-        ("interleaved-zero-bubble", LOOP),
-    ],
+    all_but(
+        [("zbv", VEE), ("looped-bfs", LOOP)],
+        [
+            ("zbv", VEE),
+            ("dualpipe-v", VEE),
+            ("interleaved-1f1b", LOOP),
+            ("looped-bfs", LOOP),
+            ("interleaved-zero-bubble", LOOP),
+        ],
+    ),
 )
 def test_four_tasks_on_two_meshes(schedule, meshes):
     mesh, tasks = tasks_on(meshes)
@@ -70,19 +73,22 @@ def test_four_tasks_on_two_meshes(schedule, meshes):
     assert {f"part{n} forward" for n in range(4)} <= {f.name for f in program.fragments}
 
 
-@pytest.mark.parametrize("schedule", ["zbv", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", all_but(["interleaved-1f1b"], ["zbv", "interleaved-1f1b"]))
 def test_eight_tasks_on_four_meshes(schedule):
     down = (0, 1, 2, 3)
     mesh, tasks = tasks_on((*down, *(reversed(down) if schedule == "zbv" else down)), 2)
     batch, model = models.vectors(rows=14), make(models.MLP, 8, 8)
     placement = mm.pipeline_sharding(nnx.eval_shape(model), stages=tasks, layers="layers")
     program = assert_parity(
-        model, models.squared_error, batch, placement, mesh=mesh, microbatch=2, schedule=schedule, steps=2
+        *(model, models.squared_error, batch, placement),
+        **dict(mesh=mesh, microbatch=2, schedule=schedule, optimizer=SGD, steps=1),
     )
     assert sorted(stages_of(program)) == sorted((n, 7 - n if schedule == "zbv" else n + 4) for n in down)
 
 
-@pytest.mark.parametrize("schedule, meshes", [("zbv", VEE), ("interleaved-1f1b", LOOP)])
+@pytest.mark.parametrize(
+    "schedule, meshes", all_but([("zbv", VEE)], [("zbv", VEE), ("interleaved-1f1b", LOOP)])
+)
 def test_a_second_loop_reads_weights_that_were_updated_since_the_first(schedule, meshes):
     """Their new values have the tasks of the old: as where a discriminator takes several steps."""
     mesh, tasks = tasks_on(meshes)
@@ -95,11 +101,11 @@ def test_a_second_loop_reads_weights_that_were_updated_since_the_first(schedule,
     results = []
     for jit, placement in (nnx.jit, None), (mm.jit, one_layer_each(tasks)):
         with mesh:
-            model, optimizer = born_with_optimizer(SMALL, placement, ADAMW)
-            results.append((jit(twice)(model, optimizer, models.vectors(rows=8)), model, optimizer))
+            (model, optimizer), run = born_with_optimizer(SMALL, placement, SGD), jit(twice)
+            results.append((run(model, optimizer, models.vectors(rows=8)), model, optimizer))
     assert_same(results[1], results[0])
     with mesh:
-        program = mm.jit(twice).program(model, optimizer, models.vectors(rows=8))
+        program = run.program(model, optimizer, models.vectors(rows=8))
     for loop in program.loops:
         assert {f"part{n} forward" for n in range(4)} <= {f.name for row in loop.fragments for f in row}
 
@@ -128,7 +134,7 @@ def test_state_that_changes_with_every_microbatch():
     assert stages_of(program) == [(0, 3), (1, 2)]
 
 
-@pytest.mark.parametrize("schedule", all_but(["1f1b", None], ["1f1b", "zero-bubble-h1", None]))
+@pytest.mark.parametrize("schedule", all_but(["1f1b"], ["1f1b", "zero-bubble-h1", None]))
 def test_neighbours_are_one_stage_where_the_schedule_has_no_use_for_two(schedule):
     """As many transfers, and as many calls, as if one task had the state of both."""
     mesh, tasks = tasks_on(NEIGHBOURS)
@@ -180,7 +186,7 @@ def test_each_stage_has_the_options_of_its_task():
         program = assert_parity(
             *(make(models.MLP, 8, 8), models.squared_error, batch),
             place(tasks, *([("layers", (2 * n, 2 * n + 1))] for n in range(4))),
-            **dict(mesh=mesh, microbatch=2, schedule="zbv", steps=1),
+            **dict(mesh=mesh, microbatch=2, schedule="zbv", optimizer=SGD, steps=1),
         )
         saved.append(list(program.simulate().residual_bytes.values()))
     (first, second), (same, less) = saved

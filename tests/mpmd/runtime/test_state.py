@@ -4,6 +4,7 @@ five.
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import jax
@@ -40,10 +41,17 @@ def stage_of_path(path):
     return 0 if "embed" in path or "['blocks'][0]" in path else 1
 
 
-def test_born_on_its_own_mesh_with_the_same_values():
+@functools.cache
+def born_in_halves():
+    """A MultiMesh, a model that was made on it, and the program that made it."""
     mesh, tasks = pipeline(2, 2)
     with mesh:
-        model = mm.jit(make(models.Transformer, layers=2), out_shardings=place(tasks, *HALVES))()
+        init = mm.jit(make(models.Transformer, layers=2), out_shardings=place(tasks, *HALVES))
+        return mesh, init(), init.program()
+
+
+def test_born_on_its_own_mesh_with_the_same_values():
+    mesh, model, _ = born_in_halves()
     for path, devices in homes(model).items():
         assert devices == set(mesh.devices[stage_of_path(path)].flat), path
     assert_same(model, nnx.jit(make(models.Transformer, layers=2))(), rtol=1e-6)
@@ -53,15 +61,9 @@ def test_no_device_ever_holds_the_whole_model():
     """Nothing large is made on one mesh and sent to another: each mesh makes its own, in shards where so
     placed.
     """
-    mesh, tasks = pipeline(2, 2)
-    init = make(models.Transformer, layers=2)
-    placement = place(tasks, *HALVES)
-    with mesh:
-        born = mm.jit(init, out_shardings=placement)
-        program = born.program()
-        assert all(transfer.nbytes <= 64 for transfer in program.transfers), str(program)
-        assert len({fragment.mesh for fragment in program.fragments}) == 2
-        model = born()
+    mesh, model, program = born_in_halves()
+    assert all(transfer.nbytes <= 64 for transfer in program.transfers), str(program)
+    assert len({fragment.mesh for fragment in program.fragments}) == 2
     held = dict.fromkeys(mesh.devices.flat, 0)
     for leaf in jax.tree.leaves(nnx.state(model)):
         for shard in leaf.addressable_shards:
@@ -113,6 +115,7 @@ def test_slots_of_an_optimizer_follow_their_parameters():
                 )
 
 
+@pytest.mark.slow  # as `assert_parity` looks at after every step of a placed model
 def test_state_stays_at_home():
     mesh, tasks = pipeline(2)
     with mesh:
@@ -311,10 +314,10 @@ def test_a_trained_scalar_stays_on_every_mesh():
             grads = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
             nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
 
-        other = Scaled(rngs=nnx.Rngs(0))
+        other, alone = Scaled(rngs=nnx.Rngs(0)), nnx.jit(step.__wrapped__)
         for _ in range(2):
             step(model, jnp.ones((4, 8)))
-            step.__wrapped__(other, jnp.ones((4, 8)))
+            alone(other, jnp.ones((4, 8)))
             assert model.scale.get_raw_value().sharding.is_equivalent_to(where, 0)
         np.testing.assert_allclose(model.scale[...], other.scale[...], rtol=1e-5)
 
