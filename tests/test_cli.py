@@ -24,6 +24,7 @@ from mmnnx.options import reported
 from mmnnx.output import Output, saying, take_options
 from mmnnx.train.progress import Display
 from tests.environment import environment
+from tests.slow import all_but
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +208,7 @@ def test_completion(capsys):
     assert "one of bash, zsh" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", ["--help", "schedule --stages 2 --microbatches 2"])
+@pytest.mark.parametrize("options", all_but(["--help"], ["--help", "schedule --stages 2 --microbatches 2"]))
 def test_nobody_reads_the_rest(options):
     """As of `mmnnx --help | head -0`: no traceback."""
     read, write = os.pipe()

@@ -9,7 +9,6 @@ import pytest
 
 from mmnnx.mpmd.ir.placement import Reason
 from tests.environment import environment
-from tests.slow import all_but
 
 ROOT = Path(__file__).parent.parent
 
@@ -82,7 +81,8 @@ HOW_TO = {  # what each prints, somewhere
 }
 
 
-@pytest.mark.parametrize("page", all_but(["debug-a-placement"], HOW_TO))
+@pytest.mark.slow
+@pytest.mark.parametrize("page", HOW_TO)
 def test_the_program_of_how_to(page, tmp_path):
     assert re.search(HOW_TO[page], run_document(f"docs/how-to/{page}.md", tmp_path), flags=re.MULTILINE)
 

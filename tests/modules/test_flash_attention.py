@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,12 +47,15 @@ def test_the_kernel_gives_values_and_gradients_of_all_scores(options, packed):
     attend, (*args, ct) = _Attend(scale=0.2, **options), operands()
     segments = (SEGMENTS,) if packed else ()
 
-    def computed(fun):
+    def computed(fun, *args):
         y, back = jax.vjp(lambda *args: fun(*args, *segments), *args)
         return (y, *back(ct))
 
-    got = computed(lambda *args: attend.by_kernel(*args, interpret=True))
-    for a, b in zip(got, computed(attend.whole)):
+    got, expected = (
+        jax.jit(computed, static_argnums=0)(fun, *args)
+        for fun in (functools.partial(attend.by_kernel, interpret=True), attend.whole)
+    )
+    for a, b in zip(got, expected):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
@@ -93,9 +98,10 @@ def test_a_mask_and_a_cache_go_without_it(implementation):
     )
     x = jax.random.normal(jax.random.key(1), (2, 128, 16))
     mask = jnp.tril(jnp.ones((1, 1, 128, 128), bool), -1) | jnp.eye(128, dtype=bool)
-    np.testing.assert_allclose(flash(x), usual(x), atol=1e-5)
-    np.testing.assert_allclose(flash(x, mask=mask), usual(x, mask=mask), atol=1e-5)
-    (y, _), (z, _) = (m(x, cache=m.init_cache(2, 128)) for m in (flash, usual))
+    call = nnx.jit(lambda attention, x, **options: attention(x, **options))
+    np.testing.assert_allclose(call(flash, x), call(usual, x), atol=1e-5)
+    np.testing.assert_allclose(call(flash, x, mask=mask), call(usual, x, mask=mask), atol=1e-5)
+    (y, _), (z, _) = (call(m, x, cache=m.init_cache(2, 128)) for m in (flash, usual))
     np.testing.assert_allclose(y, z, atol=1e-5)
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 from mmnnx.modules.generate import generate
 from mmnnx.modules.lm import LM, LMConfig
 from tests.modules.llama import EVERY, FILE, FLAVOURS, NEW, PROMPT, our_path, probed, tokens, weight
+from tests.slow import all_but
 
 
 @pytest.fixture(scope="module", params=FLAVOURS)
@@ -18,11 +19,12 @@ def pair(request):
     flavour = f"{request.param}/"
     kept = np.load(FILE)
     expected = {name.removeprefix(flavour): kept[name] for name in kept if name.startswith(flavour)}
-    model = LM(LMConfig(**FLAVOURS[request.param]), rngs=nnx.Rngs(1))
+    model = nnx.eval_shape(lambda: LM(LMConfig(**FLAVOURS[request.param]), rngs=nnx.Rngs(1)))
     variables = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for name in weights(expected):
         variable = variables.pop(our_path(name))
-        variable.set_value(jnp.asarray(turned(name, weight(name, turned(name, variable.get_value()).shape))))
+        shape = turned(name, np.empty(variable.shape)).shape
+        variable.set_value(jnp.asarray(turned(name, weight(name, shape))))
     assert not variables
     return expected, model
 
@@ -39,7 +41,7 @@ def turned(name, x):
 def test_logits(pair):
     expected, model = pair
     assert expected["logits"].std() > 0.5
-    got = model(jnp.asarray(tokens()))[:, ::EVERY]
+    got = nnx.jit(lambda model, x: model(x))(model, jnp.asarray(tokens()))[:, ::EVERY]
     np.testing.assert_allclose(got, expected["logits"], rtol=1e-3, atol=2e-4)
 
 
@@ -54,6 +56,7 @@ def test_loss_and_gradients(pair):
         np.testing.assert_allclose(got, want, atol=2e-4 * np.abs(want).max(), err_msg=name)
 
 
+@pytest.mark.parametrize("pair", all_but(["Qwen3"], FLAVOURS), indirect=True)
 def test_greedy_generation(pair):
     expected, model = pair
     np.testing.assert_array_equal(generate(model, tokens(PROMPT), NEW), expected["generated"])

@@ -14,7 +14,7 @@ import mmnnx as mm
 from mmnnx.modules import LM, LMConfig, LoRALinear, MoELM, MoELMConfig, lora
 from tests.slow import all_but
 
-SIZES = dict(vocab=32, layers=5, width=16, heads=4, kv_heads=2, mlp=32)
+SIZES = dict(vocab=32, layers=3, width=16, heads=4, kv_heads=2, mlp=32)
 TOKENS = np.arange(64).reshape(4, 16) % 32
 
 
@@ -36,18 +36,18 @@ def mesh():
 def placed(scan: bool):
     model = make(scan)
     sharding = mm.pipeline_sharding(model, 2, rules=mm.logical_rules("tensor"))
-    return mm.jit(lambda: make(scan), out_shardings=sharding)()
+    return mm.jit(nnx.clone, out_shardings=sharding)(model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", all_but([True], [False, True]))
 def test_the_same_at_first_and_where_the_layers_live(scan):
-    """Also where the kernels are a DividedArray: two layers and three."""
+    """Also where the kernels are a DividedArray: one layer and two."""
     expected = make(scan)(TOKENS)
     with mesh():
         model = lora(placed(scan), 2)
     layers = [m for _, m in nnx.iter_modules(model) if isinstance(m, LoRALinear)]
-    assert len(layers) == 7 * (1 if scan else 5) and not isinstance(model.head, LoRALinear)
+    assert len(layers) == 7 * (1 if scan else 3) and not isinstance(model.head, LoRALinear)
     for layer in layers:
         kernel, a, b = (v.get_raw_value() for v in (layer.kernel, layer.lora_a, layer.lora_b))
         assert isinstance(a, mm.DividedArray) == isinstance(kernel, mm.DividedArray) == scan
@@ -63,7 +63,9 @@ def test_the_same_at_first_and_where_the_layers_live(scan):
 @pytest.mark.parametrize("scan", all_but([True], [False, True]))
 def test_trained_over_stages_as_on_one_device(scan):
     def train(model, jit, loop):
-        optimizer = jit(lambda model: nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam))(model)
+        optimizer = jit(lambda model: nnx.Optimizer(model, optax.sgd(0.5, momentum=0.9), wrt=nnx.LoRAParam))(
+            model
+        )
 
         @jit
         def step(model, optimizer, tokens):
@@ -72,7 +74,7 @@ def test_trained_over_stages_as_on_one_device(scan):
             optimizer.update(model, grads)
             return loss
 
-        return [float(step(model, optimizer, TOKENS)) for _ in range(4)], optimizer
+        return [float(step(model, optimizer, TOKENS)) for _ in range(3)], optimizer
 
     whole = lora(make(scan), 2)
     kept = jax.tree.map(np.asarray, nnx.state(whole, nnx.Not(nnx.LoRAParam)))
@@ -80,7 +82,7 @@ def test_trained_over_stages_as_on_one_device(scan):
     assert expected[-1] < expected[0]
     jax.tree.map(np.testing.assert_array_equal, nnx.state(whole, nnx.Not(nnx.LoRAParam)), kept)
     additions = len(jax.tree.leaves(nnx.state(whole, nnx.LoRAParam)))
-    assert len(jax.tree.leaves(nnx.state(optimizer))) == 2 * additions + 2  # two moments, two counts
+    assert len(jax.tree.leaves(nnx.state(optimizer))) == additions + 1  # a moment of each, and a count
     with mesh():
         loop = lambda fun: mm.microbatch(fun, dim=0, size=2, argnum=1, reduce="mean")
         found, _ = train(lora(placed(scan), 2), mm.jit, loop)
@@ -90,14 +92,14 @@ def test_trained_over_stages_as_on_one_device(scan):
 def test_chosen_layers_and_abstract_models():
     model = lora(nnx.eval_shape(make), 3, mm.path(..., {"query", "value"}), alpha=1.0)
     chosen = [path for path, m in nnx.iter_modules(model) if isinstance(m, LoRALinear)]
-    assert {path[-1] for path in chosen} == {"query", "value"} and len(chosen) == 10
+    assert {path[-1] for path in chosen} == {"query", "value"} and len(chosen) == 6
     a = model.blocks[0].attention.query.lora_a
     assert a.get_raw_value() == jax.ShapeDtypeStruct((16, 3), jnp.float32)
     assert a.get_metadata("out_sharding") == ("embed", None)
     first, again = (lora(make(), 2, seed=1), lora(make(), 2, seed=1))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(first), nnx.state(again))
     values = [v.get_raw_value() for _, v in nnx.to_flat_state(nnx.state(first, nnx.LoRAParam))]
-    assert len({x.tobytes() for x in map(np.asarray, values) if x.any()}) == 35  # each layer its own
+    assert len({x.tobytes() for x in map(np.asarray, values) if x.any()}) == 21  # each layer its own
 
 
 def test_experts_keep_their_router():

@@ -131,6 +131,7 @@ def test_a_pipeline_trains_as_one_device_does(model, stages, options, layers):
         batch_of(model),
         pipeline_sharding(nnx.eval_shape(make_model) if layers == "blocks" else make_model(), tasks, layers),
         mesh=mesh,
+        optimizer=optax.sgd(0.1),
         microbatch=4,
         steps=2,
         whole_batch=model is ViT,
@@ -313,15 +314,21 @@ def test_a_decoder_block_is_attention_then_cross_attention_then_a_layer():
     block = make(EncoderDecoder).decoder.blocks[0]
     x, memory = (jax.random.normal(jax.random.key(n), (2, 4 + n, 8)) for n in range(2))
     mask = jnp.arange(5)[None, None, None] < jnp.array([3, 5])[:, None, None, None]
-    y = x + block.attention(block.attention_norm(x))
-    y = y + block.cross_attention(block.cross_norm(y), memory, mask=mask)
-    np.testing.assert_allclose(run(block, x, memory, mask), y + block.mlp(block.mlp_norm(y)), atol=1e-5)
+
+    @nnx.jit
+    def by_hand(block, x, memory, mask):
+        y = x + block.attention(block.attention_norm(x))
+        y = y + block.cross_attention(block.cross_norm(y), memory, mask=mask)
+        return y + block.mlp(block.mlp_norm(y))
+
+    np.testing.assert_allclose(run(block, x, memory, mask), by_hand(block, x, memory, mask), atol=1e-5)
 
 
 def test_tied_the_embedding_is_the_output_layer():
     model, (source, target) = make(EncoderDecoder, tied=True), batch_of(EncoderDecoder)
     assert not hasattr(model, "head")
-    x = model.decoder(model.embed(target), run(model, source, method="encode"), mask=model.seen(source))
+    memory = run(model, source, method="encode")
+    x = run(model.decoder, model.embed(target), memory, mask=model.seen(source))
     np.testing.assert_allclose(run(model, source, target), x @ model.embed.embedding[...].T, atol=1e-4)
 
 
@@ -404,7 +411,7 @@ def test_scanned_blocks_are_the_same_in_one_segment_or_two():
 def test_a_cached_decode_is_the_full_forward(scan):
     model, (tokens,) = make(MoELM, scan=scan), batch_of(MoELM)
     cache, parts = model.init_cache(8, 7), []
-    for start, end in ((0, 4), (4, 5), (5, 7)):
+    for start, end in ((0, 3), (3, 6), (6, 7)):
         logits, cache = run(model, tokens[:, start:end], cache=cache)
         parts.append(logits)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), run(model, tokens), atol=1e-4)

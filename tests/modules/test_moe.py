@@ -25,6 +25,9 @@ def build(experts: int = EXPERTS, top_k: int = 2, *, seed: int = 0, cls: type = 
     return cls(WIDTH, MLP, experts, top_k, router_init=router, rngs=nnx.Rngs(seed), **options)
 
 
+call = nnx.jit(lambda moe, x: moe(x))
+
+
 def inputs(shape=(3, 10, WIDTH), seed: int = 1) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
@@ -64,7 +67,7 @@ def by_hand(moe: MoE, x: jax.Array, capacity: int | None = None):
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_dropless_is_the_loop(top_k):
     moe, x = build(top_k=top_k), inputs()
-    y, aux = moe(x)
+    y, aux = call(moe, x)
     expected, _ = by_hand(moe, x)
     np.testing.assert_allclose(y, expected, atol=1e-5)
     assert aux.dropped == 0
@@ -75,13 +78,19 @@ def test_dropless_is_the_loop(top_k):
 )
 def test_other_dtypes(dtype, atol):
     """Of float64, too, the router computes in float32."""
-    gradient = nnx.grad(lambda moe, x: moe(x)[0].astype(jnp.float32).sum())
+
+    @nnx.jit
+    @nnx.grad(has_aux=True)
+    def gradient(moe, x):
+        y = moe(x)[0]
+        return y.astype(jnp.float32).sum(), y
+
     with jax.enable_x64(True):
         moe, x = build(param_dtype=dtype), inputs().astype(dtype)
-        y, grads = moe(x)[0], gradient(moe, x)
+        grads, y = gradient(moe, x)
         same = build()
         nnx.update(same, jax.tree.map(lambda v: v.astype(jnp.float32), nnx.state(moe)))
-        expected = gradient(same, x.astype(jnp.float32))
+        expected, _ = gradient(same, x.astype(jnp.float32))
     assert y.dtype == dtype and grads.up[...].dtype == dtype
     np.testing.assert_allclose(y, by_hand(moe, x)[0], atol=atol)
     for name in ("gate", "up", "down"):
@@ -99,7 +108,7 @@ def test_no_tokens(shape, factor):
 @pytest.mark.parametrize("factor", [0.3, 0.75, 1.25])
 def test_capacity_drops_as_the_loop_does(top_k, factor):
     moe, x = build(top_k=top_k, capacity_factor=factor), inputs()
-    y, aux = moe(x)
+    y, aux = call(moe, x)
     expected, dropped = by_hand(moe, x, moe.capacity(10))
     np.testing.assert_allclose(y, expected, atol=1e-5)
     np.testing.assert_allclose(aux.dropped, dropped, atol=1e-6)
@@ -115,14 +124,14 @@ def test_capacity_is_an_even_share_times_the_factor_and_never_more_than_all():
 
 def test_with_room_for_all_capacity_is_dropless():
     x = inputs()
-    y, aux = build(capacity_factor=EXPERTS / 2)(x)
-    np.testing.assert_allclose(y, build()(x)[0], atol=1e-5)
+    y, aux = call(build(capacity_factor=EXPERTS / 2), x)
+    np.testing.assert_allclose(y, call(build(), x)[0], atol=1e-5)
     assert aux.dropped == 0
 
 
 def test_rows_do_not_take_each_others_slots():
     moe, x = build(capacity_factor=0.5), inputs()
-    np.testing.assert_allclose(moe(x)[0][1:], moe(x[1:])[0], atol=1e-6)
+    np.testing.assert_allclose(call(moe, x)[0][1:], call(moe, x[1:])[0], atol=1e-6)
 
 
 def reference(weights, x, top_k: int = 2):
@@ -178,7 +187,7 @@ def test_losses_are_the_formulas_of_the_papers():
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     chosen = np.argsort(-p, axis=-1)[..., :2].reshape(-1)
     fraction = np.bincount(chosen, minlength=EXPERTS) / chosen.size
-    aux = moe(x)[1]
+    aux = call(moe, x)[1]
     np.testing.assert_allclose(aux.fraction, fraction, atol=1e-6)
     np.testing.assert_allclose(aux.load_balancing, EXPERTS * fraction @ p.mean((0, 1)), rtol=1e-5)
     np.testing.assert_allclose(aux.router_z, np.mean(np.log(np.exp(logits).sum(-1)) ** 2), rtol=1e-5)
@@ -186,17 +195,17 @@ def test_losses_are_the_formulas_of_the_papers():
 
 def test_the_loss_of_an_even_load_is_one_and_of_a_lone_expert_as_many_as_there_are():
     even, lone = build(top_k=EXPERTS), build(top_k=1)
-    np.testing.assert_allclose(even(inputs())[1].load_balancing, 1, rtol=1e-6)
+    np.testing.assert_allclose(call(even, inputs())[1].load_balancing, 1, rtol=1e-6)
     kernel = jnp.zeros((WIDTH, EXPERTS)).at[:, 0].set(50.0)
     lone.router.kernel.set_value(kernel)
-    aux = lone(jnp.ones((2, 3, WIDTH)))[1]
+    aux = call(lone, jnp.ones((2, 3, WIDTH)))[1]
     np.testing.assert_allclose(aux.load_balancing, EXPERTS, rtol=1e-6)
     np.testing.assert_array_equal(aux.fraction, [1, 0, 0, 0])
 
 
 def test_bfloat16_computes_in_it_but_routes_in_float32():
     moe, x = build(dtype=jnp.bfloat16, capacity_factor=2.0), inputs()
-    y, aux = moe(x)
+    y, aux = call(moe, x)
     assert (y.dtype, aux.router_z.dtype, moe.gate.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
     np.testing.assert_allclose(y.astype(jnp.float32), by_hand(moe, x)[0], atol=0.05)
     half = build(param_dtype=jnp.bfloat16)
@@ -268,7 +277,7 @@ def test_the_activation_can_be_overridden():
 
 def test_it_is_what_ragged_dot_gives():
     x = inputs()
-    np.testing.assert_allclose(build()(x)[0], build(cls=Ragged)(x), atol=1e-5)
+    np.testing.assert_allclose(call(build(), x)[0], call(build(cls=Ragged), x), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -314,8 +323,9 @@ def test_experts_over_a_mesh_axis_are_the_same(over, factor):
         return jnp.sum(jnp.sin(y)) + aux.load_balancing + aux.router_z, (y, aux)
 
     grad = nnx.value_and_grad(loss, has_aux=True)
-    expected = nnx.jit(grad)(build(capacity_factor=factor), x)
-    placed = mm.jit(lambda: build(capacity_factor=factor), out_shardings=mm.TaskSharding({...: task}))()
+    moe = build(capacity_factor=factor)
+    expected = nnx.jit(grad)(moe, x)
+    placed = mm.jit(nnx.clone, out_shardings=mm.TaskSharding({...: task}))(moe)
     assert placed.gate.sharding.spec == P(axis, None, None)
     assert placed.gate.addressable_shards[0].data.shape == (EXPERTS // sizes[0], WIDTH, MLP)
     for fun in (mm.task(grad, task=task), grad):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ JOBS = {
     "gpipe": small(schedule="gpipe"),
 }
 QUICK = ("lm",)
+planned = functools.cache(lambda name: plan_here(JOBS[name]))
 
 
 @pytest.mark.parametrize("name", all_but(QUICK, JOBS))
@@ -41,7 +43,7 @@ def test_planned_bytes_are_measured_bytes(name, monkeypatch):
     """
     monkeypatch.setattr(prepare, "_measured", lambda bound, bindings, compiled, options: measurer(compiled))
     job = JOBS[name]
-    plan = plan_here(job)
+    plan = planned(name)
     with job.mesh(devices_of(job)):
         model, optimizer = job.make()
         step = job.train_step(model)
@@ -55,7 +57,7 @@ def test_planned_bytes_are_measured_bytes(name, monkeypatch):
 
 def test_what_the_bytes_are():
     """Adam keeps two of each weight; a gradient is one more; remat saves less; tensor parallelism halves."""
-    plans = {name: plan_here(JOBS[name]) for name in ("lm", "remat", "tensor")}
+    plans = {name: planned(name) for name in ("lm", "remat", "tensor")}
     for plan in plans.values():
         for memory in plan.memory:
             weights = memory.peak_of["weights"]
@@ -80,11 +82,9 @@ def test_what_is_not_donated_is_there_twice():
     job = small()
     with job.mesh(jax.devices()[:2]):
         model, optimizer = nnx.eval_shape(job.make)
-        step = job.train_step(model)
-        kept = mm.jit(step.__wrapped__, in_shardings=step_shardings(job, model))
-        donated = mm.plan(step, model, optimizer, tokens(job))
+        kept = mm.jit(job.train_step(model).__wrapped__, in_shardings=step_shardings(job, model))
         plan = mm.plan(kept, model, optimizer, tokens(job))
-    for memory, less in zip(plan.memory, donated.memory):
+    for memory, less in zip(plan.memory, planned("lm").memory):
         state = memory.peak_of["weights"] + memory.peak_of["optimizer state"]
         once = less.peak_of["weights"] + less.peak_of["optimizer state"]
         assert state == pytest.approx(2 * once, rel=0.01)
@@ -110,7 +110,7 @@ def step_shardings(job, model):
 
 
 def test_results_in_place_are_counted_by_the_executables():
-    plan = plan_here(small())
+    plan = planned("lm")
     updates = [f for f in plan.fragments if f.phase == "none" and f.alias_bytes]
     assert len(updates) == 2
     for f in updates:

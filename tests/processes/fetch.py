@@ -35,7 +35,7 @@ def place(value, mesh, spec):
 tree = {
     "loss": place(np.float32(2.5), last, P()),
     "bf16": place(np.arange(6.0, dtype=jnp.bfloat16).reshape(2, 3), first, P("x")),
-    "all": place(np.arange(24).reshape(6, 4), everywhere, P("x")),
+    "all": place(np.arange(24).reshape(12, 2), everywhere, P("x")),
     "same": place(np.arange(3), everywhere, P()),
     "number": 7,
 }
@@ -46,7 +46,7 @@ for n in range(50):
     times.append(time.perf_counter() - began)
 assert got["loss"] == 2.5 and got["loss"].shape == () and got["loss"].dtype == np.float32
 assert got["bf16"].tolist() == [[0, 1, 2], [3, 4, 5]] and got["bf16"].dtype == jnp.bfloat16
-assert got["all"].tolist() == np.arange(24).reshape(6, 4).tolist()
+assert got["all"].tolist() == np.arange(24).reshape(12, 2).tolist()
 assert got["same"].tolist() == [0, 1, 2] and got["number"] == 7
 print(f"median of a fetch: {1e3 * sorted(times)[25]:.2f} ms")
 mm.fetch(place(np.float32(1), last, P()))

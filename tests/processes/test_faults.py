@@ -53,10 +53,10 @@ class Run:
         ]
 
 
-@pytest.mark.parametrize("victim, seed", all_but([(0, 0)], [(0, 0), (2, 1), (3, 2)]))
+@pytest.mark.parametrize("victim, seed", all_but([(0, 0)], [(0, 0), (1, 1), (2, 2)]))
 def test_a_process_that_is_killed_brings_the_others_down(victim, seed):
     """Wherever in a step it was; process 0, where JAX's coordinator is, as any other."""
-    run = Run(4, "SIGKILL", victim, seed)
+    run = Run(3, "SIGKILL", victim, seed)
     assert run.results[victim][0] == -9
     for status, message in run.survivors(victim):
         assert status == 1
@@ -83,7 +83,8 @@ def test_a_coordinator_that_is_stopped_is_missed():
     assert "process 0 (" in run.survivors(0)[0][1] and "for 4 s" in run.survivors(0)[0][1]
 
 
-@pytest.mark.parametrize("victim", all_but([1], [0, 1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_raises_says_what(victim):
     """It shows its traceback, the others the error in a line."""
     run = Run(2, "raise", victim)
@@ -99,9 +100,12 @@ def test_a_process_that_raises_says_what(victim):
 def test_a_process_that_raises_while_it_saves_waits_for_its_own_checkpoint_alone(tmp_path):
     """The others are in a step, and would come to the end of their `with` after it."""
     run = Run(2, "raise while it saves", 1, folder=tmp_path)
-    assert "ValueError: the dog ate the batch" in run.results[1][1]
+    assert run.results[1][0] == 1
+    assert "Traceback" in run.results[1][1] and "ValueError: the dog ate the batch" in run.results[1][1]
     ((status, message),) = run.survivors(1)
-    assert status == 1 and "raised ValueError: the dog ate the batch" in message
+    assert status == 1
+    assert "process 1 (" in message and "raised ValueError: the dog ate the batch. It was at " in message
+    assert "Traceback" not in run.results[0][1]
     assert run.took < 30  # and not the timeout of 60 s
     assert Checkpoints(tmp_path).latest == 1
 
@@ -139,7 +143,8 @@ def test_a_function_that_one_process_calls_alone_is_not_given_what_the_others_se
         assert "has not sent an array float32[1000] (instruction 1 of call " in message
 
 
-@pytest.mark.parametrize("how, victim", all_but([("exit", 1)], [("early", 0), ("exit", 1)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how, victim", [("early", 0), ("exit", 1)])
 def test_a_process_that_ends_before_the_others_is_told_from_one_that_died(how, victim):
     """It has no error to show, and nobody waits for it until the timeout of 60 s."""
     run = Run(2, how, victim)
@@ -210,6 +215,7 @@ def test_processes_that_do_not_see_one_folder_save_no_checkpoint(tmp_path):
         assert not Checkpoints(tmp_path / str(number)).steps
 
 
+@pytest.mark.slow
 def test_processes_that_finish_together_say_nothing():
     run = Run(2, "well", 0)
     assert [(status, message) for status, message in run.survivors(-1)] == [(0, ""), (0, "")]

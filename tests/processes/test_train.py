@@ -14,21 +14,16 @@ from tests.slow import all_but
 CONFIGS = ("4x2 1f1b", "2x4 zero-bubble-h1", "8x1 gpipe")
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    out = tmp_path_factory.mktemp("one") / "values"
-    run("train.py", 1, 8, str(out), *CONFIGS)
-    return dict(np.load(f"{out}.0.npz"))
-
-
 # Each of four processes holds a stage, half of one, or two; of two processes, two.
 @pytest.mark.parametrize(
     "count, configs", all_but([(2, CONFIGS[:1])], [(2, CONFIGS[:1]), (4, CONFIGS[1:2]), (4, CONFIGS)])
 )
-def test_processes_train_as_one_does(count, configs, one_process, tmp_path):
+def test_processes_train_as_one_does(count, configs, tmp_path):
     """Losses, parameters, statistics, counters and optimizer state, as every process fetches them."""
-    run("train.py", count, 8 // count, str(tmp_path / "values"), *configs)
-    expected = {name: value for name, value in one_process.items() if name.startswith(configs)}
+    run("train.py", 1, 8, str(tmp_path / "one"), *configs)
+    expected = dict(np.load(tmp_path / "one.0.npz"))
+    for printed in run("train.py", count, 8 // count, str(tmp_path / "values"), *configs):
+        assert "mmnnx: " not in printed  # they end together, which is no failure
     for number in range(count):
         values = dict(np.load(tmp_path / f"values.{number}.npz"))
         assert values.keys() == expected.keys()

@@ -563,7 +563,8 @@ class TestTrains:
         mesh, _ = pipeline(stages, 2)
         rules = logical_rules("tensor")
         placement = pipeline_sharding(nnx.eval_shape(model), stages, rules=rules, **options)
-        program = assert_parity(model, loss, batch, placement, mesh=mesh, microbatch=4, steps=1)
+        how = dict(optimizer=optax.sgd(0.1), microbatch=4, steps=1)
+        program = assert_parity(model, loss, batch, placement, mesh=mesh, **how)
         assert len({fragment.mesh for fragment in program.fragments}) == stages
 
     def test_born_where_it_lives_by_its_own_names_and_slots_of_the_optimizer_follow(self):

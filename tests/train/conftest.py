@@ -70,6 +70,14 @@ def config(text, tmp_path):
     return lambda **options: tiny(text, tmp_path / "run", **options)
 
 
+@pytest.fixture(autouse=True)
+def without_pictures() -> Iterator[None]:
+    """A third of a tiny run is what draws them: `whole` has some, and no run of a single test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmnnx.train.loop.draw_pictures", lambda run: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def whole(text, tmp_path_factory) -> RunFolder:
     """The run of ``config()``, from its first step to its last without a stop."""

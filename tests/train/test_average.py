@@ -19,10 +19,10 @@ from tests.slow import all_but
 from tests.train.published import publish
 
 LAYOUTS = {
-    "one device": dict(stages=1),
-    "fsdp and tensor": dict(stages=2, data_parallel=2, fsdp=True, tensor=2),
-    "scanned, interleaved": dict(stages=2, virtual_stages=2, schedule="looped-bfs", scan=True),
-    "additions, scanned": dict(stages=2, scan=True, lora=2),
+    "one device": dict(stages=1, layers=2),
+    "fsdp and tensor": dict(stages=2, data_parallel=2, fsdp=True, tensor=2, layers=2),
+    "scanned, interleaved": dict(stages=2, virtual_stages=2, schedule="looped-bfs", scan=True, layers=4),
+    "additions, scanned": dict(stages=2, scan=True, lora=2, layers=8),
 }
 DECAY = 0.8
 
@@ -42,10 +42,10 @@ def peaks(config: TrainConfig, batch: dict[str, np.ndarray]) -> tuple[int, dict[
 
 @pytest.mark.parametrize("layout", all_but(["fsdp and tensor"], LAYOUTS))
 def test_it_is_that_of_numpy_lives_beside_the_weights_and_costs_a_copy(layout, config, tmp_path):
-    options = LAYOUTS[layout] | dict(layers=4, batch=8, ema=DECAY)
+    options = LAYOUTS[layout] | dict(batch=8, ema=DECAY)
     if "lora" in options:
         publish(tmp_path / "model")
-        options |= dict(model=tmp_path / "model", width=96, heads=4, mlp=256, layers=8)
+        options |= dict(model=tmp_path / "model", width=96, heads=4, mlp=256)
     c = config(**options)
     tokens = np.random.default_rng(0).integers(0, 256, (8, 17)).astype(np.int32)
     weights = np.full((8, 16), 1 / 128, np.float32)

@@ -169,12 +169,8 @@ def test_exports_of_a_step_and_a_type(folder, tmp_path, capsys):
     assert "7" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
-def test_a_model_of_bytes_is_exported(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("all work and no play " * 200)
-    sizes = dict(layers=2, width=16, heads=2, kv_heads=2, mlp=32, stages=2, tensor=1)
-    train(config(tmp_path, tmp_path / "run", model=None, data=text, steps=1, **sizes))
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "new")]) == 0
+def test_a_model_of_bytes_is_exported(whole, tmp_path):
+    assert main(["export", str(whole.path), str(tmp_path / "new")]) == 0
     assert hf.read_config(tmp_path / "new").vocab == 256
 
 

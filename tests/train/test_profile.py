@@ -13,6 +13,11 @@ from mmnnx.train import train
 from mmnnx.train.cli import parse
 
 
+@pytest.fixture(autouse=True)
+def without_pictures() -> None:
+    """In place of that of all tests: here a picture is compared with another."""
+
+
 def traced(folder: Path) -> list[int]:
     """The steps in the trace of a run."""
     (trace,) = folder.glob("plugins/profile/*/*.trace.json.gz")

@@ -124,8 +124,8 @@ def test_the_same_batches_after_a_restart():
 
 @functools.cache
 def model_of(kind: str):
-    """A model all of whose weights matter."""
-    model = build(CONFIGS[kind])
+    """A model all of whose weights matter; what draws new ones would have to be compiled."""
+    model = nnx.eval_shape(lambda: build(CONFIGS[kind]))
     rng = np.random.default_rng(0)
     for path, weight in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         values = 0.3 * rng.normal(size=weight.shape) + ("scale" in path)

@@ -38,8 +38,11 @@ def stopped_and_resumed(config, monkeypatch):
     return run
 
 
-def test_tensorboard_shows_each_step_once(stopped_and_resumed):
+def test_tensorboard_shows_each_step_once(stopped_and_resumed, whole):
+    """Also those after the checkpoint, which the resumed run takes again."""
     folder = stopped_and_resumed(tensorboard=True)
+    of_each = lambda run: [(row["step"], row.get("loss"), row.get("val_loss")) for row in run.rows()]
+    assert of_each(folder) == of_each(whole)
     found = EventAccumulator(str(folder.path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     rows = folder.rows()
     names = {name for row in rows for name in row} - {"step"}

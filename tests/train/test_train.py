@@ -155,7 +155,7 @@ def test_schedules_that_do_not_go_with_other_options(options, said, config):
 
 
 def test_an_automatic_schedule_is_said_and_kept(config, capsys):
-    folder = train(config(stages=2, layers=2, schedule="auto", steps=2))
+    folder = train(config(stages=2, layers=2, schedule="auto", steps=1))
     assert "--schedule auto: zero-bubble-h1, whose simulated step is the shortest" in capsys.readouterr().out
     assert json.loads((folder.path / "config.json").read_text())["schedule"] == "zero-bubble-h1"
 
@@ -173,6 +173,7 @@ def test_a_row_of_each_step(whole):
     assert row["flops_per_second_per_device"] == pytest.approx(row["tokens_per_second"] * flops, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_microbatches_do_not_change_the_losses(config, whole):
     assert losses(train(config(microbatches=1))) == pytest.approx(losses(whole), abs=1e-4)
 
@@ -197,6 +198,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(
     assert (resumed.path / "sample.txt").read_bytes() == (whole.path / "sample.txt").read_bytes()
 
 
+@pytest.mark.slow  # make test sees it by TensorBoard
 def test_rows_after_the_checkpoint_are_taken_again(config, at_step, monkeypatch, whole):
     at_step(6, crash)
     with pytest.raises(RuntimeError, match="power cut"):
@@ -252,21 +254,30 @@ def test_a_run_whose_text_has_moved_goes_on_with_checkpoints_that_were_kept(conf
         dataclasses.replace(parse(out), data=None).check_resumes(parse(out))
 
 
-def test_a_file_where_checkpoints_are_to_be(config, tmp_path):
+def copied(run: RunFolder, to: Path) -> Path:
+    """The folder of a run once more, as if the first had been moved there."""
+    return shutil.copytree(run.path, to)
+
+
+def test_a_file_where_checkpoints_are_to_be(whole, tmp_path):
     """Is seen at the start, not when the first one is written."""
-    folder = train(config(steps=1))
-    shutil.rmtree(folder.path / "checkpoints")
-    (folder.path / "checkpoints").touch()
+    folder = copied(whole, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "checkpoints").touch()
     with pytest.raises(UserError, match="run/checkpoints is a file, where a folder is to be: move it away"):
-        train(parse(["--resume", "--out", str(folder.path), "--steps", "2"]))
+        train(parse(["--resume", "--out", str(folder), "--steps", "8"]))
 
 
-def test_a_run_that_was_moved_goes_on_where_it_is(config, tmp_path):
-    first = train(config(steps=1))
-    moved = first.path.rename(tmp_path / "moved")
-    folder = train(parse(["--resume", "--out", str(moved), "--steps", "2"]))
-    assert folder.path == moved and not first.path.exists()
-    assert len(losses(folder)) == 2
+def test_a_run_that_was_moved_goes_on_where_it_is(whole, tmp_path):
+    """And what a process that was killed there had half written counts for nothing."""
+    moved, first = copied(whole, tmp_path / "moved"), whole.rows()
+    with (moved / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 7, \x00\n[]\n{"step": 8, "lo')
+    (moved / "metrics.jsonl.new").write_text("")
+    folder = train(parse(["--resume", "--out", str(moved), "--steps", "8"]))
+    assert folder.path == moved
+    assert [row["step"] for row in folder.rows()] == [row["step"] for row in first] + [8, 8]
+    assert whole.rows() == first and not list(whole.path.glob("checkpoints/8"))
 
 
 @pytest.mark.slow
@@ -277,7 +288,8 @@ def test_stacked_layers_that_are_divided_unevenly_go_on(config):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(config, tmp_path, at_step):
-    (tmp_path / "run").mkdir()  # an empty folder may be used
+    (tmp_path / "run").mkdir()  # an empty folder may be used, or one that a killed process has half made
+    (tmp_path / "run" / "config.json.new").write_text('{"name": "l')
     at_step(5, lambda loss: loss * jnp.nan)
     with pytest.raises(Diverged, match="the loss is nan at step 5") as error:
         train(config())
@@ -294,17 +306,6 @@ def test_weights_whose_loss_is_not_finite_are_not_saved(config, tmp_path, monkey
         train(config(eval_every=1))
     assert error.value.saved == 1
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps == [1]
-
-
-def test_what_a_killed_process_half_wrote_counts_for_nothing(config, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.json.new").write_text('{"name": "l')
-    train(config(steps=1))
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('\n{"step": 1, \x00\n[]\n{"step": 2, "lo')
-    (folder / "metrics.jsonl.new").write_text("")
-    assert [row["step"] for row in train(config(steps=2, resume=True)).rows()] == [0, 1, 1, 2, 2]
 
 
 def test_a_run_that_is_going_on_is_left_alone(config, tmp_path, at_step, monkeypatch, whole):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from mmnnx.train.checkpoint.inspect_cli import run
 from tests.test_readme import run_document
 
 
+@pytest.mark.slow
 def test_the_program(tmp_path, capsys):
     printed = run_document("docs/checkpoints.md", tmp_path)
     assert "kept: [3, 4] latest 4 best 4" in printed
