@@ -24,7 +24,7 @@ class BufferShardings:
       fixed: shardings that are decided.
 
     Attributes:
-      known: by buffer.
+      fixed, known: by buffer.
       ready: the first calls of fragments whose inputs are known; who compiles them takes them off.
     """
 
@@ -42,15 +42,15 @@ class BufferShardings:
                     self.readers.setdefault(s, []).append(i)
         self.missing = {f: len(set(calls[0].inputs)) for f, calls in self.calls.items()}
         self.ready = [calls[0] for f, calls in self.calls.items() if not self.missing[f]]
-        for s, placed in enumerate(program.values):
-            if placed in fixed:
-                self.learn(s, fixed[placed])
+        self.fixed = {s: fixed[placed] for s, placed in enumerate(program.values) if placed in fixed}
+        for s, sharding in self.fixed.items():
+            self.learn(s, sharding)
 
     def learn(self, buffer: int, sharding: NamedSharding) -> None:
-        """Takes note of a sharding, and of those of copies on other meshes."""
+        """Takes note of a sharding, unless one is decided, and of those of copies on other meshes."""
         if buffer in self.known:
             return
-        self.known[buffer] = sharding
+        self.known[buffer] = sharding = self.fixed.get(buffer, sharding)
         for i in self.readers.get(buffer, ()):
             if isinstance(i, Transfer):
                 same = same_shape(i.source_mesh, i.target_mesh)

@@ -62,12 +62,15 @@ def min_cut_positions(flow: Flow) -> dict[Node, int]:
 
 
 def _limits(flow: Flow) -> dict[Node, int]:
-    """How far an equation can move: to where its results are needed. Absent where none is."""
+    """How far an equation can move: to where its results are needed. Absent where none is further on."""
     limit: dict[Node, int] = {}
     for e in reversed(list(flow.at)):
         bounds = [flow.wanted[e]] if e in flow.wanted else []
         for u in (u for v in e.outvars for u in flow.users.get(v, ()) if u in flow.at):
-            bounds += [flow.at[u]] if u in flow.tied else [limit[u]] if u in limit else []
+            if u in flow.tied or u in limit:
+                bounds.append(flow.at[u] if u in flow.tied else limit[u])
+            elif flow.at[u] > flow.at[e]:
+                bounds.append(flow.at[u])  # where another operand of it is made
         if bounds:
             limit[e] = min(bounds)
     return limit
@@ -96,7 +99,7 @@ def _beyond(
                 edges.append((value, number[u], -1))
                 if maker in number:
                     edges.append((number[u], number[maker], -1))
-            elif u in at and at[u] > boundary and (u in flow.tied or u in limit):
+            elif u in at and at[u] > boundary:
                 edges.append((value, 1, -1))
         if at[maker] < boundary:
             # It is sent to the near side only if an equation that reads it stays there. Where that makes

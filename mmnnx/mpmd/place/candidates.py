@@ -1,8 +1,8 @@
-"""What is compared where there are several ways to place: bytes sent, and another order of the forward."""
+"""What is compared where there are several ways to place: bytes sent, and other orders of the forward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jax.sharding import Mesh
 
@@ -50,9 +50,47 @@ def latest_order(region: Region) -> list[Equation] | None:
     for e in reversed(forward):
         users = [u for v in e.outvars for u in region.users.get(v, ()) if u in depth]
         depth[e] = min((depth[u] - hops(e, u) for u in users), default=end)
-    late = sorted(forward, key=depth.__getitem__)
-    same = [e for e in late if e in region.tied] == [e for e in forward if e in region.tied]
-    return None if same else late
+    return _if_other(region, sorted(forward, key=depth.__getitem__))
+
+
+def frozen_first(region: Region) -> list[Equation] | None:
+    """The forward with what is not trained, such as a teacher, ahead of the rest: so the loss is computed
+    where its gradient goes on. None where nothing is frozen or state is come to in the same order."""
+    forward = region.roles.all(Role.FORWARD)
+    differentiated = frozenset[Var]().union(*map(region.roots_of, region.roles.all(Role.BACKWARD)))
+    tied = [e for e in forward if e in region.tied]
+    trained = {e for e in tied if not differentiated.isdisjoint(region.roots_of(e))}
+    connected = _downstream(forward, trained) | _upstream(forward, trained)
+    first = _upstream(forward, {e for e in tied if e not in connected})
+    return _if_other(region, sorted(forward, key=lambda e: e not in first)) if trained else None
+
+
+def _if_other(region: Region, order: list[Equation]) -> list[Equation] | None:
+    """The order, if it comes to state in another than that of the function."""
+    tied = lambda equations: [e for e in equations if e in region.tied]
+    return order if tied(order) != tied(region.roles.all(Role.FORWARD)) else None
+
+
+def _downstream(forward: Sequence[Equation], start: Collection[Equation]) -> set[Equation]:
+    """These equations, and all that depend on them."""
+    found: set[Equation] = set()
+    made: set[Var] = set()
+    for e in forward:
+        if e in start or not made.isdisjoint(filter(is_var, e.invars)):
+            found.add(e)
+            made.update(e.outvars)
+    return found
+
+
+def _upstream(forward: Sequence[Equation], start: Collection[Equation]) -> set[Equation]:
+    """These equations, and all that they depend on."""
+    found: set[Equation] = set()
+    read: set[Var] = set()
+    for e in reversed(forward):
+        if e in start or not read.isdisjoint(e.outvars):
+            found.add(e)
+            read.update(filter(is_var, e.invars))
+    return found
 
 
 def _home(region: Region, e: Equation) -> Mesh:

@@ -33,7 +33,7 @@ from mmnnx.mpmd.ir.origin import FREE, Kind, Origin, at_home
 from mmnnx.mpmd.ir.placement import Placed, Placement
 from mmnnx.mpmd.place.backward import join_backward, loose_equations, place_backward
 from mmnnx.mpmd.place.boundaries import move_across_boundaries
-from mmnnx.mpmd.place.candidates import bytes_sent, latest_order
+from mmnnx.mpmd.place.candidates import bytes_sent, frozen_first, latest_order
 from mmnnx.mpmd.place.classify import Role
 from mmnnx.mpmd.place.forward import bring_home, place_forward
 from mmnnx.mpmd.place.gradient_sums import group_sums, separate_sums
@@ -86,11 +86,12 @@ def _batch(function: Function, flat: Flat) -> list[Var]:
 
 
 def _cheapest(problem: Problem, loop: Loop | None = None) -> Placement:
-    """The placement of a function or of the body of a loop; if the flow comes to a mesh or to state again, of
-    several the one that sends the fewest bytes, and of these the one of fewest stages.
+    """The placement of a function or of the body of a loop; of several the one that sends the fewest bytes,
+    and of these the one of fewest stages.
 
-    The others have the flow go back to the state, or begin later what can begin later. In a loop, a single
-    array that is used again, such as an embedding, is sent once for all microbatches, and adds no stage.
+    The others begin with what is not trained; and, if the flow comes to a mesh or to state again, they have
+    it go back to the state, or begin later what can begin later. In a loop, a single array that is used
+    again, such as an embedding, is sent once for all microbatches, and adds no stage.
 
     Neighbours whose state is on one mesh are one stage, unless the schedule needs or names them apart.
     """
@@ -104,15 +105,16 @@ def _cheapest(problem: Problem, loop: Loop | None = None) -> Placement:
 
 
 def _ways(problem: Problem, loop: Loop | None, *, apart: bool) -> tuple[list[Region], list[Placement]]:
-    """The regions that differ in where the flow comes to state again, solved; the simplest first."""
-    regions = [Region(problem, returning=False, apart=apart)]
-    found = [_solved(regions[0])]
-    meshes = [p.mesh for p in found[0].positions]
-    if not regions[0].sent and len(set(meshes)) == len(meshes):
-        return regions, found
-    if (late := latest_order(regions[0])) is not None:
-        regions.append(Region(problem, returning=False, apart=apart, order=late))
-        found.append(_solved(regions[-1]))
+    """The regions that differ in the order in which the flow comes to state, or in what it does where it
+    comes to it again, solved; the simplest first."""
+    regions = [first := Region(problem, returning=False, apart=apart)]
+    found = [_solved(first)]
+    meshes = [p.mesh for p in first.positions]
+    comes_again = bool(first.sent) or len(set(meshes)) < len(meshes)
+    for order in (frozen_first(first), latest_order(first) if comes_again else None):
+        if order is not None:
+            regions.append(Region(problem, returning=False, apart=apart, order=order))
+            found.append(_solved(regions[-1]))
     few = 1 if loop is None else 2
     again = [r for r in regions if len(r.sent) >= few]
     regions += [Region(problem, returning=True, apart=apart, order=r.order) for r in again]

@@ -14,7 +14,7 @@ from mmnnx.sharding.task import Task
 
 
 def with_task_options(placement: Placement, multimesh: MultiMesh | None) -> Placement:
-    """Gives what follows state of a task, and is in no scope, the options of that task.
+    """Gives positions that are in no scope the task whose state is there, with its options if trained.
 
     Raises:
       ValueError: if several tasks with other options have state on the same mesh.
@@ -24,8 +24,10 @@ def with_task_options(placement: Placement, multimesh: MultiMesh | None) -> Plac
         placement.locations[n].position for n, phase in placement.phases.items() if phase == "backward"
     }
 
-    def task_on(mesh: Mesh) -> Task | None:
+    def task_on(mesh: Mesh, has_backward: bool) -> Task | None:
         tasks = placed_tasks(mesh, multimesh)
+        if not has_backward:
+            return tasks[0] if len(tasks) == 1 else None
         for a, b in itertools.pairwise(tasks):
             if (a.remat, a.split_backprop) != (b.remat, b.split_backprop):
                 raise ValueError(
@@ -36,7 +38,7 @@ def with_task_options(placement: Placement, multimesh: MultiMesh | None) -> Plac
         return dataclasses.replace(tasks[0], name=None) if len(tasks) > 1 else next(iter(tasks), None)
 
     positions = [
-        Position(p.mesh, task_on(p.mesh)) if p.task is None and n in trained else p
+        Position(p.mesh, task_on(p.mesh, n in trained)) if p.task is None else p
         for n, p in enumerate(placement.positions)
     ]
     bodies = {loop: with_task_options(body, multimesh) for loop, body in placement.bodies.items()}

@@ -153,8 +153,8 @@ def make_remembers():
     [
         (
             True,
-            "per_call=2, but the forward of stage 0 waits for state that the forward of stage 1 "
-            "leaves after the microbatch before: leave",
+            "per_call=2, but the forward of task 'stage0' waits for state that the forward of task "
+            "'stage1' leaves after the microbatch before: leave",
         ),
         # Whatever the look at the stages should miss, the fragments tell.
         (False, "per_call=2, but 'stage. forward' and 'stage. forward' wait for one another"),

@@ -40,6 +40,14 @@ def critic_of(first, d, g, xz):
     return (d(jax.lax.stop_gradient(g(xz[1]))) - real).mean()
 
 
+def distilled(first, student, teacher, xz):
+    """A student's loss by what its teacher says (Hinton et al. 2015), with one or the other written first."""
+    runs = {"student": student, "teacher": lambda x: jax.lax.stop_gradient(teacher(x))}
+    said = {name: runs[name](xz[0]) for name in (first, *(runs.keys() - {first}))}
+    log_student, log_teacher = (jax.nn.log_softmax(said[name]) for name in ("student", "teacher"))
+    return (jax.nn.softmax(said["teacher"]) * (log_teacher - log_student)).sum(-1).mean()
+
+
 def cycle(d, g, xz):
     """Each maps into the domain of the other, and back (CycleGAN, Zhu et al. 2017)."""
     x, y = xz
@@ -100,6 +108,22 @@ def test_the_order_of_two_passes_makes_no_difference(where, schedule):
 def test_a_cycle():
     program = programs(CRITICS["on one mesh"], ON_A, loop(cycle, None))
     assert {t.shape for t in program.transfers if t.shape} == {(4, 8)}
+
+
+@pytest.mark.parametrize("first, microbatched", grid(["student", "teacher"], [False, True]))
+def test_a_loss_is_computed_where_its_gradient_goes(first, microbatched):
+    """A teacher's logits go to its student, once, and nothing goes the other way."""
+    loss_fn = functools.partial(distilled, first)
+
+    def step(student, teacher, xz):
+        loss, grads = nnx.value_and_grad(loss_fn)(student, teacher, xz)
+        descend(student, grads)
+        return loss
+
+    program = programs(CRITICS["on two"], ON_A, loop(loss_fn, "1f1b") if microbatched else step)
+    of_teacher = [t for t in program.transfers if "stage0" in (t.source, t.target)]
+    assert {(t.source, t.target, *t.shape[1:]) for t in of_teacher} == {("stage0", "stage2", 8)}
+    assert len(of_teacher) == (4 if microbatched else 1)
 
 
 @pytest.mark.parametrize("steps", all_but([2], [1, 2, 3]))

@@ -502,3 +502,26 @@ def test_rules_for_several_paths_of_one_module():
             assert layer.kernel[...].sharding.device_set == set(mesh.slice(stage=n).devices.flat)
         with pytest.raises(mm.PlacementError, match="layers.*3"):
             mm.jit(Shared, out_shardings=mm.TaskSharding({**rules, mm.path("layers", 3): tasks[0]}))()
+
+
+def test_statistics_that_are_made_on_another_mesh_come_home_in_shards():
+    """One of a single device, where their home has two."""
+    home, other = (
+        mm.Task(name, mesh=jax.sharding.Mesh(jax.devices()[devices], ("model",)))
+        for name, devices in (("home", slice(2)), ("other", slice(2, 3)))
+    )
+    make_norm = lambda: nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+    def step(norm, x):
+        run = mm.task(lambda norm, x: norm(x).sum(), task=other)
+        return mm.microbatch(run, dim=0, size=4, argnum=1)(norm, x)
+
+    norm, whole = born(make_norm, mm.TaskSharding({...: (home, P("model"))})), make_norm()
+    before = {path: v.get_raw_value().sharding for path, v in nnx.to_flat_state(nnx.state(norm))}
+    assert {s.spec for s in before.values()} == {P("model")}
+    mm.jit(step)(norm, x)
+    assert before == {path: v.get_raw_value().sharding for path, v in nnx.to_flat_state(nnx.state(norm))}
+    for rows in (x[:4], x[4:]):
+        whole(rows)
+    assert_same(norm, whole)
