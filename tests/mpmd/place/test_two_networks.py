@@ -13,7 +13,7 @@ from flax import nnx
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, born, pipeline, place
-from tests.slow import all_but
+from tests.slow import all_but, grid
 
 ROWS, WIDTH = 16, 32
 MESH, TASKS = pipeline(3)
