@@ -29,6 +29,8 @@ class Flow:
       times: how often other values cross for each time that such a result does.
       meshes: of the positions. The flow may come to one again.
       maker, users: of each value, in this flow or elsewhere.
+      once: whether this is done once. Else what has moved to where another operand of its reader is made
+        would next time go along with what it is made of, back again.
     """
 
     at: Mapping[Node, int]
@@ -38,6 +40,7 @@ class Flow:
     meshes: Sequence[Mesh]
     maker: Mapping[Var, Node]
     users: Mapping[Var, Sequence[Node]]
+    once: bool
 
 
 def min_cut_positions(flow: Flow) -> dict[Node, int]:
@@ -69,7 +72,7 @@ def _limits(flow: Flow) -> dict[Node, int]:
         for u in (u for v in e.outvars for u in flow.users.get(v, ()) if u in flow.at):
             if u in flow.tied or u in limit:
                 bounds.append(flow.at[u] if u in flow.tied else limit[u])
-            elif flow.at[u] > flow.at[e]:
+            elif flow.once and flow.at[u] > flow.at[e]:
                 bounds.append(flow.at[u])  # where another operand of it is made
         if bounds:
             limit[e] = min(bounds)
@@ -99,7 +102,7 @@ def _beyond(
                 edges.append((value, number[u], -1))
                 if maker in number:
                     edges.append((number[u], number[maker], -1))
-            elif u in at and at[u] > boundary:
+            elif u in at and at[u] > boundary and (flow.once or u in flow.tied or u in limit):
                 edges.append((value, 1, -1))
         if at[maker] < boundary:
             # It is sent to the near side only if an equation that reads it stays there. Where that makes
@@ -141,7 +144,8 @@ def move_across_boundaries(region: Region, equations: Sequence[Equation]) -> boo
     # A gradient is summed where it is made and sent home once, not in every microbatch.
     times = region.microbatches if backward else 1
     meshes = [region.positions[coordinate(n)].mesh for n in range(len(region.positions))]
-    new = min_cut_positions(Flow(at, region.tied, wanted, times, meshes, region.maker, region.users))
+    once = not backward
+    new = min_cut_positions(Flow(at, region.tied, wanted, times, meshes, region.maker, region.users, once))
     for e in flow:
         if e not in region.tied:
             position = coordinate(new[e])
