@@ -65,7 +65,7 @@ def pytest_collection_finish():
 def forget_compiled_programs():
     """Each compiled program is a few memory maps, of which Linux gives a process 65,530; then LLVM aborts."""
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 45_000:
         executables._in_use.clear()
         jax.clear_caches()
         gc.collect()

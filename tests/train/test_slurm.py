@@ -56,6 +56,7 @@ def srun(tmp_path, environment, capsys):
     return srun
 
 
+@pytest.mark.slow
 def test_a_program_that_calls_initialize(srun):
     """Both processes print; each line is one write, as they share the output."""
     program = "import sys, mmnnx as mm, jax; mm.initialize(); "

@@ -109,17 +109,17 @@ ONCE = ["stage0", "stage0", "stage3", "stage3"]
 @pytest.mark.parametrize(
     ("schedule", "per_call", "ends"),
     [
-        pytest.param(
-            *("gpipe", 1, ["stage0 backward", "stage0 forward", "stage3 backward", "stage3 forward"]),
-            marks=pytest.mark.slow,
-        ),
+        ("gpipe", 1, ["stage0 backward", "stage0 forward", "stage3 backward", "stage3 forward"]),
         # The last stage's forward and backward are one program, but for what the other backwards do.
         pytest.param(
             *("1f1b", 1, ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
             marks=pytest.mark.slow,
         ),
         # What several microbatches share is divided as it is for one.
-        ("1f1b", 2, ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
+        pytest.param(
+            *("1f1b", 2, ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "zero-bubble-h1",
             1,

@@ -144,7 +144,7 @@ _FITS = {
 }
 
 
-@examples(40)
+@examples(20)
 @given(data=st.data())
 def test_random_models(data):
     sizes, meshes, schedule = data.draw(layouts(), label="layout")
