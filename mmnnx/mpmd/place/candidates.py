@@ -56,8 +56,10 @@ def latest_order(region: Region) -> list[Equation] | None:
 def frozen_first(region: Region) -> list[Equation] | None:
     """The forward with what is not trained, such as a teacher, ahead of the rest: so the loss is computed
     where its gradient goes on. None where nothing is frozen or state is come to in the same order."""
-    forward = region.roles.all(Role.FORWARD)
-    differentiated = frozenset[Var]().union(*map(region.roots_of, region.roles.all(Role.BACKWARD)))
+    forward, backward = region.roles.all(Role.FORWARD), region.roles.all(Role.BACKWARD)
+    follows = region.out.follows
+    differentiated = {follows[v] for e in backward for v in e.outvars if v in follows}
+    differentiated.update(*map(region.roots_of, backward))
     tied = [e for e in forward if e in region.tied]
     trained = {e for e in tied if not differentiated.isdisjoint(region.roots_of(e))}
     connected = _downstream(forward, trained) | _upstream(forward, trained)

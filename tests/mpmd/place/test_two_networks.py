@@ -54,14 +54,14 @@ def cycle(d, g, xz):
     return jnp.abs(d(g(x)) - x).mean() + jnp.abs(g(d(y)) - y).mean()
 
 
-def programs(first, second, step):
+def programs(first, second, step, make=MLP):
     """The program of a step, which is checked, for the networks on these tasks."""
     with MESH:
-        split = [born(lambda n=n: MLP(n), placement) for n, placement in enumerate((first, second))]
+        split = [born(lambda: make(0), first), born(lambda: MLP(1), second)]
         run = mm.jit(step)
         program = run.program(*split, (SAMPLES, NOISE))
         found = run(*split, (SAMPLES, NOISE))
-    whole = [MLP(n) for n in range(2)]
+    whole = [make(0), MLP(1)]
     assert_same(found, nnx.jit(step)(*whole, (SAMPLES, NOISE)))
     assert_same(nnx.state(split), nnx.state(whole))
     return program
@@ -120,10 +120,16 @@ def test_a_loss_is_computed_where_its_gradient_goes(first, microbatched):
         descend(student, grads)
         return loss
 
-    program = programs(CRITICS["on two"], ON_A, loop(loss_fn, "1f1b") if microbatched else step)
-    of_teacher = [t for t in program.transfers if "stage0" in (t.source, t.target)]
-    assert {(t.source, t.target, *t.shape[1:]) for t in of_teacher} == {("stage0", "stage2", 8)}
-    assert len(of_teacher) == (4 if microbatched else 1)
+    run, count = (loop(loss_fn, "1f1b"), 4) if microbatched else (step, 1)
+    program = programs(CRITICS["on two"], ON_A, run)
+    of_teacher = [
+        (t.source, t.target, *t.shape[1:]) for t in program.transfers if "stage0" in (t.source, t.target)
+    ]
+    assert of_teacher == [("stage0", "stage2", 8)] * count
+    # The weights of a single layer are read by no backward, but trained.
+    one_layer = lambda seed: nnx.Linear(8, 8, rngs=nnx.Rngs(seed))
+    program = programs(mm.TaskSharding({...: TASKS[2]}), ON_A, run, one_layer)
+    assert [(t.source, t.target) for t in program.transfers] == [("stage0", "stage2")] * count
 
 
 @pytest.mark.parametrize("steps", all_but([2], [1, 2, 3]))
