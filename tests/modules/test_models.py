@@ -91,7 +91,8 @@ def test_presets_with_experts_have_as_many_weights_as_they_say():
         assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) == count
 
 
-@pytest.mark.parametrize("model", all_but([], CONFIGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("model", CONFIGS)
 def test_a_new_models_loss_falls(model):
     new = model(CONFIGS[model](), rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(new, optax.adam(1e-2), wrt=nnx.Param)

@@ -22,7 +22,7 @@ import mmnnx as mm
 from mmnnx.mpmd.schedule import Action, Stages, get_schedule, schedule_names
 from tests import models
 from tests.models import in_tasks, make
-from tests.mpmd.parity import SGD, assert_parity, born, on_meshes, pipeline, place
+from tests.mpmd.parity import MOMENTUM, assert_parity, born, on_meshes, pipeline, place
 from tests.slow import all_but, grid
 
 LOOPING = ["interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble"]
@@ -137,7 +137,7 @@ def check(
         schedule=name,
         steps=2,
         whole_batch=case.whole_batch,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         per_call=per_call,
         **options,
     )
@@ -341,7 +341,7 @@ def check_two_encoders(name: str, num_microbatches: int, loss: Callable, scoped:
         mesh=mesh,
         microbatch=2,
         schedule=name,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=2,
     )
 

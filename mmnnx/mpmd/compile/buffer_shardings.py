@@ -24,7 +24,8 @@ class BufferShardings:
       fixed: shardings that are decided.
 
     Attributes:
-      fixed, known: by buffer.
+      fixed: shardings that are decided, by buffer.
+      known: all that are known so far, by buffer.
       ready: the first calls of fragments whose inputs are known; who compiles them takes them off.
     """
 

@@ -29,8 +29,8 @@ class Flow:
       times: how often other values cross for each time that such a result does.
       meshes: of the positions. The flow may come to one again.
       maker, users: of each value, in this flow or elsewhere.
-      once: whether this is done once. Else what has moved to where another operand of its reader is made
-        would next time go along with what it is made of, back again.
+      once: whether positions are found once, as in the forward. In the backward they are found until none
+        changes: an equation that went to where its reader has another operand would go back the next time.
     """
 
     at: Mapping[Node, int]

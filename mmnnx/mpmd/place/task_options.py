@@ -14,7 +14,8 @@ from mmnnx.sharding.task import Task
 
 
 def with_task_options(placement: Placement, multimesh: MultiMesh | None) -> Placement:
-    """Gives positions that are in no scope the task whose state is there, with its options if trained.
+    """Gives each position that is in no scope the task whose state is there; of several tasks, if it has a
+    backward, their options.
 
     Raises:
       ValueError: if several tasks with other options have state on the same mesh.

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import SGD, assert_parity, assert_same, homes, pipeline, place
+from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, homes, pipeline, place
 from tests.slow import all_but
 
 
@@ -57,7 +57,7 @@ def test_tasks_by_scope(microbatch):
         models.vectors(),
         mesh=mesh,
         microbatch=microbatch,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
     )
 
 
@@ -85,7 +85,7 @@ def test_tasks_by_registry():
     mm.register_task("encoder", task=tasks[0])
     mm.register_task(re.compile("dec.*"), callback=lambda name, backprop: tasks[1])
     assert_parity(
-        make(ScopedMLP), models.squared_error, models.vectors(), mesh=mesh, microbatch=2, optimizer=SGD
+        make(ScopedMLP), models.squared_error, models.vectors(), mesh=mesh, microbatch=2, optimizer=MOMENTUM
     )
 
 
@@ -95,7 +95,7 @@ def test_a_callback_may_send_the_backward_elsewhere():
     mm.register_task("encoder", callback=lambda name, backprop: tasks[1 if backprop else 0])
     mm.register_task("decoder", callback=lambda name, backprop: tasks[3 if backprop else 2])
     assert_parity(
-        make(ScopedMLP), models.squared_error, models.vectors(), mesh=mesh, microbatch=2, optimizer=SGD
+        make(ScopedMLP), models.squared_error, models.vectors(), mesh=mesh, microbatch=2, optimizer=MOMENTUM
     )
 
 
@@ -104,7 +104,7 @@ def test_tasks_registered_on_a_multimesh():
     mesh.register_task("encoder", task=tasks[0])
     mesh.register_task("decoder", task=tasks[1])
     assert_parity(
-        make(ScopedMLP), models.squared_error, models.vectors(), mesh=mesh, microbatch=2, optimizer=SGD
+        make(ScopedMLP), models.squared_error, models.vectors(), mesh=mesh, microbatch=2, optimizer=MOMENTUM
     )
 
 
@@ -122,7 +122,13 @@ def test_tasks_by_everything_at_once():
 
     placement = place(tasks, [("layers", 0)], [("layers", 1)], [("layers", range(2, 4))])
     assert_parity(
-        make(Mixed), models.squared_error, models.vectors(), placement, mesh=mesh, microbatch=2, optimizer=SGD
+        make(Mixed),
+        models.squared_error,
+        models.vectors(),
+        placement,
+        mesh=mesh,
+        microbatch=2,
+        optimizer=MOMENTUM,
     )
 
 
@@ -139,7 +145,13 @@ def test_a_scope_overrides_the_home_of_state():
 
     placement = place(tasks, [("layers", range(0, 2))], [("layers", range(2, 4))])
     assert_parity(
-        make(Away), models.squared_error, models.vectors(), placement, mesh=mesh, microbatch=2, optimizer=SGD
+        make(Away),
+        models.squared_error,
+        models.vectors(),
+        placement,
+        mesh=mesh,
+        microbatch=2,
+        optimizer=MOMENTUM,
     )
 
 
@@ -156,7 +168,13 @@ def test_one_submodule_in_two_task_scopes():
 
     placement = place(tasks, ["first", "shared"], ["middle"], ["last"])
     assert_parity(
-        make(Twice), models.squared_error, models.vectors(), placement, mesh=mesh, microbatch=2, optimizer=SGD
+        make(Twice),
+        models.squared_error,
+        models.vectors(),
+        placement,
+        mesh=mesh,
+        microbatch=2,
+        optimizer=MOMENTUM,
     )
 
 
@@ -187,7 +205,7 @@ def test_transforms_around_several_stages(around):
         placement,
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
     )
 
 
@@ -223,7 +241,7 @@ def test_custom_vjp_around_several_stages():
         placement,
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
     )
 
 
@@ -252,7 +270,7 @@ def test_a_scan_over_two_tasks_is_opened():
         placement,
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
     )
 
 
@@ -421,7 +439,7 @@ def test_data_and_tensor_parallel_stages():
         tensor_parallel(tasks),
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=1,
     )
 
@@ -518,7 +536,7 @@ def test_logical_axes_in_metadata():
         placement,
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=1,
     )
 
