@@ -20,7 +20,7 @@ from mmnnx.mpmd.hoist import partial_sums
 from mmnnx.mpmd.ir.equations import Equation
 from mmnnx.sharding.pipeline import pipeline_sharding
 from tests.models import make
-from tests.mpmd.parity import SGD, assert_parity, assert_same, born, pipeline, place, train_step
+from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place, train_step
 from tests.slow import grid
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -130,7 +130,7 @@ def test_nothing_is_reduced_or_gathered_in_the_loop(hlo, spec, schedule):
         placed(tasks, spec),
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=2,
         schedule=schedule,
         arg_shardings=P("data"),
@@ -212,7 +212,7 @@ def test_a_language_model_over_data_and_tensor(hlo, options, fsdp):
         pipeline_sharding(nnx.eval_shape(make_model), tasks),
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=1,
         rtol=5e-5,
         whole_batch=False,
@@ -238,7 +238,7 @@ def test_a_mixture_of_experts_over_data_and_experts():
         pipeline_sharding(nnx.eval_shape(make_model), tasks),
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=1,
         rtol=5e-5,
         whole_batch=False,
@@ -309,7 +309,7 @@ def test_gradients_of_a_scan_with_a_scalar_in_its_carry():
         mm.TaskSharding({mm.path(n): (task, P()) for n, task in enumerate(tasks)}),
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=1,
         arg_shardings=P("data"),
     )
@@ -373,7 +373,7 @@ def test_what_cannot_be_taken_after_the_loop_is_told():
         mm.TaskSharding({mm.path("first"): (tasks[0], P()), mm.path("second"): (tasks[1], P())}),
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         whole_batch=False,
         arg_shardings=P("data"),
     )
@@ -404,7 +404,7 @@ def test_state_that_is_only_added_to_starts_where_it_is(start):
         mm.TaskSharding({mm.path("first"): (tasks[0], P()), mm.path({"second", "total"}): (tasks[1], P())}),
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         whole_batch=False,
         arg_shardings=P("data"),
     )
@@ -463,7 +463,7 @@ def test_stages_that_are_alike_over_data_and_tensor_axes():
         pipeline_sharding(nnx.eval_shape(make), tasks),
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=1,
         rtol=5e-5,
         whole_batch=False,
@@ -492,7 +492,7 @@ def test_a_lookup_in_which_rows_are_paired():
         mm.TaskSharding({mm.path("second"): (tasks[1], P()), mm.path(...): (tasks[0], P())}),
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         whole_batch=False,
         arg_shardings=P("data"),
     )

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import mmnnx as mm
-from tests.mpmd.parity import SGD, assert_same, born, pipeline, place
+from tests.mpmd.parity import MOMENTUM, assert_same, born, pipeline, place
 from tests.slow import grid
 
 WIDTH, STAGES = 16, 3
@@ -75,11 +75,11 @@ def train(loss_fn, schedule, **options):
 def check(step):
     """Three calls of a step are those of one device; returns the shapes that cross in one."""
     reference = Net()
-    references = reference, nnx.Optimizer(reference, SGD, wrt=nnx.Param)
+    references = reference, nnx.Optimizer(reference, MOMENTUM, wrt=nnx.Param)
     whole, split = nnx.jit(step), mm.jit(step)
     with MESH:
         model = born(Net, PLACEMENT)
-        state = model, mm.jit(lambda m: nnx.Optimizer(m, SGD, wrt=nnx.Param))(model)
+        state = model, mm.jit(lambda m: nnx.Optimizer(m, MOMENTUM, wrt=nnx.Param))(model)
         for n in range(3):
             x = np.roll(X, n, axis=0)
             assert_same(split(*state, x), whole(*references, x), 1e-4)

@@ -15,7 +15,15 @@ import mmnnx as mm
 from mmnnx.train.checkpoint import Checkpoints
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import ADAMW, SGD, assert_parity, assert_same, born_with_optimizer, pipeline, place
+from tests.mpmd.parity import (
+    ADAMW,
+    MOMENTUM,
+    assert_parity,
+    assert_same,
+    born_with_optimizer,
+    pipeline,
+    place,
+)
 from tests.slow import all_but
 
 SMALL = make(models.MLP, 4, 8)
@@ -81,7 +89,7 @@ def test_eight_tasks_on_four_meshes(schedule):
     placement = mm.pipeline_sharding(nnx.eval_shape(model), stages=tasks, layers="layers")
     program = assert_parity(
         *(model, models.squared_error, batch, placement),
-        **dict(mesh=mesh, microbatch=2, schedule=schedule, optimizer=SGD, steps=1),
+        **dict(mesh=mesh, microbatch=2, schedule=schedule, optimizer=MOMENTUM, steps=1),
     )
     assert sorted(stages_of(program)) == sorted((n, 7 - n if schedule == "zbv" else n + 4) for n in down)
 
@@ -101,7 +109,7 @@ def test_a_second_loop_reads_weights_that_were_updated_since_the_first(schedule,
     results = []
     for jit, placement in (nnx.jit, None), (mm.jit, one_layer_each(tasks)):
         with mesh:
-            (model, optimizer), run = born_with_optimizer(SMALL, placement, SGD), jit(twice)
+            (model, optimizer), run = born_with_optimizer(SMALL, placement, MOMENTUM), jit(twice)
             results.append((run(model, optimizer, models.vectors(rows=8)), model, optimizer))
     assert_same(results[1], results[0])
     with mesh:
@@ -186,7 +194,7 @@ def test_each_stage_has_the_options_of_its_task():
         program = assert_parity(
             *(make(models.MLP, 8, 8), models.squared_error, batch),
             place(tasks, *([("layers", (2 * n, 2 * n + 1))] for n in range(4))),
-            **dict(mesh=mesh, microbatch=2, schedule="zbv", optimizer=SGD, steps=1),
+            **dict(mesh=mesh, microbatch=2, schedule="zbv", optimizer=MOMENTUM, steps=1),
         )
         saved.append(list(program.simulate().residual_bytes.values()))
     (first, second), (same, less) = saved
