@@ -22,7 +22,7 @@ from mmnnx.mpmd.schedule import Stages
 from tests import models
 from tests.fuzz.graph import MORE_OPERATIONS, Graph, Node, graphs
 from tests.fuzz.layers import KINDS, STATEFUL, WIDTH
-from tests.mpmd.parity import ADAMW, SGD
+from tests.mpmd.parity import ADAMW, MOMENTUM
 from tests.mpmd.test_every_schedule import ANYWHERE, LOOPING, VEES
 from tests.mpmd.test_random_schedules import random_table
 
@@ -30,13 +30,13 @@ ROWS = 4  # of a microbatch
 DEVICES = 8
 
 OPTIMIZERS = {
-    "sgd": SGD,
+    "sgd": optax.sgd(0.1),
     "adamw": ADAMW,
-    "momentum": optax.sgd(0.1, momentum=0.9),
+    "momentum": MOMENTUM,
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), ADAMW),
     "every second": optax.MultiSteps(ADAMW, 2),
     "two rates": optax.partition(
-        {True: ADAMW, False: SGD}, lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+        {True: ADAMW, False: optax.sgd(0.1)}, lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
     ),
     "ema": optax.chain(ADAMW, optax.ema(0.9)),
 }
@@ -65,6 +65,7 @@ class Case:
       homes: the task of each layer.
       scopes: the task that each node is in, None for none; empty if no node is in a task.
       styles: how the state of each layer is sharded, one of STYLES; or "logical", by names of its own.
+      frozen: the layers that are not trained.
       dtype: one of DTYPES; "bfloat16" has weights of float32.
       microbatches: how many, 0 for no loop.
       schedule: its name, None for the fastest, or a number for a random table.
@@ -85,6 +86,7 @@ class Case:
     homes: tuple[int, ...] = ()
     scopes: tuple[int | None, ...] = ()
     styles: tuple[str, ...] = ()
+    frozen: tuple[int, ...] = ()
     dtype: str = "float32"
     microbatches: int = 0
     schedule: str | int | None = None
@@ -114,6 +116,13 @@ class Case:
             rules = {"in": "data", "out": "model"}
             found.append(mm.Task(f"task{number}", mesh=submesh, logical_axes=rules))
         return tuple(found)
+
+    @functools.cached_property
+    def trained(self) -> Any:
+        """The NNX filter of what is trained."""
+        if not self.frozen:
+            return nnx.Param
+        return nnx.All(nnx.Param, lambda path, _: path[1] not in self.frozen)
 
     def make(self, dtype: str | None = None) -> nnx.Module:
         """The model, on one device."""
@@ -191,6 +200,7 @@ def training(draw, layers: int, microbatches: int, schedule: str | int | None) -
         schedule=schedule,
         per_call=one(shared) if microbatches else 1,
         styles=tuple(one([*STYLES, LOGICAL]) for _ in range(layers)),
+        frozen=tuple(k for k in range(1, layers) if one([True, False, False])) if draw(st.booleans()) else (),
         dtype=one(DTYPES),
         microbatches=microbatches,
         reduce=one(["mean", "sum"]) if microbatches else "mean",

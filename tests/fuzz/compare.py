@@ -59,7 +59,9 @@ class Steps:
     def __init__(self, case: Case):
         self.case = case
         self.mesh = mm.MultiMesh(axis_sizes=(1, DEVICES), axis_names=("data", "model"))
-        options: dict[str, Any] = dict(microbatch=ROWS if case.microbatches else None, reduce=case.reduce)
+        options: dict[str, Any] = dict(
+            microbatch=ROWS if case.microbatches else None, reduce=case.reduce, wrt=case.trained
+        )
         loss = models.squared_error
         if case.output:
             loss = with_outputs
@@ -96,7 +98,7 @@ class Steps:
             return model, mm.jit(self._optimizer)(model)
 
     def _optimizer(self, model: nnx.Module) -> nnx.Optimizer:
-        return nnx.Optimizer(model, OPTIMIZERS[self.case.optimizer], wrt=nnx.Param)
+        return nnx.Optimizer(model, OPTIMIZERS[self.case.optimizer], wrt=self.case.trained)
 
     @functools.lru_cache  # noqa: B019  # a case is soon forgotten
     def _host(self, dtype: str) -> tuple[nnx.Module, nnx.Optimizer]:

@@ -21,7 +21,7 @@ class Graph(nnx.Module):
     The operations: ("layer", k, a) is layer k of result a; other nodes may share it. ("remat", k, a) is the
     same, computed again for the backward. ("scan", ks, a) is a loop over layers ks, and ("cond", (k, l), a)
     one of two. ("add", a, b); ("times", a, b); ("where", a, b); ("norm", a), a normalisation with no
-    parameters. The results that nobody uses are summed.
+    parameters; ("stop", a), through which no gradient goes. The results that nobody uses are summed.
 
     No condition is about what is nought, or equal, but for rounding: such as the sum of what was centred.
     """
@@ -49,6 +49,8 @@ class Graph(nnx.Module):
             case ("norm", a):
                 centred = results[a] - jnp.mean(results[a], axis=-1, keepdims=True)
                 return centred / jnp.sqrt(1.0 + jnp.mean(centred**2, axis=-1, keepdims=True))
+            case ("stop", a):
+                return jax.lax.stop_gradient(results[a])
         raise ValueError(node)
 
     def in_turn(self, ks, x):
@@ -72,7 +74,7 @@ class Graph(nnx.Module):
 
 def inputs(node: Node) -> tuple[int, ...]:
     """The results that a node reads."""
-    return node[1:] if node[0] in ("add", "times", "where", "norm") else node[2:]
+    return node[1:] if node[0] in ("add", "times", "where", "norm", "stop") else node[2:]
 
 
 def layers_of(node: Node) -> tuple[int, ...]:
@@ -83,7 +85,7 @@ def layers_of(node: Node) -> tuple[int, ...]:
 
 
 OPERATIONS = ("layer", "add", "times", "norm")
-MORE_OPERATIONS = (*OPERATIONS, "remat", "scan", "cond", "where")
+MORE_OPERATIONS = (*OPERATIONS, "remat", "scan", "cond", "where", "stop")
 
 
 @st.composite
@@ -107,7 +109,9 @@ def graphs(draw, kinds=("tanh",), operations=OPERATIONS, most=5):
             nodes.append((what, draw(st.integers(0, len(layers) - 1)), earlier()))
         elif what in ("scan", "cond") and len(pure) > 1:
             nodes.append((what, tuple(draw(st.permutations(pure))[:2]), earlier()))
-        elif what in ("norm", "scan", "cond"):
+        elif what in ("norm", "stop"):
+            nodes.append((what, earlier()))
+        elif what in ("scan", "cond"):
             nodes.append(("norm", earlier()))
         else:
             nodes.append((what, earlier(), earlier()))

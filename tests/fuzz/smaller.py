@@ -13,8 +13,21 @@ PLAIN = {
     field.name: field.default
     for field in dataclasses.fields(Case)
     if field.name
-    in ("scopes", "data", "donate", "route", "optimizer", "reduce", "output", "dtype", "schedule", "per_call")
+    in (
+        "scopes",
+        "frozen",
+        "data",
+        "donate",
+        "route",
+        "optimizer",
+        "reduce",
+        "output",
+        "dtype",
+        "schedule",
+        "per_call",
+    )
 }
+PLAINER = {"where": "add", "stop": "norm"}
 
 
 def smallest(case: Case, is_wrong: Callable[[Case], bool], tries: int = 100) -> Case:
@@ -52,7 +65,7 @@ def smaller(case: Case) -> Iterator[Case]:
     for n, node in enumerate(case.nodes):
         if node[0] not in OPERATIONS:
             layers = layers_of(node)
-            plainer = ("layer", layers[0], inputs(node)[0]) if layers else ("add", *inputs(node))
+            plainer = ("layer", layers[0], inputs(node)[0]) if layers else (PLAINER[node[0]], *inputs(node))
             yield with_used_layers(case, (*case.nodes[:n], plainer, *case.nodes[n + 1 :]), case.scopes)
     for n, kind in enumerate(case.layers):
         if kind != "tanh":
@@ -111,5 +124,6 @@ def with_used_layers(case: Case, nodes: tuple[Node, ...], scopes: tuple[Any, ...
         case,
         nodes=tuple(map(renumbered, nodes)),
         scopes=scopes,
+        frozen=tuple(number[k] for k in case.frozen if k in number),
         **{name: tuple(getattr(case, name)[k] for k in used) for name in ("layers", "homes", "styles")},
     )

@@ -267,7 +267,6 @@ class OneDevice:
 
 # An Adam whose epsilon is as large as gradients here: it does not blow rounding up into steps of full size.
 ADAMW = optax.adamw(3e-2, eps=1e-1, weight_decay=1e-2)
-SGD = optax.sgd(0.1)
 MOMENTUM = optax.sgd(0.1, momentum=0.9)  # the least that has state of its own
 
 

@@ -21,7 +21,7 @@ import mmnnx as mm
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import (
-    SGD,
+    MOMENTUM,
     assert_parity,
     assert_same,
     born,
@@ -336,7 +336,7 @@ def test_auxiliary_outputs():
         place(tasks, *layers((0, 2), (2, 4))),
         mesh=mesh,
         microbatch=2,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         has_aux=True,
         reduce=(("mean", aux_reduce), "mean"),
     )
@@ -361,7 +361,7 @@ def test_bfloat16(param_dtype, rtol):
         place(tasks, *TRANSFORMER),
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=2,
         rtol=rtol,
     )
@@ -406,7 +406,7 @@ def test_casts_by_hand():
         place(tasks, *layers((0, 2), (2, 4))),
         mesh=mesh,
         microbatch=2,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         rtol=3e-2,
     )
 
@@ -489,10 +489,10 @@ def test_two_losses_in_one_step():
         return step
 
     whole = make(models.MLP)()
-    whole_optimizer = nnx.Optimizer(whole, SGD, wrt=nnx.Param)
+    whole_optimizer = nnx.Optimizer(whole, MOMENTUM, wrt=nnx.Param)
     with mesh:
         placement = place(tasks, *layers((0, 2), (2, 4)))
-        split, split_optimizer = born_with_optimizer(make(models.MLP), placement, SGD)
+        split, split_optimizer = born_with_optimizer(make(models.MLP), placement, MOMENTUM)
         got = make_step(mm.jit)(split, split_optimizer, batch)
     assert_same(got, make_step(nnx.jit)(whole, whole_optimizer, batch))
     assert_same(split, whole)

@@ -9,7 +9,7 @@ import mmnnx as mm
 from tests import models
 from tests.fuzz.graph import Graph, graphs
 from tests.fuzz.layers import WIDTH
-from tests.mpmd.parity import SGD, assert_parity, pipeline
+from tests.mpmd.parity import MOMENTUM, assert_parity, pipeline
 from tests.slow import examples
 
 
@@ -34,7 +34,7 @@ def check(graph, stages, data, scoped):
         mesh=mesh,
         microbatch=microbatch,
         schedule=schedule,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=1,
         **options,
     )

@@ -26,6 +26,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
+from jax.sharding import Mesh
+
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.ir.equations import Flat, Loop, Var, While, is_var
 from mmnnx.mpmd.ir.listing import placed_text
@@ -230,14 +232,32 @@ def _given(region: Region, loop: Loop | While) -> dict[Var, Origin]:
 def _settled(
     loop: Loop | While, inputs: dict[Var, Origin], place_body: Callable[[dict[Var, Origin]], Placement]
 ) -> Placement:
-    """The placement of a loop's body. A carry without a home gets that of its new value, in `inputs`."""
+    """The placement of a loop's body, and in `inputs` the homes of its carries.
+
+    A carry without a home gets that of its new value. One that is read and renewed on another mesh alone is
+    sent there once, and not with every iteration.
+    """
+    sent: set[Var] = set()
     while True:
         body = place_body(inputs)
-        moved = {
-            v: Origin(Kind.STATE, body.where[o].home)
-            for v, o in zip(loop.carry_in, loop.carry_out)
-            if inputs[v].home is None and body.where[o].home is not None
-        }
+        readers = _readers(loop, body)
+        moved: dict[Var, Origin] = {}
+        for v, o in zip(loop.carry_in, loop.carry_out):
+            home, new = inputs[v].home, body.where[o].home
+            elsewhere = v not in sent and readers.get(v) == {new}
+            if new not in (None, home) and (home is None or elsewhere):
+                moved[v] = Origin(Kind.STATE, new)
         if not moved:
             return body
+        sent |= moved.keys()
         inputs |= moved
+
+
+def _readers(loop: Loop | While, body: Placement) -> dict[Var, set[Mesh | None]]:
+    """The meshes that read each variable in a body; None for what has no place, and for a while in it."""
+    found: dict[Var, set[Mesh | None]] = {}
+    for node in loop.body:
+        mesh = body.locations[node].mesh if node in body.locations else None
+        for a in filter(is_var, node.invars):
+            found.setdefault(a, set()).add(mesh)
+    return found

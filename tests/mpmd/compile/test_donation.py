@@ -17,7 +17,7 @@ import mmnnx as mm
 from mmnnx.mpmd.runtime.live_bytes import LiveBytes
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import SGD, assert_parity, assert_same, born, pipeline, place, train_step
+from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place, train_step
 from tests.slow import all_but, grid
 
 COUNTERS = 8  # bytes
@@ -145,7 +145,7 @@ def test_what_came_from_a_mesh_of_another_shape_is_left_alone():
         models.squared_error,
         models.vectors(),
         place(tasks, [("layers", 0)], [("layers", 1)]),
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         microbatch=2,
         schedule="1f1b",
     )

@@ -17,7 +17,16 @@ import mmnnx as mm
 from tests import models
 from tests.models import make
 from tests.mpmd.divide.scanned import Scanned
-from tests.mpmd.parity import ADAMW, SGD, assert_same, born, born_with_optimizer, pipeline, train_step, values
+from tests.mpmd.parity import (
+    ADAMW,
+    MOMENTUM,
+    assert_same,
+    born,
+    born_with_optimizer,
+    pipeline,
+    train_step,
+    values,
+)
 from tests.slow import all_but
 
 
@@ -75,7 +84,7 @@ def test_a_program_does_not_grow_with_the_number_of_layers():
     for depth in (4, 64):
         mesh, tasks = pipeline(4)
         with mesh:
-            model, optimizer = born_with_optimizer(stacked(depth), placement(tasks), SGD)
+            model, optimizer = born_with_optimizer(stacked(depth), placement(tasks), MOMENTUM)
             programs.append(STEP.program(model, optimizer, models.vectors()))
     small, large = ([len(f.jaxpr.eqns) for f in program.fragments] for program in programs)
     assert small == large and len(programs[0].instructions) == len(programs[1].instructions)
@@ -84,7 +93,7 @@ def test_a_program_does_not_grow_with_the_number_of_layers():
 def test_one_transfer_each_way_at_each_boundary_for_each_microbatch():
     mesh, tasks = pipeline(4)
     with mesh:
-        model, optimizer = born_with_optimizer(stacked(8), placement(tasks), SGD)
+        model, optimizer = born_with_optimizer(stacked(8), placement(tasks), MOMENTUM)
         program = STEP.program(model, optimizer, models.vectors())
     names = program.names
     sent = Counter((names[t.source_mesh], names[t.target_mesh]) for t in program.transfers)
@@ -103,14 +112,14 @@ def test_an_array_that_is_put_over_the_axis_of_the_stages_means_the_same(spec):
         state = nnx.state(model.stacks)
         put = lambda x: jax.device_put(x, NamedSharding(mesh.mesh, spec if x.ndim == 3 else P("stage")))
         nnx.update(model.stacks, jax.tree.map(put, state))
-        optimizer = mm.jit(lambda model: nnx.Optimizer(model, SGD, wrt=nnx.Param))(model)
+        optimizer = mm.jit(lambda model: nnx.Optimizer(model, MOMENTUM, wrt=nnx.Param))(model)
         program = STEP.program(model, optimizer, models.vectors())
         loss, _ = STEP(model, optimizer, models.vectors())
         assert len({call.mesh for call in program.calls if call.phase == "forward"}) == 2
         assert kernel(model).sharding.is_equivalent_to(NamedSharding(mesh.mesh, spec), 3)
     whole = born(stacked(4), None)
     expected, _ = train_step(nnx.jit, models.squared_error, microbatch=2)(
-        whole, nnx.Optimizer(whole, SGD, wrt=nnx.Param), models.vectors()
+        whole, nnx.Optimizer(whole, MOMENTUM, wrt=nnx.Param), models.vectors()
     )
     assert_same(loss, expected)
     assert_same(model, whole, rtol=1e-4)
@@ -202,7 +211,7 @@ def test_compiled_ahead_of_time():
     for sizes in (None, (1, 3)):
         mesh, tasks = pipeline(2)
         with mesh:
-            model, optimizer = born_with_optimizer(stacked(4), placement(tasks, sizes), SGD)
+            model, optimizer = born_with_optimizer(stacked(4), placement(tasks, sizes), MOMENTUM)
             lowered = STEP.lower(model, optimizer, models.vectors())
             compiled = lowered.compile()
             inputs, outputs = compiled.input_shardings, compiled.output_shardings

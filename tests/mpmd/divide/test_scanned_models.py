@@ -18,7 +18,7 @@ from tests.fuzz.case import OPTIMIZERS
 from tests.fuzz.layers import KINDS
 from tests.models import make
 from tests.mpmd.divide.scanned import WAYS, Scanned
-from tests.mpmd.parity import SGD, assert_parity, pipeline
+from tests.mpmd.parity import MOMENTUM, assert_parity, pipeline
 from tests.mpmd.test_every_schedule import ANYWHERE, LOOPING, VEES
 from tests.slow import all_but, examples, grid
 
@@ -36,7 +36,7 @@ def check(kinds, sizes, way="nnx.scan", meshes=None, spec=P(), devices=1, **opti
     meshes = range(len(sizes)) if meshes is None else meshes
     mesh, _ = pipeline(max(meshes) + 1, devices)
     tasks = [mm.Task(f"task{n}", mesh_slice={"stage": i}) for n, i in enumerate(meshes)]
-    usual = {"optimizer": SGD, "steps": 2, "microbatch": 2, "whole_batch": False, "rtol": 1e-4}
+    usual = {"optimizer": MOMENTUM, "steps": 2, "microbatch": 2, "whole_batch": False, "rtol": 1e-4}
     return assert_parity(
         make(Scanned, kinds, sum(sizes), way),
         models.squared_error,
@@ -120,7 +120,7 @@ def test_data_parallel_and_sharded_over_it(spec):
         divided(tasks, None, spec),
         mesh=mesh,
         microbatch=4,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=2,
         arg_shardings=P("data"),
         rtol=1e-4,

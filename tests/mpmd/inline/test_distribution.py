@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.mpmd.inline.distribution import distribute
-from tests.mpmd.parity import SGD, assert_same, born_with_optimizer, pipeline, values
+from tests.mpmd.parity import MOMENTUM, assert_same, born_with_optimizer, pipeline, values
 from tests.slow import grid
 
 STEPS = 3
@@ -104,7 +104,7 @@ def made(kind: str, devices: int):
     }
     rules |= {mm.path("first"): (tasks[0], P()), mm.path(...): (tasks[1], P())}
     with mesh:
-        return mesh, *born_with_optimizer(recurrent(kind), mm.TaskSharding(rules), SGD)
+        return mesh, *born_with_optimizer(recurrent(kind), mm.TaskSharding(rules), MOMENTUM)
 
 
 # Each kind and each step on meshes of one device and of two, though not each kind with each step on both.
@@ -124,7 +124,7 @@ CASES = [
 @pytest.mark.parametrize("kind, step, devices", CASES)
 def test_parity(kind, step, devices):
     model = recurrent(kind)()
-    whole, run = (model, nnx.Optimizer(model, SGD, wrt=nnx.Param)), nnx.jit(step)
+    whole, run = (model, nnx.Optimizer(model, MOMENTUM, wrt=nnx.Param)), nnx.jit(step)
     expected = [values((run(*whole, X), *map(nnx.state, whole))) for _ in range(2)]
     mesh, *split = made(kind, devices)
     with mesh:

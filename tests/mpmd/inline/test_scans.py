@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import mmnnx as mm
-from tests.mpmd.parity import SGD, assert_same, born_with_optimizer, pipeline, place, values
+from tests.mpmd.parity import MOMENTUM, assert_same, born_with_optimizer, pipeline, place, values
 from tests.slow import grid
 
 TOKENS = np.random.default_rng(0).integers(0, 16, (4, 4, 9)).astype(np.int32)
@@ -144,14 +144,14 @@ def made():
     mesh, tasks = pipeline(3)
     placement = place(tasks, ["embed", ("mix", 0)], [("mix", 1)], ["norm", "head"])
     with mesh:
-        return mesh, *born_with_optimizer(Model, placement, SGD)
+        return mesh, *born_with_optimizer(Model, placement, MOMENTUM)
 
 
 @functools.cache
 def on_one_device(kind: str):
     """Results, model and optimizer after each of two calls."""
     model = Model()
-    whole, step = (model, nnx.Optimizer(model, SGD, wrt=nnx.Param)), nnx.jit(LOOPS[kind])
+    whole, step = (model, nnx.Optimizer(model, MOMENTUM, wrt=nnx.Param)), nnx.jit(LOOPS[kind])
     return [values((step(*whole, TOKENS), *map(nnx.state, whole))) for _ in range(2)]
 
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import mmnnx as mm
-from tests.mpmd.parity import SGD, assert_same, born, born_with_optimizer, pipeline, values
+from tests.mpmd.parity import MOMENTUM, assert_same, born, born_with_optimizer, pipeline, values
 from tests.slow import grid
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
@@ -73,7 +73,7 @@ def after_three(train, model, optimizer):
 @functools.cache
 def on_one_device(kind):
     model = Written(kind)
-    return after_three(nnx.jit(step_by("1f1b")), model, nnx.Optimizer(model, SGD, wrt=nnx.Param))
+    return after_three(nnx.jit(step_by("1f1b")), model, nnx.Optimizer(model, MOMENTUM, wrt=nnx.Param))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def on_one_device(kind):
 def test_trained_weights_that_the_forward_writes(kind, schedule):
     mesh, tasks = pipeline(2)
     with mesh:
-        split = born_with_optimizer(written(kind), rules_for(tasks), SGD)
+        split = born_with_optimizer(written(kind), rules_for(tasks), MOMENTUM)
         found = after_three(mm.jit(step_by(schedule)), *split)
     assert_same(found, on_one_device(kind))
 

@@ -19,7 +19,7 @@ from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.schedule import schedule_names
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import SGD, arrays, assert_parity, assert_same, born, pipeline, place, train_step
+from tests.mpmd.parity import MOMENTUM, arrays, assert_parity, assert_same, born, pipeline, place, train_step
 from tests.slow import all_but
 
 VOCAB, WIDTH = 32, 8
@@ -231,7 +231,7 @@ def test_sharded_along_an_axis_within_its_slices():
         embedded(tasks, spec=P("model")),
         mesh=mesh,
         microbatch=2,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=1,
     )
 
@@ -256,7 +256,7 @@ def test_with_virtual_stages():
         microbatch=2,
         schedule="interleaved-1f1b",
         steps=1,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
     )
     assert {c.stage for c in ran.calls} == {None, 0, 1, 2, 3}
 
@@ -273,7 +273,7 @@ def test_a_tied_embedding_that_moves_at_both_ends(schedule):
         mesh=mesh,
         microbatch=2,
         schedule=schedule,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=2,
     )
 
@@ -312,7 +312,7 @@ def test_in_the_middle_and_at_the_end(scoped, schedule):
         microbatch=2,
         schedule=schedule,
         steps=1,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
     )
 
 
@@ -378,7 +378,7 @@ def test_several_and_with_other_options(tasks, schedule):
         microbatch=2,
         schedule=schedule,
         steps=1,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
     )
     assert {f.name for f in ran.fragments} >= {"one", "two"} or HALVES not in tasks
     for task in {task for task in tasks if task.loop_dependent_mesh_slice is not None}:

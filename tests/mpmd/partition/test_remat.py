@@ -17,7 +17,7 @@ import mmnnx as mm
 from mmnnx import _compat
 from tests import models
 from tests.models import in_tasks, make
-from tests.mpmd.parity import SGD, assert_parity, assert_same, born, pipeline, place
+from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place
 from tests.slow import all_but
 
 POLICIES = jax.checkpoint_policies
@@ -115,7 +115,7 @@ def test_it_trains_as_without(remat):
         mesh=mesh,
         microbatch=2,
         steps=1,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         remat=remat,
     )
 
@@ -134,7 +134,7 @@ def test_a_transformer_trains_as_without():
         schedule="zero-bubble-h1",
         steps=1,
         whole_batch=False,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         remat=True,
     )
     parts = [primitives(fragment(ran, phase, 1).jaxpr)["dot_general"] for phase in PARTS]
@@ -159,7 +159,7 @@ def test_random_bits_that_are_drawn_again_are_the_same(schedule):
         microbatch=2,
         schedule=schedule,
         steps=2,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         whole_batch=False,
         remat=True,
     )
@@ -213,7 +213,7 @@ def test_stacks_of_layers_under_scan(remat):
         mesh=mesh,
         microbatch=2,
         steps=1,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         remat=remat,
     )
 
@@ -223,7 +223,7 @@ def test_without_microbatches_a_task_has_it():
     tasks = [dataclasses.replace(task, remat=True) for task in tasks]
     make_model = in_tasks(make(Named), {(k, i): tasks[i] for k in ("up", "down") for i in range(2)})
     batch = models.vectors(features_out=8)
-    assert_parity(make_model, models.squared_error, batch, mesh=mesh, optimizer=SGD, steps=1)
+    assert_parity(make_model, models.squared_error, batch, mesh=mesh, optimizer=MOMENTUM, steps=1)
 
 
 # Fewer bytes

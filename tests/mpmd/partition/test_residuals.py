@@ -18,7 +18,7 @@ from mmnnx.mpmd.ir.equations import nbytes
 from mmnnx.mpmd.ir.instructions import Call
 from mmnnx.mpmd.partition import fragments
 from tests import models
-from tests.mpmd.parity import SGD, assert_parity, born, pipeline, place
+from tests.mpmd.parity import MOMENTUM, assert_parity, born, pipeline, place
 from tests.slow import all_but
 
 ROWS, WIDTH, LENGTH = 16, 64, 8
@@ -282,7 +282,7 @@ def test_what_is_computed_again_is_the_same(body):
         place(tasks, ["body"], ["head"]),
         mesh=mesh,
         microbatch=2,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=1,
     )
 

@@ -11,7 +11,7 @@ import mmnnx as mm
 from mmnnx.mpmd.compile.rewrites import rewrite
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import SGD, assert_parity, assert_same, born, pipeline, place, values
+from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place, values
 from tests.slow import all_but
 
 mesh, tasks = pipeline(2)
@@ -110,7 +110,7 @@ def test_sums_over_a_data_axis():
         models.vectors(rows=16),
         two_layers_each(tasks, P()),
         mesh=mesh,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         microbatch=4,
         per_call=2,
         arg_shardings=P(mesh.axis_names[-1]),
@@ -200,7 +200,7 @@ def test_a_counter_that_the_backward_reads(remat):
         microbatch=4,
         per_call=2,
         remat=remat,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         schedule="1f1b",
         steps=2,
         whole_batch=False,
@@ -234,7 +234,7 @@ def test_state_that_forward_and_backward_of_a_stage_read(schedule):
         mesh=mesh,
         microbatch=4,
         per_call=2,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         schedule=schedule,
         steps=2,
         whole_batch=False,

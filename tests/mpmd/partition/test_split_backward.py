@@ -17,7 +17,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.ir.instructions import Call, Transfer
 from tests import models
 from tests.models import in_tasks, make
-from tests.mpmd.parity import SGD, assert_parity, born, pipeline, place
+from tests.mpmd.parity import MOMENTUM, assert_parity, born, pipeline, place
 from tests.slow import all_but
 
 DEAR = {"dot_general", "conv_general_dilated", "random_bits", "scan", "while", "scatter-add", "cumsum"}
@@ -288,7 +288,7 @@ def test_it_trains_as_the_whole(name, schedule):
         microbatch=2,
         schedule=schedule,
         steps=1,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         whole_batch=name == "norms",
     )
     assert {c.phase for c in ran.calls} >= {INPUT, WEIGHT}
@@ -352,7 +352,7 @@ def test_a_task_with_a_split_backward_trains_as_the_whole(options):
     options = {"microbatch": 2, **options}
     ran = assert_parity(
         *(scoped(tasks), models.squared_error, models.vectors()),
-        **dict(mesh=mesh, optimizer=SGD, steps=1, **options),
+        **dict(mesh=mesh, optimizer=MOMENTUM, steps=1, **options),
     )
     assert {f.name for f in ran.fragments} >= set(NAMES)
 
@@ -396,7 +396,7 @@ def test_a_custom_schedule_names_the_halves():
             schedule="custom",
             custom_schedule=rows,
             steps=1,
-            optimizer=SGD,
+            optimizer=MOMENTUM,
         )
         on_the_middle = [c.name for c in ran.calls if c.stage == 1]
         assert on_the_middle == ["stage1 forward"] * 4 + middle
@@ -425,7 +425,7 @@ def test_a_custom_schedule_may_split_what_no_task_does():
         schedule="custom",
         custom_schedule=rows,
         steps=1,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
     )
     assert [[a.phase for a in row] for row in ran.table()] == [
         ["forward"] * 4 + [INPUT] * 4 + [WEIGHT] * 4

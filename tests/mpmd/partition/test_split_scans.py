@@ -20,7 +20,7 @@ from mmnnx.mpmd.ir.placement import Location, Placement, Reason
 from mmnnx.mpmd.partition.split_scans import can_be_split, split_scans
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import SGD, assert_parity, pipeline, place
+from tests.mpmd.parity import MOMENTUM, assert_parity, pipeline, place
 from tests.slow import all_but
 
 INPUT, WEIGHT = "backward-input", "backward-weight"
@@ -73,7 +73,7 @@ def test_over_a_data_axis():
         microbatch=4,
         schedule="zero-bubble-h1",
         arg_shardings=P(mesh.axis_names[-1]),
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=2,
     )
     assert not program.notes

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import mmnnx as mm
-from tests.mpmd.parity import SGD, assert_same, born, pipeline, place
+from tests.mpmd.parity import MOMENTUM, assert_same, born, pipeline, place
 from tests.slow import all_but, grid
 
 WIDTH, STAGES = 16, 3
@@ -88,11 +88,11 @@ def train(loss_fn, schedule):
 def check(make, step):
     """Two calls of a step are those of one device; returns its program."""
     reference = make()
-    references = reference, nnx.Optimizer(reference, SGD, wrt=nnx.Param)
+    references = reference, nnx.Optimizer(reference, MOMENTUM, wrt=nnx.Param)
     whole, split = nnx.jit(step), mm.jit(step)
     with MESH:
         model = born(make, PLACEMENT)
-        optimizer = mm.jit(lambda m: nnx.Optimizer(m, SGD, wrt=nnx.Param))(model)
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, MOMENTUM, wrt=nnx.Param))(model)
         program = split.program(model, optimizer, X)
         for _ in range(2):
             with mm.ignore_transforms():

@@ -12,7 +12,7 @@ from flax import nnx
 import mmnnx as mm
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import SGD, assert_parity, assert_same, born, pipeline, place
+from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place
 from tests.slow import grid
 
 
@@ -100,7 +100,7 @@ def test_it_trains_as_whole(recompute, options):
             BATCH,
             place(tasks, *OWNED),
             mesh=mesh,
-            optimizer=SGD,
+            optimizer=MOMENTUM,
             steps=1,
             **{"microbatch": 2, **options},
         )
@@ -132,7 +132,7 @@ def test_models_train_as_whole_where_it_is_switched_off(name):
             mesh=mesh,
             microbatch=2,
             steps=1,
-            optimizer=SGD,
+            optimizer=MOMENTUM,
             whole_batch=False,
         )
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import mmnnx as mm
-from tests.mpmd.parity import SGD, assert_same, born_with_optimizer, pipeline, place, values
+from tests.mpmd.parity import MOMENTUM, assert_same, born_with_optimizer, pipeline, place, values
 from tests.slow import grid
 
 STAGES, WIDTH = 3, 8
@@ -76,10 +76,10 @@ def test_activations_alone_are_sent(step, rows):
     """Forwards once and backwards once for each loss, beside a few scalars."""
     x = np.random.default_rng(0).normal(size=(rows, WIDTH)).astype(np.float32)
     model = Net()
-    whole, alone = (model, nnx.Optimizer(model, SGD, wrt=nnx.Param)), nnx.jit(step)
+    whole, alone = (model, nnx.Optimizer(model, MOMENTUM, wrt=nnx.Param)), nnx.jit(step)
     mesh, tasks = pipeline(STAGES)
     with mesh:
-        split = born_with_optimizer(Net, place(tasks, *[[("layers", n)] for n in range(STAGES)]), SGD)
+        split = born_with_optimizer(Net, place(tasks, *[[("layers", n)] for n in range(STAGES)]), MOMENTUM)
         run = mm.jit(step)
         sent = [t.shape for t in run.program(*split, x).transfers if t.shape]
         for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +154,41 @@ def test_a_scope_overrides_the_home_of_state():
         microbatch=2,
         optimizer=MOMENTUM,
     )
+
+
+def test_what_a_scope_elsewhere_renews_goes_home_after_the_loop():
+    """Statistics of a BatchNorm: once to where they are computed, and not with every microbatch."""
+    mesh, tasks = pipeline(2)
+
+    class Away(models.MLP):
+        def __init__(self, *, rngs: nnx.Rngs):
+            super().__init__(rngs=rngs)
+            self.norm = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
+
+        def __call__(self, x):
+            x = mm.task(lambda norm, x: norm(x), task=tasks[1])(self.norm, self.layers[0](x))
+            for layer in self.layers[1:-1]:
+                x = jnp.tanh(layer(x))
+            return self.layers[-1](x)
+
+    placement = place(tasks, [("layers", 0), "norm"], [("layers", range(1, 4))])
+    program = assert_parity(
+        make(Away),
+        models.squared_error,
+        models.vectors(),
+        placement,
+        mesh=mesh,
+        microbatch=2,
+        whole_batch=False,
+        optimizer=MOMENTUM,
+    )
+    statistics = [t for t in program.transfers if t.shape == (16,)]
+    assert all(t.microbatch is None for t in statistics)
+    # Mean and variance, with scale and bias one way and their gradients the other.
+    assert Counter((t.source, t.target) for t in statistics) == {
+        ("stage0", "stage1"): 4,
+        ("stage1", "stage0"): 4,
+    }
 
 
 def test_one_submodule_in_two_task_scopes():

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from mmnnx import _compat
 from mmnnx.mpmd.runtime import transfers
-from tests.mpmd.parity import SGD, assert_parity, assert_same, born, pipeline, place, values
+from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place, values
 from tests.slow import all_but, grid
 
 WIDTH = 8
@@ -62,7 +62,7 @@ def test_arrays_that_cross_together_travel_together(copies, per_stage):
     mesh, tasks = pipeline(2, *per_stage)
     program = assert_parity(
         *(Encoded, loss_fn, X, place(tasks, *PLACES)),
-        **dict(mesh=mesh, microbatch=2, optimizer=SGD, steps=1, schedule="1f1b"),
+        **dict(mesh=mesh, microbatch=2, optimizer=MOMENTUM, steps=1, schedule="1f1b"),
     )
     ways = {(t.source, t.target, t.microbatch) for t in program.transfers}
     assert len(ways) == 8 and len(program.transfers) == 3 * len(ways)

@@ -23,7 +23,7 @@ from mmnnx.mpmd.schedule import Action, Stages, get_schedule, schedule_names
 from mmnnx.mpmd.schedule.dispatch_order import order_loop
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import SGD, assert_parity, assert_same, born, pipeline, place, values
+from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place, values
 from tests.slow import all_but, grid
 
 ROWS = 2  # of a microbatch
@@ -64,7 +64,7 @@ def trained(**loop: Any) -> mm.Program:
         place(tasks, *layers(3)),
         mesh=mesh,
         microbatch=ROWS,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         steps=2,
         **{"schedule": None, **loop},
     )
@@ -197,7 +197,7 @@ def test_random_numbers_do_not_depend_on_the_order_of_microbatches():
         microbatch=2,
         schedule="custom",
         custom_schedule=BACKWARDS,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         whole_batch=False,
     )
     assert program.table() == BACKWARDS
@@ -227,7 +227,7 @@ def test_a_counter_waits_for_no_backward(schedule):
         mesh=mesh,
         microbatch=2,
         schedule=schedule,
-        optimizer=SGD,
+        optimizer=MOMENTUM,
         per_call=1,
         whole_batch=False,
     )
