@@ -248,7 +248,8 @@ def undivided(sharding: NamedSharding) -> NamedSharding:
     """The same on a mesh that JAX knows, for an array that has the mesh of a `DividedArray` and is none.
 
     Example:
-      >>> of_layers = Division(stages).sharding(PartitionSpec(), 10)  # ten layers, on four stages
+      >>> with mesh:
+      ...     of_layers = Division(stages).sharding(PartitionSpec(), 10)  # ten layers, on four stages
       >>> undivided(NamedSharding(of_layers.mesh, PartitionSpec())).mesh.axis_names
       ('stage', 'model')
     """

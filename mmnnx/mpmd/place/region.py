@@ -196,9 +196,12 @@ class Region:
         ]
 
     def state_homes(self, e: Equation) -> dict[Mesh, int]:
-        """Bytes of state that an equation reads, by home; of the batch only if it reads no other."""
+        """Bytes of state that an equation reads, by home; of the batch only if it reads nothing else: the
+        batch goes to the flow."""
         state = [a for a in e.invars if self.origin_of(a).kind is Kind.STATE]
-        return self.bytes_by_home([a for a in state if a not in self.of_batch] or state)
+        own = [a for a in state if a not in self.of_batch]
+        flow = any(self.origin_of(a).kind is Kind.ACTIVATION for a in e.invars)
+        return self.bytes_by_home(own if own or flow else state)
 
     def renewed_homes(self, e: Equation) -> dict[Mesh, int]:
         """Bytes of new values of state that an equation reads, by home."""
