@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from jax.sharding import Mesh
+
 from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Location, Reason, by_rank
@@ -49,6 +51,12 @@ def place_backward(region: Region, e: Equation) -> None:
         choices = {Location(region.positions[-1].mesh, len(region.positions) - 1)}
     reached = [s for s in choices if came is None or s.rank <= came]
     location = max(reached, key=by_rank) if reached else min(choices, key=by_rank)
+    home = region.followed_home(e)
+    at_home = [s for s in reached if s.mesh == home]
+    if scoped is None and at_home and not _reads_state_of(region, location, home):
+        location = max(
+            at_home, key=by_rank
+        )  # of a weight that is read there alone: the gradient is made there
     sent = scoped is None and came is None and all(s.mesh != location.mesh for s in incoming)
     if sent and (there := _all_there(region, incoming, residuals)) is not None:
         region.put(e, there, "backward", Reason.ALL_HERE)
@@ -106,6 +114,11 @@ def _all_there(region: Region, incoming: Sequence[Location], residuals: Iterable
     from, if all else that is read is there."""
     held = [{region.locations[n].mesh for n in region.users[a] if n in region.locations} for a in residuals]
     return next((s for s in incoming if all(s.mesh in meshes for meshes in held)), None)
+
+
+def _reads_state_of(region: Region, location: Location, home: Mesh | None) -> bool:
+    """Whether the forward reads state of a mesh at a location."""
+    return any(location in uses and region.where[v].home == home for v, uses in region.state_uses.items())
 
 
 def _beside(region: Region, e: Equation, ahead: Sequence[Location]) -> Location:

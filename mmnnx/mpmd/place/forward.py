@@ -29,11 +29,15 @@ def place_forward(region: Region, e: Equation) -> None:
         mesh = max(homes, key=homes.__getitem__)
         ahead = any(p.mesh == mesh for p in region.positions[max(before, 0) :])
         flow = [a for a in e.invars if a.aval.shape and region.origin_of(a).kind is Kind.ACTIVATION]
-        again = flow and before >= 0 and not ahead and bool(renewed or region.roots_of(e) & region.used_state)
-        if again and not region.returning:
+        roots, here = region.roots_of(e), region.positions[before].mesh if flow and before >= 0 else None
+        again = here is not None and not ahead and bool(renewed or roots & region.used_state)
+        if here is not None:
+            for root in roots:
+                region.read_from.setdefault(root, set()).add(here)
+        if (again and not region.returning) or (here not in (None, mesh) and roots & region.shared):
             # Shared state used again further on: it is sent there, rather than the flow sent back. (A
             # scalar is sent back: such as the norm of all weights, which scales each of them.)
-            region.sent |= region.roots_of(e) or {a for a in e.invars if is_var(a) and a in region.renewed}
+            region.sent |= roots or {a for a in e.invars if is_var(a) and a in region.renewed}
             position = before
             reason = Reason.STATE_IS_SENT
         else:

@@ -117,10 +117,13 @@ def _ways(problem: Problem, loop: Loop | None, *, apart: bool) -> tuple[list[Reg
         if order is not None:
             regions.append(Region(problem, returning=False, apart=apart, order=order))
             found.append(_solved(regions[-1]))
+    shared = frozenset(v for v, meshes in first.read_from.items() if len(meshes) > 1)
+    if loop is not None and shared:
+        found.append(_solved(Region(problem, returning=False, apart=apart, shared=shared)))
     few = 1 if loop is None else 2
     again = [r for r in regions if len(r.sent) >= few]
-    regions += [Region(problem, returning=True, apart=apart, order=r.order) for r in again]
-    return regions, found + [_solved(r) for r in regions[len(found) :]]
+    returning = [Region(problem, returning=True, apart=apart, order=r.order) for r in again]
+    return regions + returning, found + [_solved(r) for r in returning]
 
 
 def _best(problem: Problem, loop: Loop | None, found: Sequence[Placement]) -> Placement:
@@ -135,7 +138,7 @@ def _solved(region: Region) -> Placement:
     for e in region.forward:
         place_forward(region, e)
     move_across_boundaries(region, region.forward)
-    if region.forward_phase == "none":
+    if not region.roles.all(Role.BACKWARD):
         bring_home(region)
     _note_state_uses(region)
     region.loose = loose_equations(region)

@@ -12,12 +12,14 @@ from jax.sharding import Mesh
 
 from mmnnx.mpmd.frontend.function import TaskOf
 from mmnnx.mpmd.ir.dataflow import follow_back
-from mmnnx.mpmd.ir.equations import PRODUCTS, Atom, Equation, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.equations import LAYOUT, PRODUCTS, Atom, Equation, Loop, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import CONST, FREE, Kind, Origin, combine
 from mmnnx.mpmd.ir.placement import Location, Placement, Position, Reason
 from mmnnx.mpmd.place.classify import Role, classify
 from mmnnx.mpmd.place.options import fusing
 from mmnnx.sharding.task import Task
+
+_LAYOUTS = LAYOUT | {"convert_element_type"}
 
 Fits = Callable[[Loop, Placement], bool]
 
@@ -57,6 +59,7 @@ class Region:
         is sent to the flow.
       apart: whether the state of each task has positions of its own; else neighbours on a mesh share one.
       order: in which the forward is placed.
+      shared: state that is sent to the flow wherever it is read.
       out: the placement, as far as it is known.
       maker, users: of each variable.
       roles: what each node is in a training step.
@@ -67,6 +70,7 @@ class Region:
       tied: equations that stay where they are: in a task scope, or reading state.
       used_state: state that the forward has read.
       state_uses: where the forward reads state.
+      read_from: for state that a flow comes to, the meshes that it comes from.
       sent: state that goes to the flow.
       readers: for each position, the tasks whose state is read there, in no scope.
       loose: forward equations that only the backward reads.
@@ -79,6 +83,7 @@ class Region:
         returning: bool,
         apart: bool = False,
         order: Sequence[Equation] | None = None,
+        shared: frozenset[Var] = frozenset(),
     ):
         self.problem, self.nodes, self.task_of = problem, problem.nodes, problem.task_of
         self.returning, self.apart = returning, apart
@@ -93,7 +98,7 @@ class Region:
             for a in dict.fromkeys(filter(is_var, node.invars)):
                 self.users.setdefault(a, []).append(node)
         self.roles = classify(self.nodes, self.users)
-        self.order = order
+        self.order, self.shared = order, shared
         self.forward = list(order or self.roles.all(Role.FORWARD))
         autodiff = self.in_loop or Role.BACKWARD in self.roles.of.values()
         self.forward_phase = "forward" if autodiff else "none"
@@ -105,11 +110,14 @@ class Region:
         self.tied: set[Node] = set()
         self.used_state: set[Var] = set()
         self.state_uses: dict[Var, set[Location]] = {}
+        self.read_from: dict[Var, set[Mesh]] = {}
         self.sent: set[Var] = set()
         self.readers: dict[int, set[Task]] = {}
         self.loose: set[Node] = set()
-        self.out.follows.update(problem.follows)
         is_state = lambda a: a if is_var(a) and a in state else None
+        # First what is combined with state: then a result may take another's place, as of a population.
+        follow_back(self.roles.all(Role.UPDATE), self.out.follows, is_state)
+        self.out.follows.update(problem.follows)
         follow_back(self.roles.all(Role.UPDATE), self.out.follows, is_state)
 
     def origin_of(self, atom: Atom) -> Origin:
@@ -216,8 +224,20 @@ class Region:
         return homes
 
     def followed_home(self, e: Equation) -> Mesh | None:
-        """The home of the state that a result of an equation will be combined with."""
-        return next((self.where[self.out.follows[v]].mesh for v in e.outvars if v in self.out.follows), None)
+        """The home of the state that a result of an equation will be combined with, in another layout too."""
+        for v in e.outvars:
+            while v not in self.out.follows and (laid_out := self._only_laid_out(v)) is not None:
+                v = laid_out
+            if v in self.out.follows:
+                return self.where[self.out.follows[v]].mesh
+        return None
+
+    def _only_laid_out(self, v: Var) -> Var | None:
+        """What is made of a variable, if that is but another layout or type of it."""
+        users = self.users.get(v, ())
+        if len(users) == 1 and isinstance(users[0], Equation) and users[0].name in _LAYOUTS:
+            return users[0].outvars[0]
+        return None
 
     def at_hand(self, e: Equation) -> dict[Mesh, int]:
         """Bytes of activations that an equation reads, by the meshes that have them: their own first."""
