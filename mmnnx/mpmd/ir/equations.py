@@ -179,6 +179,15 @@ SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min
 # Equations that only lay out bytes anew. Done ahead of the loop they would cost memory and save nothing.
 LAYOUT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "rev", "copy"}
 
+# What is cheaper to compute again than to keep: entry by entry, and sums.
+CHEAP = LAYOUT | {
+    "abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "cos", "custom_jvp_call",
+    "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite",
+    "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not",
+    "one_minus_square", "or", "pow", "reduce_max", "reduce_min", "reduce_sum", "rem", "round", "rsqrt",
+    "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+}  # fmt: skip
+
 
 def equations_in(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr, each followed by those in the jaxprs inside it."""

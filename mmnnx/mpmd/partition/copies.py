@@ -2,7 +2,8 @@
 
 Work that depends on no placed state is repeated where it is read. What costs more to compute than to keep
 (random bits, products) is done once on each mesh. What only lays out state anew is repeated as well; but a
-slice of state that goes to another mesh is made once, and sent.
+slice of state that goes to another mesh is made once, and sent. Masks, indices and the like that are made of
+state and that another mesh reads are repeated if what they are made of has fewer bytes: that is sent.
 """
 
 from __future__ import annotations
@@ -11,9 +12,22 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.equations import CUSTOM_GRADIENTS, LAYOUT, REMAT, Equation, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.equations import (
+    CHEAP,
+    CUSTOM_GRADIENTS,
+    LAYOUT,
+    REMAT,
+    SCATTERS,
+    Equation,
+    Node,
+    Var,
+    is_var,
+    nbytes,
+    with_inner,
+)
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement
+from mmnnx.mpmd.place.min_cut import SINK, SOURCE, sink_side
 
 # Worth doing once and keeping, even where the inputs are at hand everywhere.
 _COSTLY = {
@@ -21,6 +35,7 @@ _COSTLY = {
     "while", "cond", "cumsum", "cumprod", "cumlogsumexp", "cummax", "reduce_window_sum", "top_k", "fft",
     "cholesky", "eigh", "svd", "qr", "lu", "triangular_solve", "shard_map", REMAT, *CUSTOM_GRADIENTS,
 }  # fmt: skip
+_REPEATED = CHEAP | {*SCATTERS, "gather", "dynamic_slice", "concatenate", "pad", "argmax", "argmin"}
 _SMALL = 1024  # bytes: results of no more are made again where they are read, whatever that costs
 
 
@@ -41,12 +56,13 @@ class Copies:
         self._once = self._done_once(nodes, set(required))
         if not in_loop:
             self._once |= self._sent_slices(nodes)
+        self._made_where_read = self._of_fewer_bytes(nodes)
 
     def is_copied(self, node: Equation) -> bool:
         """Whether an equation is repeated in every fragment that reads it."""
         if node in self._once:
             return False
-        if node not in self.placement.locations or _expands(node):
+        if node not in self.placement.locations or _expands(node) or node in self._made_where_read:
             return True
         return node.name in LAYOUT and self.placement.where[node.outvars[0]].kind is Kind.STATE
 
@@ -95,6 +111,39 @@ class Copies:
             for v in filter(is_var, node.invars):
                 readers.setdefault(v, set()).update(there)
         return found
+
+    def _of_fewer_bytes(self, nodes: Sequence[Node]) -> set[Node]:
+        """Equations over state that are repeated on meshes where it does not live, so that the fewest bytes
+        are sent there: those beyond a minimum cut between the state and what these meshes read."""
+        number: dict[Var, int] = {}  # where a value comes about; it is sent from there to the next number
+        edges: list[tuple[int, int, int]] = [(SOURCE, SINK, 0)]
+        queue: list[Var] = []
+        is_state = lambda a: is_var(a) and self.placement.where[a].kind is Kind.STATE
+
+        def enter(v: Var) -> int:
+            if v not in number:
+                number[v] = 2 + 2 * len(number)
+                edges.append((number[v], number[v] + 1, nbytes(v)))
+                queue.append(v)
+            return number[v]
+
+        for node in nodes:
+            if (location := self.placement.locations.get(node)) is not None:
+                elsewhere = lambda a, mesh=location.mesh: is_state(a) and self.placement.where[a].home != mesh
+                edges += [(enter(a) + 1, SINK, -1) for a in filter(elsewhere, node.invars)]
+        while queue:
+            v = queue.pop()
+            maker = self.maker.get(v)
+            if isinstance(maker, Equation) and maker not in self._once and _is_repeated(maker):
+                edges += [(enter(a) + 1, number[v], -1) for a in filter(is_state, maker.invars)]
+            else:
+                edges.append((SOURCE, number[v], -1))
+        beyond = sink_side(2 + 2 * len(number), edges)
+        return {self.maker[v] for v, n in number.items() if n in beyond and v in self.maker}
+
+
+def _is_repeated(node: Equation) -> bool:
+    return all(e.primitive.name in _REPEATED for e in with_inner(node.eqn))
 
 
 def _expands(node: Equation) -> bool:

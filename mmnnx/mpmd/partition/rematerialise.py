@@ -16,19 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.extend.core as jex
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import LAYOUT, Equation, Node, Var, is_var, nbytes, with_inner
+from mmnnx.mpmd.ir.equations import CHEAP, Equation, Node, Var, is_var, nbytes, with_inner
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Location, Placement, Reason
 from mmnnx.mpmd.ir.timetable import Remat
 from mmnnx.mpmd.place.min_cut import sink_side
-
-_CHEAP = LAYOUT | {
-    "abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "cos", "custom_jvp_call",
-    "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite",
-    "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not",
-    "one_minus_square", "or", "pow", "reduce_max", "reduce_min", "reduce_sum", "rem", "round", "rsqrt",
-    "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-}  # fmt: skip
 
 
 def rematerialise(
@@ -192,4 +184,4 @@ def _between(
 
 
 def _cheap(node: Node) -> bool:
-    return isinstance(node, Equation) and all(e.primitive.name in _CHEAP for e in with_inner(node.eqn))
+    return isinstance(node, Equation) and all(e.primitive.name in CHEAP for e in with_inner(node.eqn))
