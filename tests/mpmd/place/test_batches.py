@@ -48,6 +48,39 @@ def test_a_batch_on_the_last_stage_goes_to_the_first():
     assert sent(program) == [("stage1", "stage0", (64, 8)), ("stage0", "stage1", (64, 16))]
 
 
+@pytest.mark.parametrize("kept", ["as an argument", "in a Variable"])
+def test_labels_go_to_where_the_loss_is(kept):
+    """Not the logits to the labels, nor one-hot rows that are made of them."""
+    mesh, tasks = pipeline(2)
+    labels = np.arange(8, dtype=np.int32) % 4
+
+    class Labelled(models.MLP):
+        def __init__(self, *, rngs):
+            super().__init__(rngs=rngs)
+            self.labels = nnx.Variable(jnp.asarray(labels))
+
+    def loss_fn(model, batch):
+        of_row = jax.nn.log_softmax(model(batch["x"]))
+        return -jnp.take_along_axis(of_row, batch["y"][:, None], 1).mean()
+
+    def step(model, batch):
+        if kept == "in a Variable":
+            batch = batch | {"y": model.labels[...]}
+        loop = dict(dim=0, size=2, argnum=1, reduce="mean", schedule="1f1b")
+        return mm.microbatch(nnx.value_and_grad(loss_fn), **loop)(model, batch)
+
+    first, second = ([("layers", n) for n in half] for half in (range(2), range(2, 4)))
+    batch = {"x": models.vectors()["x"][:8], "y": labels}
+    with mesh:
+        model = born(make(Labelled), place(tasks, [*first, "labels"], second))
+        on_first = model.layers[0].bias.get_raw_value().sharding
+        placed, split = batch | {"y": jax.device_put(labels, on_first)}, mm.jit(step)
+        shapes = {t.shape for t in split.program(model, placed).transfers}
+        found = split(model, placed)
+    assert_same(found, nnx.jit(step)(make(Labelled)(), batch))
+    assert shapes <= {(2, 16), (2,), (2, 1)}
+
+
 def test_averages_in_plain_arrays_stay_with_their_weights():
     mesh, model = two_stages()
     average = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model)))

@@ -96,6 +96,54 @@ def test_activations_and_scalars_alone_cross(loss_fn, schedule):
     assert shapes and set(shapes) <= {(), (rows, WIDTH)}
 
 
+def several_heads(model, x):
+    """Early exits (Teerapittayanon et al. 2017) by one head, that of the last stage or of the first."""
+    loss = 0.0
+    for layer in model.layers:
+        x = jnp.tanh(layer(x))
+        loss += (model.head(x) ** 2).mean()
+    return loss
+
+
+@pytest.mark.parametrize("where", range(STAGES))
+def test_a_head_of_every_stage_is_sent_once(where):
+    class Exits(Net):
+        def __init__(self):
+            super().__init__()
+            self.head = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(9))
+
+    owned = [[("layers", n), *(["head"] if n == where else [])] for n in range(STAGES)]
+    step, many = train(several_heads, "1f1b"), np.tile(X, (16, 1))
+    reference = Exits()
+    references = reference, nnx.Optimizer(reference, MOMENTUM, wrt=nnx.Param)
+    with MESH:
+        model = born(Exits, place(TASKS, *owned))
+        state = model, mm.jit(lambda m: nnx.Optimizer(m, MOMENTUM, wrt=nnx.Param))(model)
+        split = mm.jit(step)
+        transfers = split.program(*state, many).transfers
+        assert_same(split(*state, many), nnx.jit(step)(*references, many), 1e-4)
+        assert_same(nnx.state(state), nnx.state(references), 1e-4)
+    crossing = {(t.source, t.target) for t in transfers if t.microbatch is not None and len(t.shape) == 2}
+    chain = {(f"stage{n}", f"stage{n + 1}") for n in range(STAGES - 1)}
+    assert crossing == chain | {(target, source) for source, target in chain}
+
+
+def skipping(model, x):
+    """The first stage has two layers; the second reads what is between them, too."""
+    between = jnp.tanh(model.layers[0](x))
+    return ((model.layers[2](jnp.tanh(model.layers[1](between))) + between) ** 2).mean()
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+def test_the_gradient_of_a_weight_is_made_where_it_is(schedule):
+    """Though the last mesh has all that it is made of: it would send what is as large as the weight."""
+    with MESH:
+        model = born(Net, place(TASKS[:2], [("layers", 0), ("layers", 1)], [("layers", 2)]))
+        state = model, mm.jit(lambda m: nnx.Optimizer(m, MOMENTUM, wrt=nnx.Param))(model)
+        program = mm.jit(train(skipping, schedule)).program(*state, X)
+    assert (WIDTH, WIDTH) not in {t.shape for t in program.transfers}
+
+
 def test_where_the_stages_are_counted():
     """Going back would make five of three stages: where three are asked for, the weights are sent."""
     assert (WIDTH, WIDTH) in check(train(recycled, "1f1b", num_stages=STAGES))
@@ -209,17 +257,24 @@ REMEMBERING = place(TASKS, *[[("layers", n), ("caches", n)] for n in range(STAGE
     ],
     ids=["rows", "one hot", "where", "in part"],
 )
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [1, 3, "scan"])
 def test_caches_that_the_last_mesh_has_a_word_in(change, steps):
     """As in beam search, also of several steps in one call: the word is sent to them."""
 
+    def one(model, x, n):
+        x = model(x, n)
+        rows = jnp.argsort(x.sum(-1))
+        for cache in model.caches:
+            cache[...] = change(cache[...], rows)
+        return x[rows]
+
     def decode(model, x):
+        if steps == "scan":
+            return nnx.scan(one, in_axes=(nnx.StateAxes({...: nnx.Carry}), nnx.Carry, 0), out_axes=nnx.Carry)(
+                model, x, jnp.arange(2)
+            )
         for n in range(steps):
-            x = model(x, n)
-            rows = jnp.argsort(x.sum(-1))
-            x = x[rows]
-            for cache in model.caches:
-                cache[...] = change(cache[...], rows)
+            x = one(model, x, n)
         return x
 
     whole = Remembering()

@@ -132,6 +132,29 @@ def test_a_loss_is_computed_where_its_gradient_goes(first, microbatched):
     assert [(t.source, t.target) for t in program.transfers] == [("stage0", "stage2")] * count
 
 
+@pytest.mark.parametrize("microbatched", [False, True])
+def test_a_student_of_one_layer_with_momentum(microbatched):
+    """The gradient meets the momentum first, and the weights by way of it."""
+
+    def step(student, teacher, xz):
+        model, velocity = student.model, student.velocity
+        grad_fn = nnx.value_and_grad(functools.partial(distilled, "student"))
+        if microbatched:
+            grad_fn = mm.microbatch(grad_fn, 0, 4, argnum=2, reduce="mean", schedule="1f1b", per_call=1)
+        loss, grads = grad_fn(model, teacher, xz)
+        new = jax.tree.map(lambda v, g: 0.9 * v + g, nnx.state(velocity), grads)
+        nnx.update(velocity, new)
+        descend(model, new)
+        return loss
+
+    def make(seed):
+        one = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(seed))
+        return nnx.Dict(model=one(), velocity=one())
+
+    program = programs(mm.TaskSharding({...: TASKS[2]}), ON_A, step, make)
+    assert {(t.source, t.target) for t in program.transfers} == {("stage0", "stage2")}
+
+
 @pytest.mark.parametrize("steps", all_but([2], [1, 2, 3]))
 def test_a_gradient_penalty_at_every_step_of_a_critic(steps):
     """WGAN-GP (Gulrajani et al. 2017): steps after the first need points alone, which are sent ahead."""

@@ -185,6 +185,42 @@ def test_parity(kind, microbatch):
     assert {d for x in jax.tree.leaves(nnx.state(split)) for d in x.devices()} == set(MESH.mesh.devices.flat)
 
 
+def test_the_better_of_two_models_takes_the_place_of_the_other():
+    """A population (Jaderberg et al. 2017): weights and moments cross, and nothing of what makes them."""
+
+    class Population(nnx.Module):
+        def __init__(self):
+            self.models = nnx.List(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(n)) for n in range(2))
+
+    optimizers_of = lambda p: nnx.List(nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param) for m in p.models)
+
+    def step(population, optimizers, x):
+        losses, states = [], []
+        for model, optimizer in zip(population.models, optimizers):
+            loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+            optimizer.update(model, grads)
+            losses.append(loss)
+            states.append(nnx.state((model, optimizer)))
+        take = lambda better, a, b: lax.cond(better, lambda a, b: a, lambda a, b: b, a, b)
+        new = [take(losses[1 - n] < losses[n], states[1 - n], states[n]) for n in range(2)]
+        for both, state in zip(zip(population.models, optimizers), new):
+            nnx.update(both, state)
+        return losses
+
+    whole = Population()
+    with MESH:
+        population = born(
+            Population, mm.TaskSharding({mm.path("models", n): (TASKS[n], P()) for n in range(2)})
+        )
+        optimizers, split = mm.jit(optimizers_of)(population), mm.jit(step)
+        sent = [t.shape for t in split.program(population, optimizers, BATCH).transfers]
+        found = split(population, optimizers, BATCH)
+    state = whole, optimizers_of(whole)
+    assert_same(found, nnx.jit(step)(*state, BATCH))
+    assert_same(nnx.state((population, optimizers)), nnx.state(state))
+    assert sent.count((WIDTH, WIDTH)) == sent.count((WIDTH,)) == 6
+
+
 def test_an_update_by_hand():
     """Chosen by a cond over all gradients, and added to all parameters in one jitted function."""
 
