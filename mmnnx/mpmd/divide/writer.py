@@ -7,6 +7,7 @@ part of that dimension (`links`). Loops are in `loops.py`, what takes parts of a
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -92,7 +93,8 @@ class Writer:
         return self._values.get(atom, atom) if is_var(atom) else atom
 
     def whole(self, value: Value, reader: Equation) -> Atom:
-        """A value as a whole, if it is there so, or can be made so without putting pieces together.
+        """A value as a whole, if it is there so, or can be made so without putting pieces together; or if it
+        was made of what was given, and is one number for each row, such as the losses of a population.
 
         Raises:
           PlacementError: says which equation reads it whole.
@@ -100,6 +102,12 @@ class Writer:
         if not isinstance(value, Pieces):
             return value
         if (divided := self._made_of(value)) is not None:
+            if self._made.get(value.key) is not None and math.prod(value.shape) == value.cut.size:
+                (joined,) = self.trace(
+                    lambda *parts: jax.lax.concatenate(parts, value.dim), value.atoms, reader.scope
+                )
+                self._whole[value.key] = joined
+                return joined
             raise PlacementError(_refusal(divided, reader, self.line(reader)))
         value = self._recuts.get(value.key, value)
         if value.key in self._whole:
@@ -353,8 +361,8 @@ def _refusal(value: Pieces, node: Equation, line: str) -> str:
     return (
         f"{value.name or 'a value'} is divided between tasks along dimension {value.dim} ({value.cut}), and "
         f"{node.name!r} needs all of it in one place, at {line}. Divided state can be scanned over, "
-        "computed with element by element, reduced, contracted, and sliced at fixed places. For anything "
-        "else place it on one task"
+        "computed with element by element, reduced, contracted, and sliced at fixed places; one number for "
+        "each row of it can be read whole. For anything else place it on one task"
     )
 
 

@@ -69,13 +69,13 @@ def partitions(function: Function, placed: Placed) -> Iterator[Partition]:
             continue  # its microbatches share no calls, whatever the schedule
         decided = decide(placed, chosen)
         try:
-            plan = pack_scalars(plan_fragments(decided, required, names), required)
+            plan, held = pack_scalars(plan_fragments(decided, required, names), results, names)
         except CannotShareCalls as error:
             refused = error
             continue
         made += 1
-        fixed = fixed_shardings(function, flat, plan, decided.placement, results)
-        yield Partition(flat, plan, results, fixed, reasons)
+        fixed = fixed_shardings(function, flat, plan, decided.placement, held)
+        yield Partition(flat, plan, held, fixed, reasons)
     if refused is not None and not made:
         raise refused
 

@@ -24,18 +24,53 @@ from mmnnx.mpmd.ir.rewrite import name_results, trace_equations
 FEWEST = 4
 """Fewer scalars than these are sent one by one."""
 
+Results = list[list[PlacedVar]]
 Packed = dict[tuple[Mesh, Any], list[Var]]  # what a fragment sends as one, by the mesh that reads it and type
 
 
-def pack_scalars(plan: Plan, required: Iterable[PlacedVar]) -> Plan:
+def pack_scalars(plan: Plan, results: Results, names: Mapping[Mesh, str]) -> tuple[Plan, Results]:
     """A plan whose fragments send scalars of one type to a mesh as one vector, if there are at least FEWEST.
 
-    What loops and whiles read, and results of the function, stay as they are.
+    Those that are results there are taken out of it by one more fragment. What loops and whiles read stays as
+    it is.
 
     Args:
       plan: of a function.
-      required: its results, each with the mesh on which it is wanted.
+      results: for each of its results, the values that hold it.
+      names: of the meshes.
+
+    Returns:
+      The plan, and the values that hold the results then.
     """
+    plan, results = _with_receivers(plan, results, names)
+    return _packing(plan, [value for held in results for value in held]), results
+
+
+def _with_receivers(plan: Plan, results: Results, names: Mapping[Mesh, str]) -> tuple[Plan, Results]:
+    """A plan in which many scalars that are results on a mesh, and come from another, are read there."""
+    maker = {v: f for f in plan.steps if isinstance(f, Fragment) for v in f.outvars}
+    arriving: defaultdict[tuple[Mesh, Fragment, Any], list[Var]] = defaultdict(list)
+    for v, mesh in dict.fromkeys(value for held in results for value in held):
+        if v in maker and maker[v].mesh != mesh and _is_scalar(v):
+            arriving[mesh, maker[v], _type(v)].append(v)
+    read: defaultdict[Mesh, list[Var]] = defaultdict(list)
+    for (mesh, _, _), group in arriving.items():
+        read[mesh] += group if len(group) >= FEWEST else []
+    steps, homes = list(plan.steps), dict(plan.homes)
+    arrived: dict[PlacedVar, PlacedVar] = {}
+    for mesh, group in read.items():
+        copies, made = trace_equations(lambda *xs: [jnp.copy(x) for x in xs], *group, scope="")
+        jaxpr = _compat.close_jaxpr(group, made, [e.eqn for e in copies])
+        name = names[mesh]
+        steps.append(Fragment(name, name, mesh, "none", None, jaxpr, tuple(group), tuple(made)))
+        homes |= dict.fromkeys(made, mesh)
+        arrived |= {(v, mesh): (new, mesh) for v, new in zip(group, made)}
+    plan = dataclasses.replace(plan, steps=tuple(steps), homes=homes)
+    return plan, [[arrived.get(value, value) for value in held] for held in results]
+
+
+def _packing(plan: Plan, required: Iterable[PlacedVar]) -> Plan:
+    """A plan in which fragments read vectors of scalars, but for these results and what loops read."""
     fragments = [step for step in plan.steps if isinstance(step, Fragment)]
     as_it_is = {*required}
     as_it_is.update(read for step in plan.steps if not isinstance(step, Fragment) for read in step.reads)
@@ -67,12 +102,19 @@ def pack_scalars(plan: Plan, required: Iterable[PlacedVar]) -> Plan:
 def _packed(f: Fragment, homes: Mapping[Var, Mesh], readers: Mapping[Var, Sequence[Mesh]]) -> Packed:
     found: defaultdict[tuple[Mesh, Any], list[Var]] = defaultdict(list)
     for v in f.outvars:
-        is_key = jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
-        if math.prod(v.aval.shape) == 1 and not is_key and v in homes:
+        if _is_scalar(v) and v in homes:
             for mesh in readers.get(v, ()):
                 if mesh != f.mesh:
-                    found[mesh, (v.aval.dtype, v.aval.weak_type)].append(v)
+                    found[mesh, _type(v)].append(v)
     return {key: group for key, group in found.items() if len(group) >= FEWEST}
+
+
+def _is_scalar(v: Var) -> bool:
+    return math.prod(v.aval.shape) == 1 and not jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
+
+
+def _type(v: Var) -> Any:
+    return v.aval.dtype, v.aval.weak_type
 
 
 def _stack(*scalars: jax.Array) -> jax.Array:

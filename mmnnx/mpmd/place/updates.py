@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mmnnx.mpmd.ir.equations import Equation
+from mmnnx.mpmd.ir.equations import CHEAP, Equation, with_inner
+from mmnnx.mpmd.ir.origin import FREE, Kind
 from mmnnx.mpmd.ir.placement import Location, Reason, by_rank
 from mmnnx.mpmd.place.classify import Role
 from mmnnx.mpmd.place.region import Region
@@ -11,6 +12,9 @@ from mmnnx.mpmd.place.region import Region
 def place_update(region: Region, e: Equation) -> None:
     """Places one equation."""
     if region.stays(e):
+        return
+    if _on_every_mesh(region, e):
+        region.where.update(dict.fromkeys(e.outvars, FREE))
         return
     scoped, weight = region.task_of(e.scope), region.state_homes(e)
     arriving = region.made_by(e, (Role.FORWARD, Role.BACKWARD, Role.UPDATE))
@@ -33,3 +37,16 @@ def place_update(region: Region, e: Equation) -> None:
         reason = Reason.IN_TASK if scoped is not None else Reason.UPDATE
         region.put(e, Location(mesh), "none", reason)
     region.note_renewed(e)
+
+
+def _on_every_mesh(region: Region, e: Equation) -> bool:
+    """Whether an equation makes a scalar of one that every mesh has, such as a counter that goes on where
+    gradients are finite: each mesh makes it, of what it is sent, so that it need not be sent itself."""
+    kinds = {region.origin_of(a).kind for a in e.invars}
+    return (
+        not region.in_loop
+        and region.task_of(e.scope) is None
+        and {Kind.FREE, Kind.ACTIVATION} <= kinds <= {Kind.FREE, Kind.ACTIVATION, Kind.CONST}
+        and all(a.aval.shape == () for a in (*e.invars, *e.outvars))
+        and all(inner.primitive.name in CHEAP for inner in with_inner(e.eqn))
+    )

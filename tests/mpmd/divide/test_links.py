@@ -224,3 +224,13 @@ def test_what_would_need_it_whole_is_refused(name):
     message = rf"argument 0 is divided between tasks.*'{name}' needs all of it.*test_links.py:\d+ \("
     with pytest.raises(mm.PlacementError, match=message):
         check(REFUSED[name], W, cut=CUTS[0])
+
+
+def test_one_number_for_each_row_can_be_read_whole():
+    """Which model of a population is best, in what order they are, and which beats which."""
+
+    def compare(w):
+        scores = jnp.sum(jnp.sin(w), axis=(1, 2))
+        return jnp.argmin(scores), jnp.sort(scores), scores[:, None] > scores, jnp.cumsum(scores)
+
+    check(compare, W, cut=CUTS[0])

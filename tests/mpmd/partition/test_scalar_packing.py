@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from mmnnx.mpmd.partition.scalar_packing import FEWEST
 from tests import models
-from tests.mpmd.parity import assert_parity, pipeline
+from tests.mpmd.parity import assert_parity, assert_same, pipeline, snapshot
 from tests.slow import grid
 
 LAYERS, STAGES = 6, 3
@@ -91,3 +91,55 @@ def test_results_and_what_is_read_at_home_stay_what_they_are():
         jax.tree.leaves(split(BATCH)), jax.tree.leaves(jax.jit(run)(BATCH)), strict=True
     ):
         np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_results_on_every_mesh_arrive_as_a_vector():
+    """What a step notes of its gradients, in Variables that no filter places."""
+    mesh, tasks = pipeline(STAGES)
+    make_notes = lambda: nnx.List(nnx.Variable(jnp.zeros(())) for _ in range(FEWEST + 1))
+
+    def step(model, notes, x):
+        value, grads = nnx.value_and_grad(loss)(model, x)
+        last = grads["layers"][LAYERS - 1]["kernel"][...]
+        for n, note in enumerate(notes):
+            note[...] = jnp.max(last * (n + 1))
+        return value
+
+    whole = Model(nnx.Rngs(0)), make_notes()
+    with mesh:
+        placement = mm.pipeline_sharding(whole[0], tasks, layers="layers")
+        state = mm.jit(lambda: Model(nnx.Rngs(0)), out_shardings=placement)(), mm.jit(make_notes)()
+        split = mm.jit(step)
+        for _ in range(2):
+            np.testing.assert_allclose(split(*state, BATCH), nnx.jit(step)(*whole, BATCH), rtol=1e-6)
+        sent = [t.shape for t in split.program(*state, BATCH).transfers if t.source == f"stage{STAGES - 1}"]
+    assert_same(nnx.state(state), nnx.state(whole))
+    assert sent.count((FEWEST + 1,)) == STAGES - 1 and () not in sent
+
+
+def test_counters_that_go_on_where_gradients_are_finite_are_not_sent():
+    """Each mesh is told whether they are, and counts by itself."""
+    mesh, tasks = pipeline(2)
+    optimizer = optax.MultiSteps(optax.adam(1e-2), 2)
+
+    def step(model, state, x):
+        value, grads = nnx.value_and_grad(loss)(model, x)
+        finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+        old = snapshot((model, state))
+        state.update(model, grads)
+        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), nnx.state((model, state)), old)
+        nnx.update((model, state), new)
+        return value
+
+    whole = Model(nnx.Rngs(0))
+    references = whole, nnx.Optimizer(whole, optimizer, wrt=nnx.Param)
+    placement = mm.pipeline_sharding(whole, tasks, layers="layers")
+    with mesh:
+        model = mm.jit(lambda: Model(nnx.Rngs(0)), out_shardings=placement)()
+        state = model, mm.jit(lambda model: nnx.Optimizer(model, optimizer, wrt=nnx.Param))(model)
+        split = mm.jit(step)
+        for batch in (BATCH, BATCH * np.inf, BATCH):
+            split(*state, batch), nnx.jit(step)(*references, batch)
+        sent = split.program(*state, BATCH).transfers
+    assert_same(nnx.state(state), nnx.state(references))
+    assert {t.dtype for t in sent} == {jnp.dtype("float32"), jnp.dtype("bool")}
