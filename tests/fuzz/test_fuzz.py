@@ -84,7 +84,7 @@ def test_a_step_that_is_wrong_is_printed_as_small_as_it_can_be(monkeypatch, caps
         return ["loss: 2 for 3"] if "mlp" in case.layers else []
 
     monkeypatch.setattr(runs, "mistakes", wrong)
-    counts = runs.run(examples=100, seed=5)
+    counts = runs.run(examples=100, seed=7)
     text = capsys.readouterr().out
     assert counts.total() == 100 and min(counts["equal"], counts["wrong"], counts["refused"]) > 0
     assert as_code(Case((("layer", 0, 0),), ("mlp",), homes=(0,), styles=("replicated",))) in text

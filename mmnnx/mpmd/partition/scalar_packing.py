@@ -55,7 +55,8 @@ def _with_receivers(plan: Plan, results: Results, names: Mapping[Mesh, str]) -> 
             arriving[mesh, maker[v], _type(v)].append(v)
     read: defaultdict[Mesh, list[Var]] = defaultdict(list)
     for (mesh, _, _), group in arriving.items():
-        read[mesh] += group if len(group) >= FEWEST else []
+        if len(group) >= FEWEST:
+            read[mesh] += group
     steps, homes = list(plan.steps), dict(plan.homes)
     arrived: dict[PlacedVar, PlacedVar] = {}
     for mesh, group in read.items():
