@@ -27,7 +27,7 @@ from mmnnx.mpmd.ir.equations import (
 )
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement
-from mmnnx.mpmd.place.min_cut import SINK, SOURCE, sink_side
+from mmnnx.mpmd.partition.fewest_bytes import computed_again
 
 # Worth doing once and keeping, even where the inputs are at hand everywhere.
 _COSTLY = {
@@ -114,32 +114,24 @@ class Copies:
 
     def _of_fewer_bytes(self, nodes: Sequence[Node]) -> set[Node]:
         """Equations over state that are repeated on meshes where it does not live, so that the fewest bytes
-        are sent there: those beyond a minimum cut between the state and what these meshes read."""
-        number: dict[Var, int] = {}  # where a value comes about; it is sent from there to the next number
-        edges: list[tuple[int, int, int]] = [(SOURCE, SINK, 0)]
-        queue: list[Var] = []
-        is_state = lambda a: is_var(a) and self.placement.where[a].kind is Kind.STATE
-
-        def enter(v: Var) -> int:
-            if v not in number:
-                number[v] = 2 + 2 * len(number)
-                edges.append((number[v], number[v] + 1, nbytes(v)))
-                queue.append(v)
-            return number[v]
-
+        are sent there."""
+        where = self.placement.where
+        needed: list[Var] = []
         for node in nodes:
             if (location := self.placement.locations.get(node)) is not None:
-                elsewhere = lambda a, mesh=location.mesh: is_state(a) and self.placement.where[a].home != mesh
-                edges += [(enter(a) + 1, SINK, -1) for a in filter(elsewhere, node.invars)]
-        while queue:
-            v = queue.pop()
+                needed += [a for a in self._state(node) if where[a].home != location.mesh]
+
+        def made_of(v: Var) -> list[Var] | None:
             maker = self.maker.get(v)
             if isinstance(maker, Equation) and maker not in self._once and _is_repeated(maker):
-                edges += [(enter(a) + 1, number[v], -1) for a in filter(is_state, maker.invars)]
-            else:
-                edges.append((SOURCE, number[v], -1))
-        beyond = sink_side(2 + 2 * len(number), edges)
-        return {self.maker[v] for v, n in number.items() if n in beyond and v in self.maker}
+                return self._state(maker)
+            return None
+
+        return {self.maker[v] for v in computed_again(needed, made_of)}
+
+    def _state(self, node: Node) -> list[Var]:
+        """What an equation reads that is made of nothing but state."""
+        return [a for a in node.invars if is_var(a) and self.placement.where[a].kind is Kind.STATE]
 
 
 def _is_repeated(node: Equation) -> bool:

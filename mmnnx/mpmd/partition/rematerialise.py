@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.extend.core as jex
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import CHEAP, Equation, Node, Var, is_var, nbytes, with_inner
+from mmnnx.mpmd.ir.equations import CHEAP, Equation, Node, Var, is_var, with_inner
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Location, Placement, Reason
 from mmnnx.mpmd.ir.timetable import Remat
-from mmnnx.mpmd.place.min_cut import sink_side
+from mmnnx.mpmd.partition.fewest_bytes import computed_again
 
 
 def rematerialise(
@@ -154,32 +154,15 @@ def _between(
     placement: Placement,
     may_repeat: Callable[[Node], bool],
 ) -> set[Equation]:
-    """The equations to repeat: beyond a minimum cut between what is at hand and what the backward reads."""
-    number: dict[Var, int] = {}
-    edges: list[tuple[int, int, int]] = [(0, 1, 0)]
+    """The equations to repeat: between what is at hand and what the backward reads."""
 
-    def enter(v: Var) -> int:
-        """The node at which a value comes about; it is kept if the edge from there to the next is cut."""
-        if v not in number:
-            number[v] = 2 + 2 * len(number)
-            edges.append((number[v], number[v] + 1, nbytes(v)))
-            queue.append(v)
-        return number[v]
-
-    queue: list[Var] = []
-    for v in needed:
-        edges.append((enter(v) + 1, 1, -1))
-    while queue:
-        v = queue.pop()
+    def made_of(v: Var) -> list[Var] | None:
         node = maker.get(v)
         if node not in forward or not may_repeat(node):
-            edges.append((0, number[v], -1))
-            continue
-        for a in node.invars:
-            if is_var(a) and placement.where[a].kind is Kind.ACTIVATION:
-                edges.append((enter(a) + 1, number[v], -1))
-    beyond = sink_side(2 + 2 * len(number), edges)
-    makers = (maker[v] for v, n in number.items() if n in beyond)
+            return None
+        return [a for a in node.invars if is_var(a) and placement.where[a].kind is Kind.ACTIVATION]
+
+    makers = (maker[v] for v in computed_again(needed, made_of))
     return {node for node in makers if isinstance(node, Equation)}
 
 

@@ -53,10 +53,9 @@ def place_backward(region: Region, e: Equation) -> None:
     location = max(reached, key=by_rank) if reached else min(choices, key=by_rank)
     home = region.followed_home(e)
     at_home = [s for s in reached if s.mesh == home]
-    if scoped is None and at_home and not _reads_state_of(region, location, home):
-        location = max(
-            at_home, key=by_rank
-        )  # of a weight that is read there alone: the gradient is made there
+    away = scoped is None and location.mesh != home
+    if away and at_home and not _reads_state_of(region, location, home):
+        location = max(at_home, key=by_rank)  # a gradient is made where its weight is read
     sent = scoped is None and came is None and all(s.mesh != location.mesh for s in incoming)
     if sent and (there := _all_there(region, incoming, residuals)) is not None:
         region.put(e, there, "backward", Reason.ALL_HERE)

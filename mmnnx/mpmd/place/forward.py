@@ -29,7 +29,8 @@ def place_forward(region: Region, e: Equation) -> None:
         mesh = max(homes, key=homes.__getitem__)
         ahead = any(p.mesh == mesh for p in region.positions[max(before, 0) :])
         flow = [a for a in e.invars if a.aval.shape and region.origin_of(a).kind is Kind.ACTIVATION]
-        roots, here = region.roots_of(e), region.positions[before].mesh if flow and before >= 0 else None
+        roots = region.roots_of(e)
+        here = region.positions[before].mesh if flow and before >= 0 else None
         again = here is not None and not ahead and bool(renewed or roots & region.used_state)
         if here is not None:
             for root in roots:

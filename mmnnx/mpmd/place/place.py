@@ -43,7 +43,7 @@ from mmnnx.mpmd.place.options import recomputing
 from mmnnx.mpmd.place.region import Fits, Problem, Region, activation
 from mmnnx.mpmd.place.task_options import with_task_options
 from mmnnx.mpmd.place.unplaced import place_effects, place_free
-from mmnnx.mpmd.place.updates import place_update
+from mmnnx.mpmd.place.updates import counters, place_update
 from mmnnx.sharding.task import Task
 
 
@@ -69,8 +69,13 @@ def place(function: Function, flat: Flat, fits: Fits) -> Placed:
     }
     nodes, sums = separate_sums(flat.nodes)
     tasks = {v: task for v, task in zip(flat.invars, function.state_tasks) if task is not None}
+    own = {v for v, copied in zip(flat.outvars, shardings.on_every_mesh) if is_var(v) and not copied}
+    counted = frozenset(v for v in flat.outvars if is_var(v) and v not in own)
     problem = Problem(nodes, inputs, function.task_of, result_state, fits, tasks)
-    placement = _cheapest(dataclasses.replace(problem, batch=_batch(function, flat)))
+    problem = dataclasses.replace(
+        problem, counted=counted, results=frozenset(own), batch=_batch(function, flat)
+    )
+    placement = _cheapest(problem)
     grouped = group_sums(flat.nodes, sums, placement)
     placed = Placed(flat, grouped, with_task_options(placement, function.multimesh))
     function.dump.write("place", functools.partial(placed_text, placed, function.meshes.names()))
@@ -93,7 +98,8 @@ def _cheapest(problem: Problem, loop: Loop | None = None) -> Placement:
 
     The others begin with what is not trained; and, if the flow comes to a mesh or to state again, they have
     it go back to the state, or begin later what can begin later. In a loop, a single array that is used
-    again, such as an embedding, is sent once for all microbatches, and adds no stage.
+    again, such as an embedding, is sent once for all microbatches, and adds no stage; and state that is read
+    from several meshes, such as a head that all stages share, may be sent to each.
 
     Neighbours whose state is on one mesh are one stage, unless the schedule needs or names them apart.
     """
@@ -138,10 +144,11 @@ def _solved(region: Region) -> Placement:
     for e in region.forward:
         place_forward(region, e)
     move_across_boundaries(region, region.forward)
-    if not region.roles.all(Role.BACKWARD):
+    if Role.BACKWARD not in region.roles.of.values():
         bring_home(region)
     _note_state_uses(region)
     region.loose = loose_equations(region)
+    region.counted = counters(region)
     moved = True
     while moved:
         for node in region.nodes:
@@ -219,7 +226,7 @@ def _place_while(region: Region, loop: While) -> None:
         follows = {o: v for v, o in zip(loop.carry_in, loop.carry_out) if inputs[v].home is not None}
         roots = {v: region.roots[v] for v in loop.captured if v in region.roots}
         fits, tasks = region.problem.fits, region.tasks | _tasks_of_carries(region, loop)
-        return _cheapest(Problem(loop.body, inputs, region.task_of, follows, fits, tasks, roots))
+        return _cheapest(Problem(loop.body, inputs, region.task_of, follows, fits, tasks, roots=roots))
 
     region.out.bodies[loop] = _settled(loop, inputs, place_body)
     region.where.update((c, activation(inputs[v].home)) for v, c in zip(loop.carry_in, loop.carries))

@@ -35,6 +35,8 @@ class Problem:
       follows: results whose home is that of a state variable.
       fits: whether a loop can have the schedule that it asks for, if its body is placed so.
       tasks: whose state is what, where one mesh has that of several tasks.
+      counted: scalar results that every mesh gets a copy of, such as counters.
+      results: the others.
       roots: for outer variables that are made of state, the state.
       microbatches: how many; None outside loops.
       batch: variables that stand for slices of the batch; outside loops, inputs that are no state.
@@ -46,6 +48,8 @@ class Problem:
     follows: dict[Var, Var]
     fits: Fits
     tasks: dict[Var, Task]
+    counted: frozenset[Var] = frozenset()
+    results: frozenset[Var] = frozenset()
     roots: dict[Var, frozenset[Var]] = dataclasses.field(default_factory=dict)
     microbatches: int | None = None
     batch: Sequence[Var] = ()
@@ -74,6 +78,7 @@ class Region:
       sent: state that goes to the flow.
       readers: for each position, the tasks whose state is read there, in no scope.
       loose: forward equations that only the backward reads.
+      counted: updates of scalars that every mesh gets a copy of, which each may make itself.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class Region:
         self.sent: set[Var] = set()
         self.readers: dict[int, set[Task]] = {}
         self.loose: set[Node] = set()
+        self.counted: set[Equation] = set()
         is_state = lambda a: a if is_var(a) and a in state else None
         # First what is combined with state: then a result may take another's place, as of a population.
         follow_back(self.roles.all(Role.UPDATE), self.out.follows, is_state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmnnx.mpmd.ir.equations import CHEAP, Equation, with_inner
+from mmnnx.mpmd.ir.equations import CHEAP, Equation, is_var, with_inner
 from mmnnx.mpmd.ir.origin import FREE, Kind
 from mmnnx.mpmd.ir.placement import Location, Reason, by_rank
 from mmnnx.mpmd.place.classify import Role
@@ -13,7 +13,8 @@ def place_update(region: Region, e: Equation) -> None:
     """Places one equation."""
     if region.stays(e):
         return
-    if _on_every_mesh(region, e):
+    kinds = {region.origin_of(a).kind for a in e.invars}
+    if e in region.counted and Kind.FREE in kinds and Kind.STATE not in kinds:
         region.where.update(dict.fromkeys(e.outvars, FREE))
         return
     scoped, weight = region.task_of(e.scope), region.state_homes(e)
@@ -39,14 +40,15 @@ def place_update(region: Region, e: Equation) -> None:
     region.note_renewed(e)
 
 
-def _on_every_mesh(region: Region, e: Equation) -> bool:
-    """Whether an equation makes a scalar of one that every mesh has, such as a counter that goes on where
-    gradients are finite: each mesh makes it, of what it is sent, so that it need not be sent itself."""
-    kinds = {region.origin_of(a).kind for a in e.invars}
-    return (
-        not region.in_loop
-        and region.task_of(e.scope) is None
-        and {Kind.FREE, Kind.ACTIVATION} <= kinds <= {Kind.FREE, Kind.ACTIVATION, Kind.CONST}
-        and all(a.aval.shape == () for a in (*e.invars, *e.outvars))
-        and all(inner.primitive.name in CHEAP for inner in with_inner(e.eqn))
-    )
+def counters(region: Region) -> set[Equation]:
+    """The equations that make scalars of which every mesh gets a copy, such as counters that go on where
+    gradients are finite. Each mesh may make those itself, of what it is sent anyway."""
+    wanted, found = set(region.problem.counted), set()
+    for e in reversed(region.roles.all(Role.UPDATE)):
+        scalars = all(a.aval.shape == () for a in (*e.invars, *e.outvars))
+        cheap = scalars and all(inner.primitive.name in CHEAP for inner in with_inner(e.eqn))
+        read = not wanted.isdisjoint(e.outvars) and region.problem.results.isdisjoint(e.outvars)
+        if cheap and read and region.task_of(e.scope) is None:
+            found.add(e)
+            wanted.update(filter(is_var, e.invars))
+    return found

@@ -144,3 +144,22 @@ def test_counters_that_go_on_where_gradients_are_finite_are_not_sent():
     assert_same(nnx.state(state), nnx.state(references))
     assert all(call.outputs for call in program.calls)
     assert {t.dtype for t in program.transfers} == {jnp.dtype("float32"), jnp.dtype("bool")}
+
+
+def test_a_loss_that_is_scaled_stays_where_it_is_made():
+    """Every mesh has the scale, but the loss is a result of its own, which no Variable keeps."""
+    mesh, tasks = pipeline(2)
+
+    def step(model, x, scale):
+        grad_fn = nnx.value_and_grad(lambda model, x: loss(model, x) * scale)
+        loop = dict(dim=0, size=4, argnum=1, reduce="mean", schedule="1f1b")
+        return mm.microbatch(grad_fn, **loop)(model, x)[0] / scale
+
+    whole, scale = Model(nnx.Rngs(0)), jnp.float32(8)
+    with mesh:
+        placement = mm.pipeline_sharding(whole, tasks, layers="layers")
+        model = mm.jit(lambda: Model(nnx.Rngs(0)), out_shardings=placement)()
+        found = mm.jit(step)(model, BATCH, scale)
+        assert () not in {t.shape for t in mm.jit(step).program(model, BATCH, scale).transfers}
+    np.testing.assert_allclose(found, nnx.jit(step)(whole, BATCH, scale), rtol=1e-6)
+    assert found.sharding.device_set == {mesh.devices.flat[1]}
