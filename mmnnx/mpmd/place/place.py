@@ -43,7 +43,7 @@ from mmnnx.mpmd.place.options import recomputing
 from mmnnx.mpmd.place.region import Fits, Problem, Region, activation
 from mmnnx.mpmd.place.task_options import with_task_options
 from mmnnx.mpmd.place.unplaced import place_effects, place_free
-from mmnnx.mpmd.place.updates import counters, place_update
+from mmnnx.mpmd.place.updates import place_update, replicated_updates
 from mmnnx.sharding.task import Task
 
 
@@ -70,10 +70,10 @@ def place(function: Function, flat: Flat, fits: Fits) -> Placed:
     nodes, sums = separate_sums(flat.nodes)
     tasks = {v: task for v, task in zip(flat.invars, function.state_tasks) if task is not None}
     own = {v for v, copied in zip(flat.outvars, shardings.on_every_mesh) if is_var(v) and not copied}
-    counted = frozenset(v for v in flat.outvars if is_var(v) and v not in own)
+    replicated = frozenset(v for v in flat.outvars if is_var(v) and v not in own)
     problem = Problem(nodes, inputs, function.task_of, result_state, fits, tasks)
     problem = dataclasses.replace(
-        problem, counted=counted, results=frozenset(own), batch=_batch(function, flat)
+        problem, replicated=replicated, on_one_mesh=frozenset(own), batch=_batch(function, flat)
     )
     placement = _cheapest(problem)
     grouped = group_sums(flat.nodes, sums, placement)
@@ -148,7 +148,7 @@ def _solved(region: Region) -> Placement:
         bring_home(region)
     _note_state_uses(region)
     region.loose = loose_equations(region)
-    region.counted = counters(region)
+    region.replicated = replicated_updates(region)
     moved = True
     while moved:
         for node in region.nodes:

@@ -19,7 +19,7 @@ from mmnnx.mpmd.place.classify import Role, classify
 from mmnnx.mpmd.place.options import fusing
 from mmnnx.sharding.task import Task
 
-_LAYOUTS = LAYOUT | {"convert_element_type"}
+_SAME_VALUES = LAYOUT | {"convert_element_type"}
 
 Fits = Callable[[Loop, Placement], bool]
 
@@ -35,8 +35,8 @@ class Problem:
       follows: results whose home is that of a state variable.
       fits: whether a loop can have the schedule that it asks for, if its body is placed so.
       tasks: whose state is what, where one mesh has that of several tasks.
-      counted: scalar results that every mesh gets a copy of, such as counters.
-      results: the others.
+      replicated: scalar results that every mesh gets a copy of, such as counters.
+      on_one_mesh: the other results.
       roots: for outer variables that are made of state, the state.
       microbatches: how many; None outside loops.
       batch: variables that stand for slices of the batch; outside loops, inputs that are no state.
@@ -48,8 +48,8 @@ class Problem:
     follows: dict[Var, Var]
     fits: Fits
     tasks: dict[Var, Task]
-    counted: frozenset[Var] = frozenset()
-    results: frozenset[Var] = frozenset()
+    replicated: frozenset[Var] = frozenset()
+    on_one_mesh: frozenset[Var] = frozenset()
     roots: dict[Var, frozenset[Var]] = dataclasses.field(default_factory=dict)
     microbatches: int | None = None
     batch: Sequence[Var] = ()
@@ -78,7 +78,7 @@ class Region:
       sent: state that goes to the flow.
       readers: for each position, the tasks whose state is read there, in no scope.
       loose: forward equations that only the backward reads.
-      counted: updates of scalars that every mesh gets a copy of, which each may make itself.
+      replicated: updates of scalars that every mesh gets a copy of, which each may make itself.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Region:
         self.sent: set[Var] = set()
         self.readers: dict[int, set[Task]] = {}
         self.loose: set[Node] = set()
-        self.counted: set[Equation] = set()
+        self.replicated: set[Equation] = set()
         is_state = lambda a: a if is_var(a) and a in state else None
         # First what is combined with state: then a result may take another's place, as of a population.
         follow_back(self.roles.all(Role.UPDATE), self.out.follows, is_state)
@@ -241,7 +241,7 @@ class Region:
     def _only_laid_out(self, v: Var) -> Var | None:
         """What is made of a variable, if that is but another layout or type of it."""
         users = self.users.get(v, ())
-        if len(users) == 1 and isinstance(users[0], Equation) and users[0].name in _LAYOUTS:
+        if len(users) == 1 and isinstance(users[0], Equation) and users[0].name in _SAME_VALUES:
             return users[0].outvars[0]
         return None
 

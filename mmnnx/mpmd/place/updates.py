@@ -14,7 +14,7 @@ def place_update(region: Region, e: Equation) -> None:
     if region.stays(e):
         return
     kinds = {region.origin_of(a).kind for a in e.invars}
-    if e in region.counted and Kind.FREE in kinds and Kind.STATE not in kinds:
+    if e in region.replicated and Kind.FREE in kinds and Kind.STATE not in kinds:
         region.where.update(dict.fromkeys(e.outvars, FREE))
         return
     scoped, weight = region.task_of(e.scope), region.state_homes(e)
@@ -40,14 +40,14 @@ def place_update(region: Region, e: Equation) -> None:
     region.note_renewed(e)
 
 
-def counters(region: Region) -> set[Equation]:
+def replicated_updates(region: Region) -> set[Equation]:
     """The equations that make scalars of which every mesh gets a copy, such as counters that go on where
     gradients are finite. Each mesh may make those itself, of what it is sent anyway."""
-    wanted, found = set(region.problem.counted), set()
+    wanted, found = set(region.problem.replicated), set()
     for e in reversed(region.roles.all(Role.UPDATE)):
         scalars = all(a.aval.shape == () for a in (*e.invars, *e.outvars))
         cheap = scalars and all(inner.primitive.name in CHEAP for inner in with_inner(e.eqn))
-        read = not wanted.isdisjoint(e.outvars) and region.problem.results.isdisjoint(e.outvars)
+        read = not wanted.isdisjoint(e.outvars) and region.problem.on_one_mesh.isdisjoint(e.outvars)
         if cheap and read and region.task_of(e.scope) is None:
             found.add(e)
             wanted.update(filter(is_var, e.invars))
