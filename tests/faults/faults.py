@@ -280,7 +280,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="saved-activations-by-number",
-        file="mmnnx/mpmd/partition/rematerialise.py",
+        file="mmnnx/mpmd/partition/fewest_bytes.py",
         old="edges.append((number[v], number[v] + 1, nbytes(v)))",
         new="edges.append((number[v], number[v] + 1, 1))",
         what="A forward keeps the fewest values for its backward, not the fewest bytes.",
