@@ -570,12 +570,23 @@ FAULTS: tuple[Fault, ...] = (
         tests=("tests/mpmd/runtime/test_state.py::test_tasks_that_share_devices",),
     ),
     Fault(
+        name="checkpoint-merged-with-its-forward",
+        file="mmnnx/mpmd/inline/common_subexpressions.py",
+        old="elif not is_backward(node.scope):",
+        new="else:",
+        what="What a checkpoint over several tasks is to compute again is kept from the forward.",
+        tests=(
+            "tests/mpmd/inline/test_common_subexpressions.py"
+            "::test_a_checkpoint_over_two_tasks_is_computed_again",
+        ),
+    ),
+    Fault(
         name="zeros-without-sign",
-        file="mmnnx/mpmd/compile/equality.py",
+        file="mmnnx/mpmd/ir/equality.py",
         old="return (type(x), repr(x) if isinstance(x, (float, complex)) else x)",
         new="return (type(x), x)",
         what="Stages that differ in 0.0 and -0.0 alone are compiled as one.",
-        tests=("tests/mpmd/compile/test_equality.py::test_different",),
+        tests=("tests/mpmd/ir/test_equality.py::test_different",),
     ),
     Fault(
         name="arguments-at-the-last-reader",

@@ -72,6 +72,7 @@ class Case:
       per_call: how many microbatches share a call.
       reduce: how the results of microbatches are reduced.
       output: how the outputs of the model are, which the step returns beside its loss; "" if it does not.
+      again: whether the loss calls the model twice.
       data: whether the rows of a microbatch are sharded.
       optimizer: one of OPTIMIZERS.
       route: how the model comes to its meshes: made there, moved, or moved with its optimizer
@@ -93,6 +94,7 @@ class Case:
     per_call: int = 1
     reduce: str = "mean"
     output: str = ""
+    again: bool = False
     data: bool = False
     optimizer: str = "sgd"
     route: str = "made"
@@ -205,6 +207,7 @@ def training(draw, layers: int, microbatches: int, schedule: str | int | None) -
         microbatches=microbatches,
         reduce=one(["mean", "sum"]) if microbatches else "mean",
         output=one(["", "concat", "last", "max"]),
+        again=one([True, False, False]),
         data=bool(microbatches) and draw(st.booleans()),
         optimizer=one(OPTIMIZERS),
         route=one(ROUTES),

@@ -66,6 +66,8 @@ class Steps:
         if case.output:
             loss = with_outputs
             options |= dict(has_aux=True, reduce=((case.reduce, case.output), case.reduce))
+        if case.again:
+            loss = functools.partial(after_a_call, loss)
         data = P("data") if case.data else None
         donated = {"donate_argnums": (0, 1)} if case.donate else {}
         loop = loop_options(case)
@@ -191,6 +193,15 @@ def with_outputs(model: nnx.Module, batch: models.Batch) -> tuple[jax.Array, jax
     """The loss, and outputs that its gradient is made of."""
     made = jnp.tanh(model(batch["x"]))
     return models.squared_error(lambda x: made, batch), made
+
+
+def after_a_call(loss_fn: Callable, model: nnx.Module, batch: models.Batch) -> Any:
+    """The loss, with outputs if it has them, scaled by what the model gives in a call before."""
+    before = jax.lax.stop_gradient(model(batch["x"])).mean()
+    result = loss_fn(model, batch)
+    loss, *outputs = result if isinstance(result, tuple) else (result,)
+    loss *= 1 + jnp.tanh(before).astype(loss.dtype)
+    return (loss, *outputs) if outputs else loss
 
 
 def flat(results: Results) -> dict[str, np.ndarray]:

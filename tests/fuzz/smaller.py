@@ -22,6 +22,7 @@ PLAIN = {
         "optimizer",
         "reduce",
         "output",
+        "again",
         "dtype",
         "schedule",
         "per_call",

@@ -16,7 +16,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from mmnnx import _compat
-from mmnnx.mpmd.compile.equality import equation_key
+from mmnnx.mpmd.ir.equality import equation_key
 from mmnnx.mpmd.ir.equations import Var, is_var
 from mmnnx.mpmd.ir.fragments import Fragment
 from mmnnx.mpmd.ir.instructions import Call, Instruction

@@ -1,8 +1,8 @@
 """From a traced function to one flat list of equations.
 
 `inline_calls` takes the jaxpr of a function and inlines what stands between the user's equations and the
-places they belong to: nested jits always; remat, custom derivatives, loops and branches where more than one
-TaskMesh is involved.
+places they belong to: nested jits and functions with gradients of their own always; remat, loops and branches
+where more than one TaskMesh is involved.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.function import Function
+from mmnnx.mpmd.inline.common_subexpressions import merge_common_subexpressions
 from mmnnx.mpmd.inline.conds import write_cond
 from mmnnx.mpmd.inline.logical_constraints import resolve_logical_constraints
 from mmnnx.mpmd.inline.scans import write_scan
@@ -23,6 +24,7 @@ from mmnnx.mpmd.inline.whiles import write_cond_as_whiles, write_while
 from mmnnx.mpmd.inline.writer import HoldsLoop, InLoop, Writer
 from mmnnx.mpmd.ir.equations import (
     CALLS,
+    CUSTOM_GRADIENTS,
     Atom,
     Equation,
     Flat,
@@ -49,6 +51,7 @@ def inline(function: Function) -> Flat:
     """
     shardings, names = function.shardings, function.meshes.labels()
     flat = inline_calls(function.jaxpr, shardings.homes, function.task_mesh, names, shardings.follows)
+    flat = merge_common_subexpressions(flat, shardings.homes, function.task_of)
     flat = resolve_logical_constraints(flat, function.task_of)
     for loop in (node for node in with_bodies(flat.nodes) if isinstance(node, Loop)):
         for mesh_of in function.meshes.moving.values():
@@ -95,7 +98,7 @@ class _Inliner(Writer):
         self, eqn: Any, destinations: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop
     ) -> Sequence[Atom]:
         name, bodies = eqn.primitive.name, _compat.subjaxprs(eqn)
-        if name in CALLS:
+        if name in CALLS | CUSTOM_GRADIENTS:
             return self.write_jaxpr(bodies[0], eqn.invars, scope, out, in_loop, destinations)
         if name == "scan" and in_loop is InLoop.NO and loop_spec(scope) is not None:
             return write_scan(self, eqn, scope, out, in_loop)

@@ -10,7 +10,7 @@ from jax import lax
 
 import mmnnx as mm
 from mmnnx.mpmd.compile import executables
-from mmnnx.mpmd.compile.equality import jaxpr_key
+from mmnnx.mpmd.ir.equality import jaxpr_key
 from tests.mpmd.inline import test_scans
 
 X = jnp.ones((3, 3))

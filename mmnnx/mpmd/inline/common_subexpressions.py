@@ -1,0 +1,133 @@
+"""Common subexpression elimination: what is computed twice from weights is computed once.
+
+A train step may call a model twice on one batch: for its loss, and for a metric or for old probabilities.
+XLA makes one forward of the two, where it sees both. It cannot once they are cut, and every activation would
+be sent twice. So they become one before anything is placed.
+
+What no weight is in (masks, positions) stays: each mesh that reads it makes it itself. So does what backwards
+alone read. They may compute a forward again on purpose (`jax.checkpoint`), and each has a position of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from mmnnx.mpmd.ir.equality import equation_key
+from mmnnx.mpmd.ir.equations import Atom, Equation, Flat, Loop, Node, Var, While, is_var
+from mmnnx.mpmd.ir.rewrite import prune, read
+from mmnnx.sharding.name_stack import is_backward
+
+_NEVER = {"optimization_barrier"}  # is there to keep apart what is equal
+
+
+def merge_common_subexpressions(
+    flat: Flat, homes: Sequence[Mesh | None], task_of: Callable[[str], Hashable]
+) -> Flat:
+    """The same function, without the second of two equal equations that weights are in.
+
+    Args:
+      homes: for each input, the mesh where that state lives, if it is placed.
+      task_of: the task of a name stack, if any: equal equations of two tasks stay two.
+    """
+    merger = _Merger(task_of)
+    merger.weighted.update(v for v, home in zip(flat.invars, homes) if home is not None and _is_float(v))
+    nodes = merger.merged(flat.nodes, flat.outvars)
+    return dataclasses.replace(flat, nodes=tuple(prune(nodes, flat.outvars)))
+
+
+class _Merger:
+    """Goes over nodes in order.
+
+    Attributes:
+      first: for the result of an equation that equals earlier ones, that of the earliest.
+      shared: for that of the earliest, the results that are read in place of all equal ones.
+      instead: for results that are not read any more, what is.
+      weighted: values that weights are in.
+    """
+
+    def __init__(self, task_of: Callable[[str], Hashable]):
+        self.task_of = task_of
+        self.first: dict[Var, Var] = {}
+        self.shared: dict[Var, Sequence[Var]] = {}
+        self.instead: dict[Var, Var] = {}
+        self.weighted: set[Var] = set()
+        self._seen: dict[Hashable, list[Equation]] = {}
+
+    def merged(self, nodes: Sequence[Node], results: Iterable[Atom]) -> list[Node]:
+        """The nodes, of which some read other values that equal theirs.
+
+        Args:
+          results: what is made for others. Each keeps an equation of its own, as what loops begin with does.
+        """
+        kept, read_forward = set(filter(is_var, results)), set[Var]()
+        for node in nodes:
+            if isinstance(node, Loop):
+                kept.update(v for row in node.slices for v in row)
+            if not isinstance(node, Equation):
+                kept.update(filter(is_var, node.init))
+            elif not is_backward(node.scope):
+                read_forward.update(filter(is_var, node.invars))
+        merged: list[Node] = []
+        for node in nodes:
+            if isinstance(node, Equation):
+                self._merge(node, kept, read_forward)
+                merged.append(self._renamed(node))
+            else:
+                merged.append(self._loop(node))
+        return merged
+
+    def _merge(self, e: Equation, kept: set[Var], read_forward: set[Var]) -> None:
+        if not self.weighted.isdisjoint(filter(is_var, e.invars)):
+            self.weighted.update(e.outvars)
+        if e.eqn.effects or e.name in _NEVER:
+            return
+        self._number(e)
+        if self.weighted.isdisjoint(e.outvars) or read_forward.isdisjoint(e.outvars):
+            return
+        v = e.outvars[0]
+        shared = self.shared.setdefault(self.first.get(v, v), e.outvars)
+        if shared is not e.outvars and kept.isdisjoint(e.outvars):
+            self.instead.update(zip(e.outvars, shared))
+
+    def _number(self, e: Equation) -> None:
+        """Finds the earliest equation that equals one."""
+        reads = tuple(read(self.first, a) if is_var(a) else None for a in e.invars)
+        alike = self._seen.setdefault((e.eqn.primitive, reads, self.task_of(e.scope)), [])
+        equal = next((other for other in alike if _equal(other.eqn, e.eqn)), None)
+        if equal is None:
+            alike.append(e)
+        else:
+            self.first.update(zip(e.outvars, equal.outvars))
+
+    def _renamed(self, e: Equation) -> Equation:
+        if self.instead.keys().isdisjoint(filter(is_var, e.invars)):
+            return e
+        return dataclasses.replace(e, eqn=e.eqn.replace(invars=[read(self.instead, a) for a in e.invars]))
+
+    def _loop(self, loop: Loop | While) -> Loop | While:
+        inside = _Merger(self.task_of)
+        inside.first, inside.instead, inside.weighted = {**self.first}, {**self.instead}, {*self.weighted}
+        given = [(v, a) for v, a in zip(loop.carry_in, loop.init)]
+        results = [*loop.carry_out]
+        if isinstance(loop, Loop):
+            given += ((v, row[0]) for v, row in zip(loop.slice_vars, loop.slices))
+            results += loop.ys
+        inside.weighted.update(v for v, a in given if is_var(a) and a in self.weighted)
+        body: Any = prune(inside.merged(loop.body, results), results)
+        return dataclasses.replace(loop, body=tuple(body))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return equation_key(a) == equation_key(b)
+    except TypeError:  # such as a parameter that is not hashable
+        return False
+
+
+def _is_float(v: Var) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
