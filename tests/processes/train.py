@@ -58,7 +58,8 @@ def train(config):
     mesh, sharding = placed(*map(int, grid.split("x")))
     with mesh:
         model = mm.jit(lambda: Model(nnx.Rngs(0)), out_shardings=sharding)()
-        optimizer = mm.jit(lambda m: nnx.Optimizer(m, optax.adamw(1e-2), wrt=nnx.Param))(model)
+        clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+        optimizer = mm.jit(lambda m: nnx.Optimizer(m, clipped, wrt=nnx.Param))(model)
         grad_fn = mm.microbatch(
             nnx.value_and_grad(loss_fn), dim=0, size=2, argnum=1, schedule=schedule, reduce="mean"
         )
@@ -70,6 +71,9 @@ def train(config):
             return loss
 
         tokens = np.random.default_rng(0).integers(0, 32, (8, 9)).astype(np.int32)
+        sent = step.program(model, optimizer, tokens).transfers
+        norms = [t for t in sent if t.microbatch is None and len(t.shape) == 1 and t.source is not t.target]
+        assert grid == "8x1" or norms, "the norms of a stage's gradients cross as a vector"
         losses = [mm.fetch(step(model, optimizer, tokens)) for _ in range(4)]
         state = nnx.to_flat_state(nnx.state((model, optimizer), nnx.Not(nnx.RngKey)))
         values = {"/".join(map(str, path)): mm.fetch(v.get_raw_value()) for path, v in state}
