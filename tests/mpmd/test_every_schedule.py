@@ -413,7 +413,8 @@ def test_a_graph_is_refused_by_schedules_of_chains(name):
 def test_stages_that_lie_otherwise_are_refused(name, meshes):
     said = refusal(name, *split(mlp(4), meshes, ()))
     assert f"schedule '{name}' needs" in said
-    assert f"here they are on meshes {', '.join(map(str, meshes))}" in said
+    placed = (f"{mesh} ('stage{stage}')" for stage, mesh in enumerate(meshes))
+    assert f"here they are on meshes {', '.join(placed)}" in said
 
 
 @pytest.mark.parametrize("name", VEES)
@@ -421,7 +422,10 @@ def test_a_v_whose_middle_is_one_stage_is_refused(name):
     """Two neighbours on one mesh are one stage, unless they are of different tasks: that is said."""
     mesh, (first, *middle, last) = on_meshes((0, 1, 1, 0))
     said = refusal(name, mesh, make(models.MLP, width=8), placed(mlp(4), (first, *middle[:1] * 2, last)))
-    assert "here they are on meshes 0, 1, 0. Two stages in a row on one mesh" in said
+    assert (
+        "here they are on meshes 0 ('stage0'), 1 ('stage1'), 0 ('stage3'). Two stages in a row on one mesh"
+        in said
+    )
     assert "a Task of its own name in the TaskSharding, or a mm.task in the model" in said
 
 

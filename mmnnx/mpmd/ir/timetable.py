@@ -97,7 +97,7 @@ class Stages:
         if rest or any(mesh != s % self.num_meshes for s, mesh in enumerate(self.meshes)):
             raise ValueError(
                 f"schedule {name!r} needs stages that go round the meshes in turn, such as 0, 1, 0, 1 for "
-                f"four stages on two; here they are on meshes {', '.join(map(str, self.meshes))}"
+                f"four stages on two; here they are on meshes {self._where()}"
             )
         if interleave not in (None, times):
             raise ValueError(
@@ -127,7 +127,7 @@ class Stages:
                 )
             raise ValueError(
                 f"schedule {name!r} needs two stages on each mesh, in a V, such as 0, 1, 1, 0 on two meshes; "
-                f"here they are on meshes {', '.join(map(str, self.meshes))}. {advice}"
+                f"here they are on meshes {self._where()}. {advice}"
             )
         if interleave not in (None, 2):
             raise ValueError(f"interleave={interleave}, but schedule {name!r} has two stages on each mesh")
@@ -146,8 +146,15 @@ class Stages:
                 f"{'; '.join(reads)}. Leave schedule= out, or take '1f1b', which is for any graph"
             )
 
+    def _where(self) -> str:
+        """The meshes of the stages, in order, with their tasks."""
+        return ", ".join(f"{mesh}{self._task(stage)}" for stage, mesh in enumerate(self.meshes))
+
     def _name(self, stage: int) -> str:
-        return f"stage {stage}" + (f" ({self.tasks[stage]!r})" if self.tasks and self.tasks[stage] else "")
+        return f"stage {stage}{self._task(stage)}"
+
+    def _task(self, stage: int) -> str:
+        return f" ({self.tasks[stage]!r})" if self.tasks and self.tasks[stage] else ""
 
 
 @dataclasses.dataclass(frozen=True)
