@@ -13,8 +13,8 @@ import jax.extend.core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmnnx.mpmd.compile.donation import Donations
-from mmnnx.mpmd.ir.equality import jaxpr_key
 from mmnnx.mpmd.distributed.processes import is_described, span_processes
+from mmnnx.mpmd.ir.equality import jaxpr_key
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 
 from mmnnx.mpmd.compile.constant_keys import is_draw, is_of_keys
-from mmnnx.mpmd.ir.equality import equation_key
 from mmnnx.mpmd.compile.lower import loads_on_other_meshes
 from mmnnx.mpmd.compile.outline_match import align, match_core
 from mmnnx.mpmd.compile.outline_split import split_around
+from mmnnx.mpmd.ir.equality import equation_key
 from mmnnx.mpmd.ir.equations import equations_in, with_inner
 from mmnnx.mpmd.ir.fragments import Fragment, Microbatches, PlacedVar
 from mmnnx.mpmd.ir.instructions import Call, Instruction

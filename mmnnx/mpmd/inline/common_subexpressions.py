@@ -36,8 +36,7 @@ def merge_common_subexpressions(
     """
     merger = _Merger(task_of)
     merger.weighted.update(v for v, home in zip(flat.invars, homes) if home is not None and _is_float(v))
-    nodes = merger.merged(flat.nodes, flat.outvars)
-    return dataclasses.replace(flat, nodes=tuple(prune(nodes, flat.outvars)))
+    return dataclasses.replace(flat, nodes=tuple(merger.merged(flat.nodes, flat.outvars)))
 
 
 class _Merger:
@@ -79,12 +78,12 @@ class _Merger:
                 merged.append(self._renamed(node))
             else:
                 merged.append(self._loop(node))
-        return merged
+        return prune(merged, kept) if self.instead else merged
 
     def _merge(self, e: Equation, kept: set[Var], read_forward: set[Var]) -> None:
         if not self.weighted.isdisjoint(filter(is_var, e.invars)):
             self.weighted.update(e.outvars)
-        if e.eqn.effects or e.name in _NEVER:
+        if e.eqn.effects or e.kept or e.name in _NEVER:
             return
         self._number(e)
         if self.weighted.isdisjoint(e.outvars) or read_forward.isdisjoint(e.outvars):
@@ -97,12 +96,20 @@ class _Merger:
     def _number(self, e: Equation) -> None:
         """Finds the earliest equation that equals one."""
         reads = tuple(read(self.first, a) if is_var(a) else None for a in e.invars)
-        alike = self._seen.setdefault((e.eqn.primitive, reads, self.task_of(e.scope)), [])
-        equal = next((other for other in alike if _equal(other.eqn, e.eqn)), None)
+        alike = self._seen.setdefault((e.name, reads), [])
+        equal = next((other for other in alike if self._equal(other, e)), None)
         if equal is None:
             alike.append(e)
         else:
             self.first.update(zip(e.outvars, equal.outvars))
+
+    def _equal(self, a: Equation, b: Equation) -> bool:
+        if self.task_of(a.scope) != self.task_of(b.scope):
+            return False
+        try:
+            return equation_key(a.eqn) == equation_key(b.eqn)
+        except TypeError:  # such as a parameter that is not hashable
+            return False
 
     def _renamed(self, e: Equation) -> Equation:
         if self.instead.keys().isdisjoint(filter(is_var, e.invars)):
@@ -118,15 +125,8 @@ class _Merger:
             given += ((v, row[0]) for v, row in zip(loop.slice_vars, loop.slices))
             results += loop.ys
         inside.weighted.update(v for v, a in given if is_var(a) and a in self.weighted)
-        body: Any = prune(inside.merged(loop.body, results), results)
+        body: Any = inside.merged(loop.body, results)
         return dataclasses.replace(loop, body=tuple(body))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return equation_key(a) == equation_key(b)
-    except TypeError:  # such as a parameter that is not hashable
-        return False
 
 
 def _is_float(v: Var) -> bool:

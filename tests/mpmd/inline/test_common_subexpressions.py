@@ -12,7 +12,7 @@ from jax import lax
 import mmnnx as mm
 from tests import models
 from tests.models import make
-from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place, values
+from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place
 
 PATHS = [("embed",), ("blocks", 0), ("blocks", 1)], [("blocks", 2), ("blocks", 3), ("norm",), ("head",)]
 
