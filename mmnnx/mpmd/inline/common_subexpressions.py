@@ -5,7 +5,7 @@ XLA makes one forward of the two, where it sees both. It cannot once they are cu
 be sent twice. So they become one before anything is placed.
 
 What no weight is in (masks, positions) stays: each mesh that reads it makes it itself. So does what backwards
-alone read. They may compute a forward again on purpose (`jax.checkpoint`), and each has a position of its own.
+alone read: they may compute a forward again on purpose (`jax.checkpoint`), each in a position of its own.
 """
 
 from __future__ import annotations
