@@ -70,14 +70,17 @@ def place_backward(region: Region, e: Equation) -> None:
 
 
 def _residuals(region: Region, e: Equation) -> dict[Var, set[Location]]:
-    """What an equation reads of the forward and of state, with where the forward uses it."""
+    """What an equation reads of the forward and of state, with where the forward uses it; of the batch only
+    if it reads nothing else: the batch goes to the flow."""
     found: dict[Var, set[Location]] = {}
     for a in filter(is_var, e.invars):
         maker = region.maker.get(a)
         ahead = maker is None or region.roles.of[maker] is Role.FORWARD
         if (ahead or region.origin_of(a).kind is Kind.STATE) and (uses := _available(region, a)):
             found[a] = uses
-    return found
+    own = {a: uses for a, uses in found.items() if a not in region.of_batch}
+    flow = any(region.origin_of(a).kind is Kind.ACTIVATION for a in e.invars)
+    return own if own or flow else found
 
 
 def _with_most_bytes(residuals: Mapping[Var, set[Location]]) -> set[Location]:

@@ -31,6 +31,7 @@ class Flow:
       maker, users: of each value, in this flow or elsewhere.
       once: whether positions are found once, as in the forward. In the backward they are found until none
         changes: an equation that went to where its reader has another operand would go back the next time.
+      by_mesh: whether a value that stays crosses no boundary to where the flow comes to its mesh again.
     """
 
     at: Mapping[Node, int]
@@ -41,6 +42,7 @@ class Flow:
     maker: Mapping[Var, Node]
     users: Mapping[Var, Sequence[Node]]
     once: bool
+    by_mesh: bool
 
 
 def min_cut_positions(flow: Flow) -> dict[Node, int]:
@@ -103,7 +105,8 @@ def _beyond(
                 if maker in number:
                     edges.append((number[u], number[maker], -1))
             elif u in at and at[u] > boundary and (flow.once or u in flow.tied or u in limit):
-                edges.append((value, 1, -1))
+                back = flow.by_mesh and _comes_to(flow, limit, u, flow.meshes[new[maker]])
+                edges += [] if back else [(value, 1, -1)]
         if at[maker] < boundary:
             # It is sent to the near side only if an equation that reads it stays there. Where that makes
             # no difference it goes straight to the far side: branches do not wait for each other.
@@ -115,6 +118,12 @@ def _beyond(
             edges.append((number[maker], 1, max(1, nbytes(v) // flow.times)))
     beyond = sink_side(count, edges)
     return [e for e in movable if number[e] in beyond]
+
+
+def _comes_to(flow: Flow, limit: Mapping[Node, int], u: Node, mesh: Mesh) -> bool:
+    """Whether an equation is on a mesh, or can move there."""
+    last = flow.at[u] if u in flow.tied else limit.get(u, flow.at[u])
+    return mesh in flow.meshes[flow.at[u] : last + 1]
 
 
 def move_across_boundaries(region: Region, equations: Sequence[Equation]) -> bool:
@@ -145,7 +154,8 @@ def move_across_boundaries(region: Region, equations: Sequence[Equation]) -> boo
     times = region.microbatches if backward else 1
     meshes = [region.positions[coordinate(n)].mesh for n in range(len(region.positions))]
     once = not backward
-    new = min_cut_positions(Flow(at, region.tied, wanted, times, meshes, region.maker, region.users, once))
+    values = region.maker, region.users
+    new = min_cut_positions(Flow(at, region.tied, wanted, times, meshes, *values, once, region.by_mesh))
     for e in flow:
         if e not in region.tied:
             position = coordinate(new[e])

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.frontend.function import Function
-from mmnnx.mpmd.ir.equations import Flat, Loop, Var, While, is_var
+from mmnnx.mpmd.ir.equations import Equation, Flat, Loop, Var, While, is_var
 from mmnnx.mpmd.ir.listing import placed_text
 from mmnnx.mpmd.ir.origin import FREE, Kind, Origin, at_home
 from mmnnx.mpmd.ir.placement import Placed, Placement
@@ -44,6 +44,7 @@ from mmnnx.mpmd.place.region import Fits, Problem, Region, activation
 from mmnnx.mpmd.place.task_options import with_task_options
 from mmnnx.mpmd.place.unplaced import place_effects, place_free
 from mmnnx.mpmd.place.updates import place_update, replicated_updates
+from mmnnx.sharding.name_stack import is_backward
 from mmnnx.sharding.task import Task
 
 
@@ -97,9 +98,10 @@ def _cheapest(problem: Problem, loop: Loop | None = None) -> Placement:
     and of these the one of fewest stages.
 
     The others begin with what is not trained; and, if the flow comes to a mesh or to state again, they have
-    it go back to the state, or begin later what can begin later. In a loop, a single array that is used
-    again, such as an embedding, is sent once for all microbatches, and adds no stage; and state that is read
-    from several meshes, such as a head that all stages share, may be sent to each.
+    it go back to the state, or begin later what can begin later, or count no bytes for what is there from the
+    time before. In a loop, a single array that is used again, such as an embedding, is sent once for all
+    microbatches, and adds no stage; and state that is read from several meshes, such as a head that all
+    stages share, may be sent to each.
 
     Neighbours whose state is on one mesh are one stage, unless the schedule needs or names them apart.
     """
@@ -129,7 +131,14 @@ def _ways(problem: Problem, loop: Loop | None, *, apart: bool) -> tuple[list[Reg
     few = 1 if loop is None else 2
     again = [r for r in regions if len(r.sent) >= few]
     returning = [Region(problem, returning=True, apart=apart, order=r.order) for r in again]
-    return regions + returning, found + [_solved(r) for r in returning]
+    found += [_solved(r) for r in returning]
+    regions += returning
+    by_mesh = [
+        Region(problem, returning=r.returning, apart=apart, order=r.order, by_mesh=True)
+        for r in regions
+        if len({p.mesh for p in r.positions}) < len(r.positions)
+    ]
+    return regions + by_mesh, found + [_solved(r) for r in by_mesh]
 
 
 def _best(problem: Problem, loop: Loop | None, found: Sequence[Placement]) -> Placement:
@@ -190,7 +199,7 @@ def _place_loop(region: Region, loop: Loop) -> None:
         tasks=region.tasks | _tasks_of_carries(region, loop),
         roots={v: region.roots[v] for v in loop.captured if v in region.roots},
         microbatches=loop.spec.length,
-        batch=loop.slice_vars,
+        batch=[*loop.slice_vars, *_carried_activations(region, loop)],
     )
     state = {s: region.where[s] for s in follows.values() if s not in inputs}
 
@@ -218,6 +227,14 @@ def _tasks_of_carries(region: Region, loop: Loop | While) -> dict[Var, Task]:
     return found
 
 
+def _carried_activations(region: Region, loop: Loop | While) -> list[Var]:
+    """What a loop without a backward carries that is no state: as a batch does, it goes to the flow."""
+    if any(isinstance(n, Equation) and is_backward(n.scope) for n in loop.body):
+        return []
+    given = zip(loop.carry_in, loop.init)
+    return [v for v, a in given if region.origin_of(a).kind is not Kind.STATE]
+
+
 def _place_while(region: Region, loop: While) -> None:
     """Places the body of a while, as a function whose state is what it carries."""
     inputs = _given(region, loop)
@@ -226,7 +243,10 @@ def _place_while(region: Region, loop: While) -> None:
         follows = {o: v for v, o in zip(loop.carry_in, loop.carry_out) if inputs[v].home is not None}
         roots = {v: region.roots[v] for v in loop.captured if v in region.roots}
         fits, tasks = region.problem.fits, region.tasks | _tasks_of_carries(region, loop)
-        return _cheapest(Problem(loop.body, inputs, region.task_of, follows, fits, tasks, roots=roots))
+        batch = _carried_activations(region, loop)
+        return _cheapest(
+            Problem(loop.body, inputs, region.task_of, follows, fits, tasks, roots=roots, batch=batch)
+        )
 
     region.out.bodies[loop] = _settled(loop, inputs, place_body)
     region.where.update((c, activation(inputs[v].home)) for v, c in zip(loop.carry_in, loop.carries))
@@ -244,8 +264,8 @@ def _settled(
 ) -> Placement:
     """The placement of a loop's body, and in `inputs` the homes of its carries.
 
-    A carry without a home gets that of its new value. One that is read and renewed on another mesh alone is
-    sent there once, and not with every iteration.
+    A carry without a home gets that of its new value. One that is renewed on another mesh, and not read at
+    home, is sent there once, and does not come home with every iteration.
     """
     sent: set[Var] = set()
     while True:
@@ -254,7 +274,7 @@ def _settled(
         moved: dict[Var, Origin] = {}
         for v, o in zip(loop.carry_in, loop.carry_out):
             home, new = inputs[v].home, body.where[o].home
-            elsewhere = v not in sent and readers.get(v) == {new}
+            elsewhere = v not in sent and home not in readers.get(v, {home, None})
             if new not in (None, home) and (home is None or elsewhere):
                 moved[v] = Origin(Kind.STATE, new)
         if not moved:

@@ -64,6 +64,7 @@ class Region:
       apart: whether the state of each task has positions of its own; else neighbours on a mesh share one.
       order: in which the forward is placed.
       shared: state that is sent to the flow wherever it is read.
+      by_mesh: whether what moves across boundaries minds that the flow comes to a mesh again.
       out: the placement, as far as it is known.
       maker, users: of each variable.
       roles: what each node is in a training step.
@@ -89,6 +90,7 @@ class Region:
         apart: bool = False,
         order: Sequence[Equation] | None = None,
         shared: frozenset[Var] = frozenset(),
+        by_mesh: bool = False,
     ):
         self.problem, self.nodes, self.task_of = problem, problem.nodes, problem.task_of
         self.returning, self.apart = returning, apart
@@ -103,7 +105,7 @@ class Region:
             for a in dict.fromkeys(filter(is_var, node.invars)):
                 self.users.setdefault(a, []).append(node)
         self.roles = classify(self.nodes, self.users)
-        self.order, self.shared = order, shared
+        self.order, self.shared, self.by_mesh = order, shared, by_mesh
         self.forward = list(order or self.roles.all(Role.FORWARD))
         autodiff = self.in_loop or Role.BACKWARD in self.roles.of.values()
         self.forward_phase = "forward" if autodiff else "none"
@@ -230,18 +232,19 @@ class Region:
         return homes
 
     def followed_home(self, e: Equation) -> Mesh | None:
-        """The home of the state that a result of an equation will be combined with, in another layout too."""
+        """The home of the state that a result of an equation will be combined with: in another layout too, or
+        summed with other gradients, where it is used more than once."""
         for v in e.outvars:
-            while v not in self.out.follows and (laid_out := self._only_laid_out(v)) is not None:
-                v = laid_out
+            while v not in self.out.follows and (same := self._only_laid_out_or_summed(v)) is not None:
+                v = same
             if v in self.out.follows:
                 return self.where[self.out.follows[v]].mesh
         return None
 
-    def _only_laid_out(self, v: Var) -> Var | None:
-        """What is made of a variable, if that is but another layout or type of it."""
+    def _only_laid_out_or_summed(self, v: Var) -> Var | None:
+        """What is made of a variable, if that is but another layout or type of it, or a sum of gradients."""
         users = self.users.get(v, ())
-        if len(users) == 1 and isinstance(users[0], Equation) and users[0].name in _SAME_VALUES:
+        if len(users) == 1 and isinstance(users[0], Equation) and users[0].name in _SAME_VALUES | {"add_any"}:
             return users[0].outvars[0]
         return None
 
