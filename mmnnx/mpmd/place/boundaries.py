@@ -120,6 +120,18 @@ def _beyond(
     return [e for e in movable if number[e] in beyond]
 
 
+def _comes_back(flow: Flow) -> bool:
+    """Whether a value may be read where it was made, when the flow comes there again."""
+    limit = _limits(flow)
+    return any(
+        flow.at[u] > p and _comes_to(flow, limit, u, flow.meshes[p])
+        for e, p in flow.at.items()
+        for v in e.outvars
+        for u in flow.users.get(v, ())
+        if u in flow.at
+    )
+
+
 def _comes_to(flow: Flow, limit: Mapping[Node, int], u: Node, mesh: Mesh) -> bool:
     """Whether an equation is on a mesh, or can move there."""
     last = flow.at[u] if u in flow.tied else limit.get(u, flow.at[u])
@@ -155,7 +167,10 @@ def move_across_boundaries(region: Region, equations: Sequence[Equation]) -> boo
     meshes = [region.positions[coordinate(n)].mesh for n in range(len(region.positions))]
     once = not backward
     values = region.maker, region.users
-    new = min_cut_positions(Flow(at, region.tied, wanted, times, meshes, *values, once, region.by_mesh))
+    whole = Flow(at, region.tied, wanted, times, meshes, *values, once, region.by_mesh)
+    new = min_cut_positions(whole)
+    if not region.comes_back and len(set(meshes)) < len(meshes):
+        region.comes_back = _comes_back(whole)
     for e in flow:
         if e not in region.tied:
             position = coordinate(new[e])

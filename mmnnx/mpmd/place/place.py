@@ -136,7 +136,7 @@ def _ways(problem: Problem, loop: Loop | None, *, apart: bool) -> tuple[list[Reg
     by_mesh = [
         Region(problem, returning=r.returning, apart=apart, order=r.order, by_mesh=True)
         for r in regions
-        if len({p.mesh for p in r.positions}) < len(r.positions)
+        if r.comes_back
     ]
     return regions + by_mesh, found + [_solved(r) for r in by_mesh]
 

@@ -80,6 +80,7 @@ class Region:
       readers: for each position, the tasks whose state is read there, in no scope.
       loose: forward equations that only the backward reads.
       replicated: updates of scalars that every mesh gets a copy of, which each may make itself.
+      comes_back: whether a value may be read where it was made, when the flow comes there again.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Region:
         self.readers: dict[int, set[Task]] = {}
         self.loose: set[Node] = set()
         self.replicated: set[Equation] = set()
+        self.comes_back = False
         is_state = lambda a: a if is_var(a) and a in state else None
         # First what is combined with state: then a result may take another's place, as of a population.
         follow_back(self.roles.all(Role.UPDATE), self.out.follows, is_state)
