@@ -13,7 +13,8 @@ R = TypeVar("R")
 CALL_IN_JIT = (
     "A model on several submeshes is called in a function of mm.jit, as in "
     "mm.jit(lambda m, x: m(x))(model, x), with mm.jit around all else: mm.jit(nnx.grad(f)), not "
-    "nnx.grad(mm.jit(f)), and no nnx.jit around it"
+    "nnx.grad(mm.jit(f)), and no nnx.jit around it. Results on several submeshes are combined there too, or "
+    "on the host: mm.fetch brings them there"
 )
 
 

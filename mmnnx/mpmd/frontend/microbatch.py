@@ -96,7 +96,7 @@ def microbatch(
     rows = parse_rows(schedule, custom_schedule)
     _check_options(schedule, options, rows)
     check_names(reduce)
-    one = "the number of one argument (several can be one: a tuple or a dict of them)"
+    one = "the number of one argument (a tuple or a dict can be: fun = lambda model, batch: f(model, *batch))"
     dim, argnum = _whole(dim, "dim", "an int"), _whole(argnum, "argnum", one, 0)
     if (size is None) == (count is None):
         given_both = "neither" if size is None else f"size={size} and count={count}"
