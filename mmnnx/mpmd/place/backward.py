@@ -70,17 +70,14 @@ def place_backward(region: Region, e: Equation) -> None:
 
 
 def _residuals(region: Region, e: Equation) -> dict[Var, set[Location]]:
-    """What an equation reads of the forward and of state, with where the forward uses it; of the batch only
-    if it reads nothing else: the batch goes to the flow."""
+    """What an equation reads of the forward and of state, with where the forward uses it."""
     found: dict[Var, set[Location]] = {}
     for a in filter(is_var, e.invars):
         maker = region.maker.get(a)
         ahead = maker is None or region.roles.of[maker] is Role.FORWARD
         if (ahead or region.origin_of(a).kind is Kind.STATE) and (uses := _available(region, a)):
             found[a] = uses
-    own = {a: uses for a, uses in found.items() if a not in region.of_batch}
-    flow = any(region.origin_of(a).kind is Kind.ACTIVATION for a in e.invars)
-    return own if own or flow else found
+    return found
 
 
 def _with_most_bytes(residuals: Mapping[Var, set[Location]]) -> set[Location]:
@@ -102,6 +99,8 @@ def _available(region: Region, atom: Atom) -> set[Location] | None:
     origin = region.origin_of(atom)
     if origin.kind is Kind.STATE:
         uses = set().union(*(region.state_uses.get(r, ()) for r in region.roots.get(atom, ())))
+        if not uses and atom in region.of_batch:
+            return None  # it goes to the flow
         return uses or {Location(origin.mesh, region.last_position(origin.mesh))}
     holders = [maker, *region.users.get(atom, ())]
     held = {
