@@ -274,7 +274,7 @@ def _settled(
         moved: dict[Var, Origin] = {}
         for v, o in zip(loop.carry_in, loop.carry_out):
             home, new = inputs[v].home, body.where[o].home
-            elsewhere = v not in sent and home not in readers.get(v, {home, None})
+            elsewhere = v not in sent and readers.get(v, {None}).isdisjoint({home, None})
             if new not in (None, home) and (home is None or elsewhere):
                 moved[v] = Origin(Kind.STATE, new)
         if not moved:
