@@ -138,7 +138,7 @@ class _Inliner(Writer):
 
     def _write_whole(self, eqn: Any, scope: str, out: list[Node]) -> Sequence[Var]:
         """Writes an equation as it is."""
-        if self.task_mesh(scope) is None:  # what has a task inside (checkpoint, scan, custom_vjp) is of it
+        if self.task_mesh(scope) is None:  # what has a task inside (checkpoint, scan) is of it
             inside = (s for jaxpr in _compat.subjaxprs(eqn) for s in scopes_in(jaxpr))
             names = (name for s in dict.fromkeys(inside) for name in reversed(scopes(s)))
             scope = join(scope, next((name for name in names if self.task_mesh(name) is not None), ""))

@@ -31,7 +31,8 @@ class Flow:
       maker, users: of each value, in this flow or elsewhere.
       once: whether positions are found once, as in the forward. In the backward they are found until none
         changes: an equation that went to where its reader has another operand would go back the next time.
-      by_mesh: whether a value that stays crosses no boundary to where the flow comes to its mesh again.
+      by_mesh: whether a value costs nothing where it is read on the mesh that made it, though the flow was
+        elsewhere in between.
     """
 
     at: Mapping[Node, int]

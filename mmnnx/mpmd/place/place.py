@@ -98,10 +98,10 @@ def _cheapest(problem: Problem, loop: Loop | None = None) -> Placement:
     and of these the one of fewest stages.
 
     The others begin with what is not trained; and, if the flow comes to a mesh or to state again, they have
-    it go back to the state, or begin later what can begin later, or count no bytes for what is there from the
-    time before. In a loop, a single array that is used again, such as an embedding, is sent once for all
-    microbatches, and adds no stage; and state that is read from several meshes, such as a head that all
-    stages share, may be sent to each.
+    it go back to the state, or begin later what can begin later, or count no bytes for what a mesh made when
+    the flow was there before. In a loop, a single array that is used again, such as an embedding, is sent
+    once for all microbatches, and adds no stage; and state that is read from several meshes, such as a head
+    that all stages share, may be sent to each.
 
     Neighbours whose state is on one mesh are one stage, unless the schedule needs or names them apart.
     """

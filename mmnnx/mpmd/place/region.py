@@ -64,7 +64,7 @@ class Region:
       apart: whether the state of each task has positions of its own; else neighbours on a mesh share one.
       order: in which the forward is placed.
       shared: state that is sent to the flow wherever it is read.
-      by_mesh: whether what moves across boundaries minds that the flow comes to a mesh again.
+      by_mesh: whether minimum cuts count no bytes for what a mesh made when the flow was there before.
       out: the placement, as far as it is known.
       maker, users: of each variable.
       roles: what each node is in a training step.

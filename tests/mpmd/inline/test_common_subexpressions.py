@@ -57,7 +57,7 @@ def test_a_forward_for_the_loss_and_one_beside_it(microbatch):
 
 
 class Two(nnx.Module):
-    """A layer for each of two tasks, dropout between them, and a counter."""
+    """A layer for each of two tasks, and dropout between them."""
 
     def __init__(self, rngs):
         self.a, self.b = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
@@ -71,7 +71,7 @@ MESH, TASKS = pipeline(2)
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 
 
-def ran(fun, *names: str):
+def ran(fun):
     """The program of a function of the model and X, whose results are those of `nnx.jit`."""
     placement = place(TASKS, ["a", "dropout"], ["b"])
     with MESH:
