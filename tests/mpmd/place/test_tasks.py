@@ -48,18 +48,25 @@ class TaskMLP(nnx.Module):
         return mm.task(lambda layer, x: layer(x), task=self.last_task)(self.fourth, x)
 
 
+def check(make_model, mesh, placement=None, microbatch=2, **options) -> mm.Program:
+    """A model that maps vectors to vectors, trained with momentum, is equal to the one on one device."""
+    return assert_parity(
+        make_model,
+        models.squared_error,
+        models.vectors(),
+        placement,
+        mesh=mesh,
+        microbatch=microbatch,
+        optimizer=MOMENTUM,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("microbatch", all_but([2], [None, 2]))
 def test_tasks_by_scope(microbatch):
     """No placement at all: wrapped modules, instances and functions say where they compute."""
     mesh, tasks = pipeline(4)
-    assert_parity(
-        make(TaskMLP, tuple(tasks)),
-        models.squared_error,
-        models.vectors(),
-        mesh=mesh,
-        microbatch=microbatch,
-        optimizer=MOMENTUM,
-    )
+    check(make(TaskMLP, tuple(tasks)), mesh, microbatch=microbatch)
 
 
 def test_scopes_bring_state_home():
@@ -85,9 +92,7 @@ def test_tasks_by_registry():
     mesh, tasks = pipeline(2)
     mm.register_task("encoder", task=tasks[0])
     mm.register_task(re.compile("dec.*"), callback=lambda name, backprop: tasks[1])
-    assert_parity(
-        make(ScopedMLP), models.squared_error, models.vectors(), mesh=mesh, microbatch=2, optimizer=MOMENTUM
-    )
+    check(make(ScopedMLP), mesh)
 
 
 def test_a_callback_may_send_the_backward_elsewhere():
@@ -95,18 +100,14 @@ def test_a_callback_may_send_the_backward_elsewhere():
     mesh, tasks = pipeline(4)
     mm.register_task("encoder", callback=lambda name, backprop: tasks[1 if backprop else 0])
     mm.register_task("decoder", callback=lambda name, backprop: tasks[3 if backprop else 2])
-    assert_parity(
-        make(ScopedMLP), models.squared_error, models.vectors(), mesh=mesh, microbatch=2, optimizer=MOMENTUM
-    )
+    check(make(ScopedMLP), mesh)
 
 
 def test_tasks_registered_on_a_multimesh():
     mesh, tasks = pipeline(2)
     mesh.register_task("encoder", task=tasks[0])
     mesh.register_task("decoder", task=tasks[1])
-    assert_parity(
-        make(ScopedMLP), models.squared_error, models.vectors(), mesh=mesh, microbatch=2, optimizer=MOMENTUM
-    )
+    check(make(ScopedMLP), mesh)
 
 
 def test_tasks_by_everything_at_once():
@@ -122,15 +123,7 @@ def test_tasks_by_everything_at_once():
             return self.layers[3](jnp.tanh(self.layers[2](x)))
 
     placement = place(tasks, [("layers", 0)], [("layers", 1)], [("layers", range(2, 4))])
-    assert_parity(
-        make(Mixed),
-        models.squared_error,
-        models.vectors(),
-        placement,
-        mesh=mesh,
-        microbatch=2,
-        optimizer=MOMENTUM,
-    )
+    check(make(Mixed), mesh, placement)
 
 
 def test_a_scope_overrides_the_home_of_state():
@@ -145,15 +138,7 @@ def test_a_scope_overrides_the_home_of_state():
             return self.layers[-1](x)
 
     placement = place(tasks, [("layers", range(0, 2))], [("layers", range(2, 4))])
-    assert_parity(
-        make(Away),
-        models.squared_error,
-        models.vectors(),
-        placement,
-        mesh=mesh,
-        microbatch=2,
-        optimizer=MOMENTUM,
-    )
+    check(make(Away), mesh, placement)
 
 
 def test_what_a_scope_elsewhere_renews_goes_home_after_the_loop():
@@ -172,16 +157,7 @@ def test_what_a_scope_elsewhere_renews_goes_home_after_the_loop():
             return self.layers[-1](x)
 
     placement = place(tasks, [("layers", 0), "norm"], [("layers", range(1, 4))])
-    program = assert_parity(
-        make(Away),
-        models.squared_error,
-        models.vectors(),
-        placement,
-        mesh=mesh,
-        microbatch=2,
-        whole_batch=False,
-        optimizer=MOMENTUM,
-    )
+    program = check(make(Away), mesh, placement, whole_batch=False)
     statistics = [t for t in program.transfers if t.shape == (16,)]
     assert all(t.microbatch is None for t in statistics)
     # Mean and variance, with scale and bias one way and their gradients the other.
@@ -203,15 +179,7 @@ def test_one_submodule_in_two_task_scopes():
             return mm.task(lambda layer, x: layer(x), task=tasks[2])(self.last, x)
 
     placement = place(tasks, ["first", "shared"], ["middle"], ["last"])
-    assert_parity(
-        make(Twice),
-        models.squared_error,
-        models.vectors(),
-        placement,
-        mesh=mesh,
-        microbatch=2,
-        optimizer=MOMENTUM,
-    )
+    check(make(Twice), mesh, placement)
 
 
 @pytest.mark.parametrize(
@@ -234,15 +202,7 @@ def test_transforms_around_several_stages(around):
             return run(*kernels[2:], jnp.tanh(run(*kernels[:2], x)))
 
     placement = place(tasks, *[[("layers", i)] for i in range(4)])
-    assert_parity(
-        make(Around),
-        models.squared_error,
-        models.vectors(),
-        placement,
-        mesh=mesh,
-        microbatch=4,
-        optimizer=MOMENTUM,
-    )
+    check(make(Around), mesh, placement, microbatch=4)
 
 
 def test_custom_vjp_around_several_stages():
@@ -270,15 +230,7 @@ def test_custom_vjp_around_several_stages():
             return two_layers(kernels[2], kernels[3], jnp.tanh(two_layers(kernels[0], kernels[1], x)))
 
     placement = place(tasks, [("layers", 0), ("layers", 2)], [("layers", 1), ("layers", 3)])
-    assert_parity(
-        make(Custom),
-        models.squared_error,
-        models.vectors(),
-        placement,
-        mesh=mesh,
-        microbatch=4,
-        optimizer=MOMENTUM,
-    )
+    check(make(Custom), mesh, placement, microbatch=4)
 
 
 # Loops and branches that hold more than one task
@@ -299,15 +251,7 @@ def test_a_scan_over_two_tasks_is_opened():
     """Its trip count is known, so the loop becomes the program."""
     mesh, tasks = pipeline(2)
     placement = place(tasks, [("layers", range(0, 2))], [("layers", range(2, 4))])
-    assert_parity(
-        make(Recurrence),
-        models.squared_error,
-        models.vectors(),
-        placement,
-        mesh=mesh,
-        microbatch=4,
-        optimizer=MOMENTUM,
-    )
+    check(make(Recurrence), mesh, placement, microbatch=4)
 
 
 def branch(both, x):
