@@ -7,6 +7,8 @@ carries its description. Outside `mm.jit` it is just that scan; inside, `inline/
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,8 +153,14 @@ class _Body:
 def _trace(call: _Call, state: Sequence[Any], slices: Any) -> _Body:
     """Traces a call for the first slice."""
     first = jax.eval_shape(lambda slices: jax.tree.map(lambda x: x[0], slices), slices)
+
+    @functools.wraps(call.fun, updated=())  # JAX's errors name the function and its line
+    def microbatch(state: Sequence[Any], piece: Any) -> tuple[Any, list[Any]]:
+        return call(state, piece)
+
+    microbatch.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
     try:
-        jaxpr, (results, _) = jax.make_jaxpr(call, return_shape=True)(state, first)
+        jaxpr, (results, _) = jax.make_jaxpr(microbatch, return_shape=True)(state, first)
     except (ValueError, TraceContextError) as error:
         if "different trace level" in str(error):
             error.add_note(CLOSED_OVER)

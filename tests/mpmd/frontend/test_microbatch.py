@@ -220,6 +220,17 @@ def test_where_types_say_how_arrays_are_sharded(kind, reduce):
     np.testing.assert_array_equal(got, mm.microbatch(jnp.tanh, 0, 2, reduce=reduce)(X))
 
 
+def test_an_error_of_jax_names_the_function():
+    """`if` on a traced value: JAX says in which function."""
+
+    def clipped_loss(a, x):
+        loss = jnp.mean(x @ a)
+        return loss if loss < 1 else jnp.log(loss)
+
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"clipped_loss at .*test_microbatch.py:"):
+        mm.jit(mm.microbatch(clipped_loss, 0, 2, argnum=1))(A, X)
+
+
 def test_without_jit_the_function_sees_values():
     seen = []
 
