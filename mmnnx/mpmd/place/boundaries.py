@@ -108,11 +108,11 @@ def _beyond(
             elif u in at and at[u] > boundary and (flow.once or u in flow.tied or u in limit):
                 back = flow.by_mesh and _comes_to(flow, limit, u, flow.meshes[new[maker]])
                 edges += [] if back else [(value, 1, -1)]
-        if at[maker] < boundary:
+        if new[maker] < boundary:
             # It is sent to the near side only if an equation that reads it stays there. Where that makes
             # no difference it goes straight to the far side: branches do not wait for each other.
-            near = [number[u] for u in users if u in number and at[u] > at[maker]]
-            if len(near) == sum(at[maker] < new.get(u, -1) <= boundary for u in users):
+            near = [number[u] for u in users if u in number and new[u] > new[maker]]
+            if len(near) == sum(new[maker] < new.get(u, -1) <= boundary for u in users):
                 count += 1
                 edges += [*((u, count - 1, -1) for u in near), (count - 1, 1, nbytes(v) + 1)]
         if maker in number and flow.wanted.get(maker, -1) > boundary:

@@ -267,13 +267,24 @@ class Region:
             return
         out, arrays = e.outvars[0], [a for a in e.invars if a.aval.shape]
         weights = [a for a in arrays if a in self.renewed or self.origin_of(a).kind is Kind.STATE]
-        if any(
+        at_home = any(
             a not in self.of_batch and self.origin_of(a).home == self.where[out].home for a in weights
-        ) and all(a.aval.size == out.aval.size for a in arrays):
+        )
+        # One state has several next values where the inner gradients are those of a vmap.
+        of_each = all(a in weights or self._is_inner_gradient(a) for a in arrays)
+        if at_home and (of_each or all(a.aval.size == out.aval.size for a in arrays)):
             self.renewed.add(out)
             owners = set().union(*map(self.owners, filter(is_var, weights)))
             if len(owners) == 1:
                 self.tasks[out] = owners.pop()
+
+    def _is_inner_gradient(self, a: Atom) -> bool:
+        """Whether a value is what an inner backward made, in another layout or scaled by a scalar."""
+        e = self.maker.get(a) if is_var(a) else None
+        while isinstance(e, Equation) and e not in self.roles.inner and e.name not in PRODUCTS:
+            arrays = [b for b in e.invars if is_var(b) and b.aval.shape]
+            e = self.maker.get(arrays[0]) if len(arrays) == 1 else None
+        return e in self.roles.inner
 
     def stays(self, e: Equation) -> bool:
         """Places an equation that needs no position: at home, if it is made of state of one home; nowhere, if

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,3 +157,73 @@ def test_curvature_beside_a_gradient():
         assert_same(run(model, direction, X), reference)
     # Values and gradients, and the tangents of both; some twice, for two gradients are taken.
     assert {t.shape for t in transfers} == {(4, WIDTH)} and len(transfers) <= 7 * (STAGES - 1)
+
+
+class Growing(nnx.Module):
+    """Each layer has more features than the one before."""
+
+    def __init__(self):
+        widths = range(WIDTH, WIDTH + 2 * STAGES + 1, 2)
+        self.layers = nnx.List(nnx.Linear(a, b, rngs=nnx.Rngs(a)) for a, b in itertools.pairwise(widths))
+
+    def __call__(self, x):
+        for linear in self.layers:
+            x = jnp.tanh(linear(x))
+        return x
+
+
+@pytest.mark.parametrize("size", all_but([2], [None, 2]))
+def test_curvature_along_a_random_direction(size):
+    """What stochastic second-order optimizers estimate (Hutchinson's trace; Sophia, Liu et al. 2023). The
+    direction is made where it is read, and what is made of it stays with its layer.
+    """
+
+    def step(model, key, x):
+        graph, params = nnx.split(model)
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(key, len(leaves))
+        signs = [jax.random.rademacher(k, w.shape, w.dtype) for k, w in zip(keys, leaves)]
+        direction = jax.tree.unflatten(structure, signs)
+
+        def products(params, x):
+            slope = jax.grad(lambda params: mean_square(nnx.merge(graph, params), x))
+            return jax.jvp(slope, (params,), (direction,))
+
+        if size is not None:
+            products = mm.microbatch(products, 0, size, argnum=1, reduce="mean")
+        grads, hessian = products(params, x)
+        return grads, hessian, sum(jnp.vdot(h, s) for h, s in zip(jax.tree.leaves(hessian), signs))
+
+    key = jax.random.key(0)
+    reference = nnx.jit(step)(Growing(), key, X)
+    with MESH:
+        model = born(Growing, PLACEMENT)
+        run = mm.jit(step)
+        transfers = [t for t in run.program(model, key, X).transfers if t.shape]
+        assert_same(run(model, key, X), reference)
+    # Values, gradients, and the tangents of both; the first stage's tangent is made anew on the second.
+    rows, count = (4, 1) if size is None else (size, 4 // size)
+    assert Counter(t.shape[-2:] for t in transfers) == {
+        (rows, WIDTH + 2): 3 * count,
+        (rows, WIDTH + 4): 4 * count,
+    }
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_a_step_of_each_of_several_tasks(size):
+    """MAML, with `jax.vmap` over tasks: the weights of each task stay where their layer is."""
+
+    def loss_fn(model, tasks):
+        return jax.vmap(lambda x: after_a_step(model, x))(tasks).mean()
+
+    grad_fn = nnx.value_and_grad(loss_fn)
+    if size is not None:
+        grad_fn = mm.microbatch(grad_fn, 0, size, argnum=1, reduce="mean")
+    tasks = X.reshape(2, 2, WIDTH)
+    reference = nnx.jit(grad_fn)(Net(), tasks)
+    with MESH:
+        model = born(Net, PLACEMENT)
+        run = mm.jit(grad_fn)
+        transfers = run.program(model, tasks).transfers
+        assert_same(run(model, tasks), reference)
+    assert max(np.prod(t.shape[-2:]) for t in transfers) < WIDTH**2

@@ -62,7 +62,7 @@ def test_by_default_each_mesh_does_it():
     with mesh:
         program = grad_step(mm.jit).program(model, BATCH)
     assert sent(program) == CHAIN
-    assert len(program.transfers) == 4 * 4 + 4  # and the scale, where the last backward multiplies by it
+    assert len(program.transfers) == 4 * 4
 
 
 def test_switched_off_it_is_done_once_and_sent():
