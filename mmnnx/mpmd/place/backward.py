@@ -47,6 +47,9 @@ def place_backward(region: Region, e: Equation) -> None:
         location = _beside(region, e, ahead) if ahead else min(at_home or incoming, key=by_rank)
         region.put(e, location, "backward", Reason.FOLLOWS_OPERANDS)
         return
+    elif held := region.at_hand(e):  # what a loop made, which no flow followed
+        region.put(e, Location(max(held, key=held.__getitem__)), "backward", Reason.FOLLOWS_OPERANDS)
+        return
     else:
         choices = {Location(region.positions[-1].mesh, len(region.positions) - 1)}
     reached = [s for s in choices if came is None or s.rank <= came]
@@ -95,19 +98,28 @@ def _available(region: Region, atom: Atom) -> set[Location] | None:
     maker = region.maker.get(atom)
     if maker in region.loose:  # wherever what it is made of is
         operands = [s for a in maker.invars if (s := _available(region, a)) is not None]
-        return set.intersection(*operands) if operands else None
+        return set.intersection(*operands) or _all_arrived(operands) if operands else None
     origin = region.origin_of(atom)
     if origin.kind is Kind.STATE:
         uses = set().union(*(region.state_uses.get(r, ()) for r in region.roots.get(atom, ())))
         if not uses and atom in region.of_batch:
             return None  # it goes to the flow
         return uses or {Location(origin.mesh, region.last_position(origin.mesh))}
-    holders = [maker, *region.users.get(atom, ())]
+    holders = [maker, *(u for u in region.users.get(atom, ()) if u not in region.loose)]
     held = {
         region.locations[m] for m in holders if m in region.locations and region.roles.of[m] is Role.FORWARD
     }
     # What is unplaced could be had everywhere, but a gradient over it belongs to the stage that used it.
     return held if origin.kind is Kind.ACTIVATION else held or None
+
+
+def _all_arrived(operands: Sequence[set[Location]]) -> set[Location]:
+    """Where values come one after the other, such as those of the steps of a scan: the last of them."""
+    found = set()
+    for mesh in set.intersection(*({s.mesh for s in locations} for locations in operands)):
+        first = [min((s for s in locations if s.mesh == mesh), key=by_rank) for locations in operands]
+        found.add(max(first, key=by_rank))
+    return found
 
 
 def _all_there(region: Region, incoming: Sequence[Location], residuals: Iterable[Var]) -> Location | None:
@@ -157,6 +169,8 @@ def join_backward(region: Region) -> None:
         if len(users) == 1:
             (location,) = users
             if location.position is not None and all(
-                (s := _available(region, a)) is None or location in s for a in e.invars
+                (held := _available(region, a)) is None
+                or any(s.mesh == location.mesh and s.rank <= location.rank for s in held)
+                for a in e.invars
             ):
                 region.put(e, location, region.out.phases[e], Reason.FOR_BACKWARD)

@@ -19,7 +19,9 @@ def place_update(region: Region, e: Equation) -> None:
         return
     scoped, weight = region.task_of(e.scope), region.state_homes(e)
     arriving = region.made_by(e, (Role.FORWARD, Role.BACKWARD, Role.UPDATE))
-    if scoped is None and not weight:
+    arrays = {region.origin_of(a).kind for a in e.invars if a.aval.shape}
+    # A scalar of state that scales a gradient is sent to it.
+    if scoped is None and (not weight or (Kind.ACTIVATION in arrays and Kind.STATE not in arrays)):
         weight = region.at_hand(e)
         # Sums of a gradient are done at the home of its parameter, if a part of it is there, and scalings
         # after the loop in any case: there may be several of one gradient, as in Adam.

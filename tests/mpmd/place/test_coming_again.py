@@ -124,3 +124,27 @@ def test_what_a_scan_carries_stays_where_it_is_made(rows):
     ways = Counter((t.source, t.target) for t in sent)
     assert {t.shape for t in sent} == {(rows, WIDTH)}
     assert ways == {("stage0", "stage2"): 1, ("stage2", "stage1"): 4, ("stage1", "stage2"): 4}
+
+
+def test_an_output_that_is_fed_back():
+    """A decoder reads what its output layer said last: the gradient of that layer is made where it is."""
+    length, rows = 3, 4
+
+    def loss_fn(model, x):
+        def body(carry, _):
+            state, said = carry
+            state = jnp.tanh(model.first(state + said))
+            logits = model.second(state)
+            return (state, jax.nn.one_hot(logits.argmax(-1), WIDTH)), logits
+
+        _, logits = lax.scan(body, (x, jnp.zeros_like(x)), None, length=length)
+        return ((logits - x) ** 2).mean()
+
+    sent = crossings(Layers, [["first", "third"], ["second"]], train(loss_fn), X[:rows])
+    assert all(shape[-2:] != (WIDTH, WIDTH) for _, _, shape in sent)
+    entries = Counter()
+    for (source, _, shape), count in sent.items():
+        entries[source] += count * np.prod(shape)
+    # States, once more for the backward; what was said (the last of it nobody reads), and the states' gradients.
+    assert entries["stage0"] <= 2 * length * rows * WIDTH
+    assert entries["stage1"] < 2 * length * rows * WIDTH

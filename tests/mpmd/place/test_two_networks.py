@@ -178,3 +178,25 @@ def test_a_gradient_penalty_at_every_step_of_a_critic(steps):
     program = programs(CRITICS["on one mesh"], ON_A, step)
     assert {(t.source, t.shape) for t in program.transfers} == {("stage0", (ROWS, 8))}
     assert len(program.transfers) <= steps + 1
+
+
+def test_a_critic_that_a_loop_trains_and_then_its_generator():
+    """Weights that a loop renews are read by a backward that reads nothing else: that of a mean."""
+
+    def step(d, g, xz):
+        def body(n, carry):
+            d, g, key = carry
+            key, noise = jax.random.split(key)
+            batch = xz[0], jax.random.normal(noise, xz[1].shape)
+            descend(d, nnx.grad(functools.partial(critic_of, "real"))(d, g, batch))
+            return d, g, key
+
+        d, g, key = nnx.fori_loop(0, 2, body, (d, g, jax.random.key(0)))
+        noise = jax.random.normal(key, xz[1].shape)
+        loss, grads = nnx.value_and_grad(lambda g: -d(g(noise)).mean())(g)
+        descend(g, grads)
+        return loss
+
+    linear = lambda seed: nnx.Linear(8, 8, rngs=nnx.Rngs(seed))
+    program = programs(mm.TaskSharding({...: TASKS[1]}), ON_A, step, linear)
+    assert max(np.prod(t.shape) for t in program.transfers) <= ROWS * 8

@@ -239,3 +239,37 @@ def test_an_update_by_hand():
     nnx.jit(step)(whole, BATCH)
     assert_same(values(nnx.state(split)), values(nnx.state(whole)), 1e-4)
     assert {t.shape for t in sent} == {(), BATCH.shape}  # activations, their gradients, and sums of squares
+
+
+@pytest.mark.parametrize("size", all_but([None], [None, 2]))
+def test_gradients_that_learned_scalars_weigh(size):
+    """GradNorm (Chen et al. 2018): the scalars go to the gradients."""
+
+    class Scales(nnx.Module):
+        def __init__(self):
+            self.log = nnx.Param(jnp.array([0.5, 2.0]))
+
+    losses = [lambda model, x: (model(x) ** 2).mean(), lambda model, x: jnp.abs(model(x)).mean()]
+
+    def step(model, scales, x):
+        def both(model, x):
+            return [nnx.grad(loss)(model, x) for loss in losses]
+
+        if size is not None:
+            both = mm.microbatch(both, 0, size, argnum=1, reduce="mean")
+        a, b = jnp.exp(scales.log[...])
+        grads = jax.tree.map(lambda g, h: a * g + b * h, *both(model, x))
+        norm = optax.global_norm(grads)
+        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model), grads))
+        scales.log[...] *= 1 + 0.1 * norm
+        return norm
+
+    with MESH:
+        split = born(Model, PLACEMENT), born(Scales, mm.TaskSharding({...: (TASKS[-1], P())}))
+        run = mm.jit(step)
+        sent = run.program(*split, BATCH).transfers
+        found = run(*split, BATCH)
+    whole = Model(), Scales()
+    assert_same(found, nnx.jit(step)(*whole, BATCH))
+    assert_same(nnx.state(split), nnx.state(whole))
+    assert max(math.prod(t.shape) for t in sent) <= BATCH.size
