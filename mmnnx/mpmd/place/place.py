@@ -41,6 +41,7 @@ from mmnnx.mpmd.place.forward import bring_home, place_forward
 from mmnnx.mpmd.place.gradient_sums import group_sums, separate_sums
 from mmnnx.mpmd.place.options import recomputing
 from mmnnx.mpmd.place.region import Fits, Problem, Region, activation
+from mmnnx.mpmd.place.sums_by_mesh import sum_by_mesh
 from mmnnx.mpmd.place.task_options import with_task_options
 from mmnnx.mpmd.place.unplaced import place_effects, place_free
 from mmnnx.mpmd.place.updates import place_update, replicated_updates
@@ -78,6 +79,7 @@ def place(function: Function, flat: Flat, fits: Fits) -> Placed:
     )
     placement = _cheapest(problem)
     grouped = group_sums(flat.nodes, sums, placement)
+    grouped = sum_by_mesh(grouped, placement, filter(is_var, flat.outvars))
     placed = Placed(flat, grouped, with_task_options(placement, function.multimesh))
     function.dump.write("place", functools.partial(placed_text, placed, function.meshes.names()))
     return placed

@@ -259,7 +259,7 @@ def test_gradients_that_learned_scalars_weigh(size):
             both = mm.microbatch(both, 0, size, argnum=1, reduce="mean")
         a, b = jnp.exp(scales.log[...])
         grads = jax.tree.map(lambda g, h: a * g + b * h, *both(model, x))
-        norm = optax.global_norm(grads)
+        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
         nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model), grads))
         scales.log[...] *= 1 + 0.1 * norm
         return norm
