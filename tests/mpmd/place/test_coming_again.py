@@ -145,6 +145,6 @@ def test_an_output_that_is_fed_back():
     entries = Counter()
     for (source, _, shape), count in sent.items():
         entries[source] += count * np.prod(shape)
-    # States, and once more for the backward; what was said, but for the last of it, and gradients of the states.
+    # States, and once more for the backward; what was said but for the last of it, and gradients of states.
     assert entries["stage0"] <= 2 * length * rows * WIDTH
     assert entries["stage1"] < 2 * length * rows * WIDTH
