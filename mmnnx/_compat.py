@@ -161,6 +161,25 @@ def source_line(eqn: Any) -> str:
     return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})" if own else UNKNOWN_LINE
 
 
+def solve_of(eqn: Any) -> tuple[Any, list[Any]]:
+    """What a `custom_linear_solve` runs, as a closed jaxpr, and its operands; the rest is for derivatives.
+
+    `jax.lax.custom_linear_solve` says which functions it takes, and not how its primitive has them.
+    """
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    consts = eqn.invars[first : first + lengths.solve]
+    return eqn.params["jaxprs"].solve, [*consts, *eqn.invars[sum(lengths) :]]
+
+
+def one_by_one(eqn: Any) -> list[Any]:
+    """A `device_put` of several arrays, as one of each: all of its parameters have an entry for each."""
+    return [
+        eqn.replace(invars=[a], outvars=[v], params={key: (each[n],) for key, each in eqn.params.items()})
+        for n, (a, v) in enumerate(zip(eqn.invars, eqn.outvars))
+    ]
+
+
 def without_dead(eqn: Any) -> Any:
     """A `cond` or `while` without the operands that nothing in it reads.
 

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 import pytest
 from flax import errors, nnx
+from jax import lax
 from jax._src import monitoring
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback, serialize_executable
@@ -745,6 +746,31 @@ def lean(fun, *args):
 
 def run_equation(eqn, *args):
     return eqn.primitive.bind(*args, **eqn.params)
+
+
+def test_solve_of():
+    """A linear solve is what its solver is, over the operands that this closes over, and the right side."""
+
+    def f(a, b):
+        return lax.custom_linear_solve(lambda x: a * x, b, lambda _, b: b / a, lambda _, b: b / a)
+
+    eqn = find(jax.make_jaxpr(f)(jnp.arange(1.0, 4.0), jnp.ones(3)), "custom_linear_solve")
+    solve, operands = _compat.solve_of(eqn)
+    assert [e.primitive.name for e in _compat.open_jaxpr(solve)[2]] == ["div"]
+    assert len(operands) == 2 and len(_compat.open_jaxpr(solve)[0]) == 2
+    assert operands[-1] is eqn.invars[-1]
+
+
+def test_one_by_one():
+    eqn = find(jax.make_jaxpr(lambda a, b: jax.device_put((a, b)))(1.0, jnp.ones(3)), "device_put")
+    assert len(eqn.invars) == 2
+    parts = _compat.one_by_one(eqn)
+    assert [v.aval.shape for part in parts for v in part.outvars] == [(), (3,)]
+    for part in parts:
+        jaxpr = jax.make_jaxpr(lambda x, part=part: part.primitive.bind(x, **part.params))(
+            jnp.ones(part.invars[0].aval.shape)
+        )
+        assert _compat.open_jaxpr(jaxpr)[2][0].primitive is eqn.primitive
 
 
 def test_without_dead_of_a_cond():

@@ -100,6 +100,8 @@ class _Inliner(Writer):
         name, bodies = eqn.primitive.name, _compat.subjaxprs(eqn)
         if name in CALLS | CUSTOM_GRADIENTS:
             return self.write_jaxpr(bodies[0], eqn.invars, scope, out, in_loop, destinations)
+        if name == "device_put":  # of arrays that may be on different meshes
+            return [self._write_whole(one, scope, out)[0] for one in _compat.one_by_one(eqn)]
         if name == "scan" and in_loop is InLoop.NO and loop_spec(scope) is not None:
             return write_scan(self, eqn, scope, out, in_loop)
         meshes = self._meshes(eqn, scope)
@@ -120,7 +122,9 @@ class _Inliner(Writer):
             raise HoldsLoop
         if name in ("cond", "while"):
             raise ValueError(_several_tasks(eqn, scope, [self.names[m] for m in meshes]))
-        if len(bodies) != 1:  # such as a linear solve
+        if name == "custom_linear_solve" and in_loop is InLoop.NO:
+            return self.write_jaxpr(*_compat.solve_of(eqn), scope, out, in_loop)
+        if len(bodies) != 1:
             return self._write_whole(eqn, scope, out)
         return self.write_jaxpr(bodies[0], eqn.invars, scope, out, in_loop)
 

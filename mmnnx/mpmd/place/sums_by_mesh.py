@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax.extend.core as jex
 from jax.sharding import Mesh
@@ -33,11 +34,10 @@ def sum_by_mesh(nodes: Sequence[Node], placement: Placement, results: Iterable[V
             out += region.summed(node)
         else:
             body = placement.bodies.pop(node)
-            inner = sum_by_mesh(
-                node.body, body, [*node.carry_out, *(node.ys if isinstance(node, Loop) else ())]
-            )
-            placement.bodies[new := dataclasses.replace(node, body=inner)] = body
-            out.append(new)
+            kept = [*node.carry_out, *(node.ys if isinstance(node, Loop) else ())]
+            inner: Any = sum_by_mesh(node.body, body, kept)
+            out.append(dataclasses.replace(node, body=tuple(inner)))
+            placement.bodies[out[-1]] = body
     return out
 
 
@@ -68,35 +68,38 @@ class _Region:
         for node in nodes:
             for a in filter(is_var, node.invars):
                 self.users.setdefault(a, []).append(node)
-        last = [e for e in nodes if self._adds(e) and self._within(e.outvars[0]) is None]
-        self.sums = {e: self._sum_of(e) for e in last}
         self.dropped: set[Node] = set()
         self.made: dict[Node, list[Equation]] = {}
-        for e, found in self.sums.items():
-            if (new := self._rewritten(found)) is not None:
-                self.dropped.update(found.adds)
-                self.made[e] = new
+        self.adds = {e for e in nodes if isinstance(e, Equation) and self._is_addition(e)}
+        for e in nodes:
+            if e in self.adds and not self._is_term(e.outvars[0]):
+                found = self._sum_of(e)
+                if (new := self._rewritten(found)) is not None:
+                    self.dropped.update(found.adds)
+                    self.made[e] = new
 
     def summed(self, e: Equation) -> list[Equation]:
         """What takes the place of an equation."""
         return self.made.get(e, [] if e in self.dropped else [e])
 
-    def _adds(self, e: Node | None) -> bool:
-        at = self.placement.locations.get(e) if isinstance(e, Equation) and e.name == "add_any" else None
+    def _is_addition(self, e: Equation) -> bool:
+        """Whether an equation adds two gradients in the flow of the backward."""
+        at = self.placement.locations.get(e) if e.name == "add_any" else None
         return at is not None and at.position is not None and self.placement.phases[e] == "backward"
 
-    def _within(self, v: Var) -> Node | None:
-        """The addition that a value is a term of, if nothing else reads it."""
+    def _is_term(self, v: Var) -> bool:
+        """Whether an addition reads a value, and nothing else does."""
         users = self.users.get(v, ())
-        return users[0] if len(users) == 1 and v not in self.results and self._adds(users[0]) else None
+        return len(users) == 1 and v not in self.results and users[0] in self.adds
 
-    def _sum_of(self, last: Equation) -> _Sum:
+    def _sum_of(self, last: Node) -> _Sum:
         terms: list[Atom] = []
-        adds, queue = [last], list(last.invars)
+        adds: list[Equation] = []
+        queue: list[Atom] = [last.outvars[0]]
         while queue:
             a = queue.pop(0)
             e = self.maker.get(a) if is_var(a) else None
-            if self._adds(e) and self._within(a) is not None:
+            if isinstance(e, Equation) and e in self.adds and (e is last or self._is_term(a)):
                 adds.append(e)
                 queue = [*e.invars, *queue]
             else:
@@ -116,7 +119,8 @@ class _Region:
         return self._written(found, end)
 
     def _location(self, a: Atom) -> Location | None:
-        return self.placement.locations.get(self.maker.get(a)) if is_var(a) else None
+        maker = self.maker.get(a) if is_var(a) else None
+        return self.placement.locations.get(maker) if maker is not None else None
 
     def _readers(self, found: _Sum, here: Location) -> list[Location]:
         """Where the sum is read first on each mesh, if it can be made there."""

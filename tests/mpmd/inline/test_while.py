@@ -289,6 +289,34 @@ def test_a_line_search():
     compare(run, tasks, mesh, calls=(1, 1))
 
 
+def test_conjugate_gradients():
+    """A Gauss-Newton step (Martens 2010): the products of the solver go over the layers as a model does."""
+
+    def step(model, x):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        net = lambda params: nnx.merge(graph, params, rest)(x)
+        grads = jax.grad(lambda params: (net(params) ** 2).mean())(params)
+
+        def product(v):
+            tangent = jax.jvp(net, (params,), (v,))[1]
+            return jax.tree.map(lambda a, v: a + 0.1 * v, jax.vjp(net, params)[1](tangent)[0], v)
+
+        direction, _ = jax.scipy.sparse.linalg.cg(product, grads, maxiter=3)
+        nnx.update(model, jax.tree.map(lambda w, d: w - d, params, direction))
+        return net(nnx.state(model, nnx.Param))
+
+    mesh, tasks = pipeline(2)
+    whole = Model()
+    with mesh:
+        split = born(Model, place(tasks, *OWNED))
+        run = mm.jit(step)
+        sent = run.program(split, X).transfers
+        for _ in range(2):
+            assert_same(run(split, X), nnx.jit(step)(whole, X), 1e-4)
+    assert_same(nnx.state(split), nnx.state(whole), 1e-4)
+    assert max(np.prod(t.shape) for t in sent) <= X.size  # no weight, and no gradient of one
+
+
 def test_refused():
     """In a loop of mm.microbatch, and, by JAX, in the reverse mode."""
 
