@@ -61,10 +61,18 @@ def min_cut_positions(flow: Flow) -> dict[Node, int]:
                 new[e] = max(new[e], boundary + 1)
     for e in flow.at:
         if e not in flow.tied:
-            operands = [new[m] for a in e.invars if is_var(a) and (m := flow.maker.get(a)) in new]
-            # What is read by nobody in this flow goes along with what it is made of.
-            new[e] = max(operands, default=new[e]) if e not in limit else max([new[e], *operands])
+            made = [a for a in e.invars if is_var(a) and flow.maker.get(a) in new]
+            last = max((new[flow.maker[a]] for a in made), default=new[e])
+            new[e] = max(new[e], last) if e in limit else _with_another_reader(flow, made, last)
     return new
+
+
+def _with_another_reader(flow: Flow, values: Sequence[Var], first: int) -> int:
+    """For what is read by nobody in this flow: where it is made of, or, in the backward, where the first
+    other equation is that has to read that. The gradient of a bias is summed with that of its kernel."""
+    readers = (u for v in values for u in flow.users.get(v, ()) if u in flow.tied and u in flow.at)
+    ahead = [p for u in readers if (p := flow.at[u]) >= first]
+    return first if flow.once else min(ahead, default=first)
 
 
 def _limits(flow: Flow) -> dict[Node, int]:

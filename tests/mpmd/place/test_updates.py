@@ -273,3 +273,33 @@ def test_gradients_that_learned_scalars_weigh(size):
     assert_same(found, nnx.jit(step)(*whole, BATCH))
     assert_same(nnx.state(split), nnx.state(whole))
     assert max(math.prod(t.shape) for t in sent) <= BATCH.size
+
+
+def test_gradients_of_each_example():
+    """Clipped by their norm and averaged, as for differential privacy (Abadi et al. 2016): norms are sent, and
+    biases have their gradients where kernels have them.
+    """
+
+    class Chain(Model):
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return x
+
+    def step(model, x):
+        grads = nnx.vmap(nnx.grad(lambda m, x: (m(x[None]) ** 2).mean()), in_axes=(None, 0))(model, x)
+        of_each = lambda g: (g**2).sum(range(1, g.ndim))
+        norms = jnp.sqrt(sum(map(of_each, jax.tree.leaves(grads))))
+        clip = lambda g: jnp.einsum("n,n...->...", jnp.minimum(1, 0.1 / norms), g) / len(x)
+        nnx.update(model, jax.tree.map(lambda w, g: w - clip(g), nnx.state(model), grads))
+        return norms
+
+    with MESH:
+        split, run = born(Chain, PLACEMENT), mm.jit(step)
+        sent = run.program(split, BATCH).transfers
+        found = run(split, BATCH)
+    whole = Chain()
+    assert_same(found, nnx.jit(step)(whole, BATCH))
+    assert_same(nnx.state(split), nnx.state(whole))
+    rows = len(BATCH)
+    assert {math.prod(t.shape) for t in sent} == {rows * WIDTH, rows}
