@@ -276,8 +276,8 @@ def test_gradients_that_learned_scalars_weigh(size):
 
 
 def test_gradients_of_each_example():
-    """Clipped by their norm and averaged, as for differential privacy (Abadi et al. 2016): norms are sent, and
-    biases have their gradients where kernels have them.
+    """Clipped by norm and averaged, as for differential privacy (Abadi et al. 2016): norms are sent, and biases
+    have their gradients where kernels have them.
     """
 
     class Chain(Model):
