@@ -276,7 +276,7 @@ def test_gradients_that_learned_scalars_weigh(size):
 
 
 def test_gradients_of_each_example():
-    """Clipped by norm and averaged, as for differential privacy (Abadi et al. 2016): norms are sent, and biases
+    """Clipped by norm and averaged, as for differential privacy (Abadi et al. 2016). Norms are sent, biases
     have their gradients where kernels have them.
     """
 
