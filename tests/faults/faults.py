@@ -825,4 +825,28 @@ FAULTS: tuple[Fault, ...] = (
         what="The batch that parallelize took for its shapes is never handed out.",
         tests=("tests/multimesh/test_parallelize.py::TestArguments::test_batches_are_made_anew",),
     ),
+    Fault(
+        name="sums-in-the-order-of-the-lines",
+        file="mmnnx/mpmd/place/sums_by_mesh.py",
+        old="if self._sent_to(found, end) >= self._sent_now(found):",
+        new="if found:",
+        what="Gradients of a value that one mesh makes are sent one by one, and not their sum.",
+        tests=("tests/mpmd/place/test_sums_by_mesh.py::test_a_residual_block_and_an_auxiliary_loss",),
+    ),
+    Fault(
+        name="stack-is-there-by-itself",
+        file="mmnnx/mpmd/place/backward.py",
+        old="if u not in region.loose)",
+        new="if u is not maker)",
+        what="What only the backward reads counts as a place where its operands are.",
+        tests=("tests/mpmd/place/test_coming_again.py::test_an_output_that_is_fed_back",),
+    ),
+    Fault(
+        name="linear-solve-is-whole",
+        file="mmnnx/mpmd/inline/calls.py",
+        old='if name == "custom_linear_solve" and in_loop is InLoop.NO:',
+        new='if name == "custom_linear_solve" and in_loop is None:',
+        what="A linear solve over several tasks is done on one of them.",
+        tests=("tests/mpmd/inline/test_while.py::test_conjugate_gradients",),
+    ),
 )
