@@ -112,8 +112,7 @@ class _Region:
         if any(s is None and self.placement.mesh_of(t) is not None for s, t in zip(locations, found.terms)):
             return None  # made by a loop, say
         here = self.placement.locations[found.adds[0]]
-        ends = [here, *self._readers(found, here)]
-        end = min(ends, key=lambda location: self._sent_to(found, location))
+        end = min([here, *self._first_reader(found, here)], key=lambda end: self._sent_to(found, end))
         if self._sent_to(found, end) >= self._sent_now(found):
             return None
         return self._written(found, end)
@@ -122,17 +121,14 @@ class _Region:
         maker = self.maker.get(a) if is_var(a) else None
         return self.placement.locations.get(maker) if maker is not None else None
 
-    def _readers(self, found: _Sum, here: Location) -> list[Location]:
-        """Where the sum is read first on each mesh, if it can be made there."""
+    def _first_reader(self, found: _Sum, here: Location) -> list[Location]:
+        """Where the sum is read first, if it can be made there."""
         users = self.users.get(found.result, ())
         fixed = self.placement.reasons[found.adds[0]] is Reason.IN_TASK or found.result in self.results
-        if fixed or any(u not in self.placement.locations for u in users):
+        if fixed or not users or any(u not in self.placement.locations for u in users):
             return []
-        first: dict[Mesh, Location] = {}
-        for location in (self.placement.locations[u] for u in users):
-            if location.position is not None and location.rank <= here.rank:
-                first[location.mesh] = max(first.get(location.mesh, location), location, key=by_rank)
-        return list(first.values())
+        first = max((self.placement.locations[u] for u in users), key=by_rank)
+        return [first] if first.position is not None and first.rank <= here.rank else []
 
     def _elsewhere(self, a: Atom, adds: Sequence[Node]) -> set[Mesh | None]:
         """The meshes where a value is or comes to, whatever becomes of these additions."""
@@ -157,7 +153,8 @@ class _Region:
         return len(away) - arrived + self._sent_on(found, end)
 
     def _sent_on(self, found: _Sum, end: Location) -> int:
-        return len(self._elsewhere(found.result, ()) - {self.placement.mesh_of(found.result), end.mesh})
+        users = [u for u in self.users.get(found.result, ()) if u in self.placement.locations]
+        return len({self.placement.locations[u].mesh for u in users} - {end.mesh})
 
     def _groups(self, found: _Sum, end: Location) -> dict[Mesh, list[Atom]]:
         """The terms of each mesh; what every mesh has is at `end`."""

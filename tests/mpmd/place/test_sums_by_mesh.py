@@ -86,3 +86,17 @@ def test_a_value_that_three_meshes_read(order):
     loss_fn = lambda model, x: read_by_three(model, x, order)
     sent = backward_sent(loss_fn, [["stem", "aux"], ["block", "head"], ["other"]], None)
     assert sum(sent.values()) == 4 and max(sent.values()) == 1  # to both others, and a gradient from each
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_sum_that_is_read_on_the_way_and_at_home(size):
+    """A residual block elsewhere, whose result is read there and by a later layer at home."""
+
+    def loss_fn(model, x):
+        x = jnp.tanh(model.stem(x))
+        h = x + jnp.tanh(model.block(x))
+        return ((x + jnp.tanh(model.aux(h))) ** 2).mean() + (jnp.tanh(model.other(h)) ** 2).mean()
+
+    sent = backward_sent(loss_fn, [["stem", "aux"], ["block", "other"], ["head"]], size)
+    assert set(sent) == {("stage0", "stage1"), ("stage1", "stage0")}
+    assert sum(sent.values()) <= 5  # there and back, twice, and a gradient that is added up elsewhere
