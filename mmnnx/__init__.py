@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the same names as in _HOMES below
     from mmnnx.inspect.placement import PlacementView, show_placement
     from mmnnx.inspect.tabulate import tabulate
     from mmnnx.inspect.timeline import TimelineView, timeline
+    from mmnnx.inspect.transfers import TransferTable, show_transfers
     from mmnnx.modules.generate import generate
     from mmnnx.mpmd.compile.saved_executables import load_executables
     from mmnnx.mpmd.distributed.fetch import fetch
@@ -72,6 +73,7 @@ __all__ = [
     "TaskSharding",
     "Timeline",
     "TimelineView",
+    "TransferTable",
     "VerificationError",
     "clear_tasks",
     "describe",
@@ -94,6 +96,7 @@ __all__ = [
     "register_task",
     "shard_map",
     "show_placement",
+    "show_transfers",
     "tabulate",
     "target",
     "task",
@@ -109,6 +112,7 @@ _HOMES = {  # where each name is defined
     "mmnnx.inspect.placement": ("PlacementView", "show_placement"),
     "mmnnx.inspect.tabulate": ("tabulate",),
     "mmnnx.inspect.timeline": ("TimelineView", "timeline"),
+    "mmnnx.inspect.transfers": ("TransferTable", "show_transfers"),
     "mmnnx.modules.generate": ("generate",),
     "mmnnx.mpmd.compile.saved_executables": ("load_executables",),
     "mmnnx.mpmd.distributed.fetch": ("fetch",),

@@ -18,12 +18,14 @@ from mmnnx.inspect.tabulate import tabulate
 from mmnnx.inspect.timeline import TimelineView, timeline
 from mmnnx.inspect.timeline_picture import draw_timeline, draw_timelines
 from mmnnx.inspect.timeline_text import draw_text
+from mmnnx.inspect.transfers import TransferTable, show_transfers
 
 __all__ = [
     "Description",
     "ModelTable",
     "PlacementView",
     "TimelineView",
+    "TransferTable",
     "chrome_trace",
     "describe",
     "draw_loss",
@@ -32,6 +34,7 @@ __all__ = [
     "draw_timeline",
     "draw_timelines",
     "show_placement",
+    "show_transfers",
     "tabulate",
     "timeline",
 ]

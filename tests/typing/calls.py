@@ -65,6 +65,7 @@ def names(model: nnx.Module) -> None:
     assert_type(mm.MultiMesh(axis_sizes=(4,), axis_names=("stage",)).slice(stage=0), jax.sharding.Mesh)
     assert_type(mm.tabulate(model), mm.ModelTable)
     assert_type(mm.show_placement(model).title, str)
+    assert_type(mm.show_transfers(mm.jit(step).program(model)).rows[0].nbytes, int)
     assert_type(mm.plan(step, model), mm.Plan)
     assert_type(len(mm.target("v5e:2x4")), int)
     assert_type(mm.modules.lora(model, rank=4), nnx.Module)

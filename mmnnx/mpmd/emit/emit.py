@@ -63,7 +63,12 @@ def _program(function: Function, partition: Partition) -> Program:
     )
     names = dict(zip(flat.invars, record.names()))
     arguments = {buffer: names.get(v, "a constant") for buffer, (v, _) in program.inputs.items()}
-    return dataclasses.replace(program, notes=notes, arguments=arguments)
+    updates = {
+        v: str(_parameter(record, number[state]) or names[state])
+        for v, state in partition.follows.items()
+        if state in number
+    }
+    return dataclasses.replace(program, notes=notes, arguments=arguments, updates=updates)
 
 
 def _parameter(record: Record, number: int) -> Leaf | None:

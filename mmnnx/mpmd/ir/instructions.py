@@ -136,6 +136,7 @@ class ProgramData:
         their place, such as the next value of a sum or of donated state.
       notes: what could not be done as it should, in words.
       arguments: for buffers of inputs, what they are given, by path: "0.blocks.3.mlp.kernel".
+      updates: for gradients of arguments, and what is made of them, the path of the argument.
     """
 
     instructions: tuple[Instruction, ...]
@@ -147,6 +148,7 @@ class ProgramData:
     successors: dict[Var, Var] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     arguments: dict[int, str] = dataclasses.field(default_factory=dict)
+    updates: dict[Var, str] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.summary})"

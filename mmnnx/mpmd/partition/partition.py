@@ -7,7 +7,7 @@ where its loops ask for no schedule, once for each schedule that would do, that 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jax.sharding import Mesh, NamedSharding
 
@@ -17,7 +17,7 @@ from mmnnx.mpmd.inline.calls import inline_calls
 from mmnnx.mpmd.inline.logical_constraints import resolve_logical_constraints
 from mmnnx.mpmd.ir.equations import Equation, Flat, Loop, Var, is_var, with_bodies
 from mmnnx.mpmd.ir.fragments import Fragment, PlacedVar, Plan
-from mmnnx.mpmd.ir.placement import Placed
+from mmnnx.mpmd.ir.placement import Placed, Placement
 from mmnnx.mpmd.partition.change_mesh import change_mesh
 from mmnnx.mpmd.partition.fixed_shardings import fixed_shardings
 from mmnnx.mpmd.partition.fragments import plan_fragments
@@ -38,6 +38,7 @@ class Partition:
       results: for each result, the values that hold it; none for an argument or a constant.
       fixed: the shardings that are decided.
       not_hoisted: the inputs whose gradients are reduced in every microbatch, with the reason.
+      follows: for gradients and what becomes of them, the input that they will be combined with.
     """
 
     flat: Flat
@@ -45,6 +46,7 @@ class Partition:
     results: list[list[PlacedVar]]
     fixed: dict[PlacedVar, NamedSharding]
     not_hoisted: dict[Var, str] = dataclasses.field(default_factory=dict)
+    follows: dict[Var, Var] = dataclasses.field(default_factory=dict)
 
 
 def partitions(function: Function, placed: Placed) -> Iterator[Partition]:
@@ -75,9 +77,22 @@ def partitions(function: Function, placed: Placed) -> Iterator[Partition]:
             continue
         made += 1
         fixed = fixed_shardings(function, flat, plan, decided.placement, held)
-        yield Partition(flat, plan, held, fixed, reasons)
+        yield Partition(flat, plan, held, fixed, reasons, _follows(placement, loops))
     if refused is not None and not made:
         raise refused
+
+
+def _follows(placement: Placement, loops: Sequence[Loop]) -> dict[Var, Var]:
+    """What a placement says that gradients follow, and their sums in loops."""
+    placements = [placement]
+    for one in placements:
+        placements += one.bodies.values()
+    found = {v: state for one in placements for v, state in one.follows.items()}
+    for loop in loops:
+        for enters, leaves, after in zip(loop.carry_in, loop.carry_out, loop.carries):
+            if after in found:
+                found[enters] = found[leaves] = found[after]
+    return found
 
 
 def one_fragment(function: Function, mesh: Mesh) -> Partition:
