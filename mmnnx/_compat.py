@@ -12,6 +12,7 @@ import functools
 import io
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -158,7 +159,15 @@ def source_line(eqn: Any) -> str:
     frames = list(source_info_util.user_frames(eqn.source_info.traceback))
     libraries = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (flax, optax))
     own = [f for f in frames if not f.file_name.startswith(libraries)] or frames
-    return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})" if own else UNKNOWN_LINE
+    return f"{_line(own[0].file_name, own[0].start_line)} ({own[0].function_name})" if own else UNKNOWN_LINE
+
+
+def _line(file: str, number: int) -> str:
+    """A line of a file; in IPython of a cell, whose file is a temporary one."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    cell = shell.compile.format_code_name(file) if shell is not None else None
+    return f"{file}:{number}" if cell is None else f"cell {cell[1]}, line {number}"
 
 
 def solve_of(eqn: Any) -> tuple[Any, list[Any]]:

@@ -532,6 +532,26 @@ def test_source_line():
     assert "test_compat.py" in line and "traced_here" in line
 
 
+CELL = """import jax
+def traced_here(x):
+    return jax.numpy.sin(x)
+jaxpr = jax.make_jaxpr(traced_here)(1.0)
+"""
+
+
+def test_source_line_in_a_notebook():
+    """It is that of a cell: its file is a temporary one."""
+    program = f"""
+from IPython.core.interactiveshell import InteractiveShell
+from mmnnx import _compat
+shell = InteractiveShell.instance()
+shell.run_cell({CELL!r}, store_history=True)
+print(_compat.source_line(shell.user_ns["jaxpr"].eqns[0]))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
+    assert ran.stdout.splitlines()[-1:] == ["cell In[1], line 3 (traced_here)"], ran.stderr
+
+
 def test_is_saved():
     """The answers of every kind of policy that JAX has."""
     policies = jax.checkpoint_policies

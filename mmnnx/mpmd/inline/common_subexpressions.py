@@ -126,6 +126,10 @@ class _Merger:
             results += loop.ys
         inside.weighted.update(v for v, a in given if is_var(a) and a in self.weighted)
         body: Any = inside.merged(loop.body, results)
+        made = [*zip(loop.carries, loop.carry_out)]
+        if isinstance(loop, Loop):
+            made += ((v, y) for y, row in zip(loop.ys, loop.stacks) for v in row)
+        self.weighted.update(v for v, inner in made if is_var(inner) and inner in inside.weighted)
         return dataclasses.replace(loop, body=tuple(body))
 
 

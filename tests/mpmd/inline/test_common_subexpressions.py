@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -14,7 +15,7 @@ from tests import models
 from tests.models import make
 from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place
 
-PATHS = [("embed",), ("blocks", 0), ("blocks", 1)], [("blocks", 2), ("blocks", 3), ("norm",), ("head",)]
+PATHS = [("embed",), ("blocks", 0)], [("blocks", 1), ("norm",), ("head",)]
 
 
 def log_probs(model, batch):
@@ -43,7 +44,7 @@ def test_a_forward_for_the_loss_and_one_beside_it(microbatch):
     """The activations of an embedding, attention, GELU and a softmax are sent once."""
     mesh, tasks = pipeline(2)
     run = lambda loss_fn: assert_parity(
-        make(models.Transformer, layers=4),
+        make(models.Transformer, layers=2),
         loss_fn,
         models.tokens(),
         place(tasks, *PATHS),
@@ -118,6 +119,23 @@ def test_in_the_body_of_a_while():
 
     program, _ = ran(decode)
     assert len(products(program)) == 2
+
+
+@pytest.mark.parametrize("count", [None, 2])
+def test_a_norm_that_clips_and_is_a_metric(count):
+    """Both are made of what was summed over the microbatches."""
+
+    def clipped(model, x):
+        grad_fn = nnx.grad(lambda model, x: jnp.sin(model(x)).mean())
+        grads = mm.microbatch(grad_fn, dim=0, count=count, argnum=1)(model, x) if count else grad_fn(model, x)
+        return optax.clip_by_global_norm(1e-3).update(grads, ())[0], grads
+
+    def and_its_norm(model, x):
+        updates, grads = clipped(model, x)
+        return updates, grads, 2 * optax.tree.norm(grads)
+
+    alone, with_norm = (ran(fun)[0].transfers for fun in (clipped, and_its_norm))
+    assert [(t.source, t.target) for t in with_norm] == [(t.source, t.target) for t in alone]
 
 
 def test_two_tasks_compute_one_each():
