@@ -530,6 +530,7 @@ def test_source_line():
     (eqn,) = jax.make_jaxpr(traced_here)(1.0).eqns
     line = _compat.source_line(eqn)
     assert "test_compat.py" in line and "traced_here" in line
+    assert _compat._line("/home/me/model.py", 3) == "/home/me/model.py:3"
 
 
 CELL = """import jax
