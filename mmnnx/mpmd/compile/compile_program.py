@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from jax.sharding import NamedSharding
@@ -63,7 +65,7 @@ def compile_program(
     number = {f: n for n, f in enumerate(program.fragments)}
     executables: dict[Fragment, Executable] = {}
     foreign: set[Fragment] = set()  # those of other processes whose results may be known to them
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with _threads() as threads:
         pool = CompilePool(threads, options)
         while shardings.ready or pool.waiting or foreign:
             ready, shardings.ready = shardings.ready, []
@@ -85,6 +87,16 @@ def compile_program(
                 specs = get_result_specs(program_number, number[f], f.mesh, len(f.outvars))
                 shardings.learn_results(f, specs)
     return Compiled(program, executables, shardings.known, donations)
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """A thread for each core. What one raises does not wait for what has not begun."""
+    threads = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield threads
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def compiled_text(compiled: Compiled) -> str:

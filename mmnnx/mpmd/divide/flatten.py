@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import CALLS, Atom, Equation, Var, is_var, join
+from mmnnx.mpmd.ir.equations import CALLS, Atom, Equation, Var, join
 from mmnnx.mpmd.ir.rewrite import read, rename
 
 
@@ -40,4 +40,4 @@ def flatten(
             flat.append(Equation(rename(eqn, env), inner))
             if call is not None:
                 calls.update(dict.fromkeys(flat[-1].outvars, call))
-    return flat, [read(env, a) if is_var(a) else a for a in outvars]
+    return flat, [read(env, a) for a in outvars]

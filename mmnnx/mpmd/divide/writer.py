@@ -53,6 +53,7 @@ class Writer:
         # By dimension and size, how values are divided that were given.
         self._given: dict[tuple[int, int], Cut] = {}
         self._maker: dict[Var, Any] = {}  # of variables that were written
+        self._numbers: dict[Var, Any] = {}  # of what was asked to be known
         self._calls: dict[Var, Any] = {}  # for results of equations, the call that these are in
         self._cuts: dict[tuple[Var, Cut], Pieces] = {}
 
@@ -194,6 +195,11 @@ class Writer:
         """The number that an atom is made of constants to be, such as an index; None if it is not."""
         if not is_var(atom):
             return atom.val
+        if atom not in self._numbers:
+            self._numbers[atom] = self._computed(atom)
+        return self._numbers[atom]
+
+    def _computed(self, atom: Var) -> Any:
         maker = self._maker.get(atom)
         if maker is None or atom.aval.shape or _compat.subjaxprs(maker):
             return None

@@ -82,7 +82,7 @@ class PartialSums:
         """Has a value divided, and what it is made of up to a sum over sharded dimensions.
 
         Raises:
-          CannotHoist: if that is not possible; nothing is changed then.
+          CannotHoist: if that is not possible; nothing is chosen then.
         """
         found: list[tuple[PartialSums, Var, Groups]] = []
         groups = self._groups(var, sizes, found)
@@ -104,10 +104,12 @@ class PartialSums:
         elif e.name == "mul":
             groups = self._of_factor(e, sizes, found)
         elif e.name in _LINEAR_IN_ALL:
-            several = {self._groups(a, sizes, found) for a in e.invars}
+            terms, sums = self._terms(e)
+            several = {self._groups(a, sizes, found) for a in terms}
             if len(several) > 1:
                 raise CannotHoist("its terms are sums over other axes")
             (groups,) = several
+            found += ((self, v, groups) for v in sums)
         elif e.name in _OPEN:
             inner, number = self._opened(e), e.outvars.index(var)
             if e.name == "scan" and number < _compat.scan_counts(e.eqn.params)[1]:
@@ -119,6 +121,24 @@ class PartialSums:
             raise CannotHoist(f"it goes through {e.name!r}, which is not taken apart")
         found.append((self, var, groups))
         return groups
+
+    def _terms(self, e: Equation) -> tuple[list[Atom], list[Var]]:
+        """What an equation reads, and in place of a sum that it reads its terms; and these sums.
+
+        In a loop: a weight that is used in a thousand places has a gradient of a thousand terms.
+        """
+        terms: list[Atom] = []
+        sums: list[Var] = []
+        queue = [*e.invars]
+        while queue:
+            a = queue.pop(0)
+            maker = self.maker.get(a) if is_var(a) else None
+            if is_var(a) and maker is not None and maker.name in ("add", "add_any") and self.uses[a] == 1:
+                sums.append(a)
+                queue += maker.invars
+            else:
+                terms.append(a)
+        return terms, sums
 
     def _of_factor(self, e: Equation, sizes: Sizes, found: list[tuple[PartialSums, Var, Groups]]) -> Groups:
         """The groups of the factor of a product that is the sum."""

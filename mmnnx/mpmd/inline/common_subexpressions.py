@@ -55,7 +55,7 @@ class _Merger:
         self.shared: dict[Var, Sequence[Var]] = {}
         self.instead: dict[Var, Var] = {}
         self.weighted: set[Var] = set()
-        self._seen: dict[Hashable, list[Equation]] = {}
+        self._seen: dict[Hashable, Equation] = {}
 
     def merged(self, nodes: Sequence[Node], results: Iterable[Atom]) -> list[Node]:
         """The nodes, of which some read other values that equal theirs.
@@ -96,20 +96,13 @@ class _Merger:
     def _number(self, e: Equation) -> None:
         """Finds the earliest equation that equals one."""
         reads = tuple(read(self.first, a) if is_var(a) else None for a in e.invars)
-        alike = self._seen.setdefault((e.name, reads), [])
-        equal = next((other for other in alike if self._equal(other, e)), None)
-        if equal is None:
-            alike.append(e)
-        else:
-            self.first.update(zip(e.outvars, equal.outvars))
-
-    def _equal(self, a: Equation, b: Equation) -> bool:
-        if self.task_of(a.scope) != self.task_of(b.scope):
-            return False
         try:
-            return equation_key(a.eqn) == equation_key(b.eqn)
+            key = e.name, reads, self.task_of(e.scope), equation_key(e.eqn)
         except TypeError:  # such as a parameter that is not hashable
-            return False
+            return
+        equal = self._seen.setdefault(key, e)
+        if equal is not e:
+            self.first.update(zip(e.outvars, equal.outvars))
 
     def _renamed(self, e: Equation) -> Equation:
         if self.instead.keys().isdisjoint(filter(is_var, e.invars)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import CALLS, CUSTOM_GRADIENTS, REMAT
+from mmnnx.mpmd.ir.equations import CALLS, CUSTOM_GRADIENTS, REMAT, is_var
 
 _CALLS = CALLS | CUSTOM_GRADIENTS | {REMAT}
 
@@ -29,7 +29,7 @@ def forwarded(jaxpr: Any) -> list[int | None]:
 
 
 def _number(atom: Any, number: dict[Any, int]) -> int | None:
-    return None if hasattr(atom, "val") else number.get(atom)
+    return number.get(atom) if is_var(atom) else None
 
 
 def _sources(eqn: Any) -> list[Any]:

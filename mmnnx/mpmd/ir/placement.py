@@ -74,7 +74,7 @@ class Placement:
       where: the origin of each variable, with the mesh that holds it unless it is unplaced.
       backward_tasks: the positions whose backward is in a task of another name than the forward.
       follows: for gradients and what becomes of them, the state variable that they will be combined with.
-      bodies: for each Loop, the placement of its body.
+      bodies: for each Loop and While, the placement of its body.
     """
 
     positions: list[Position] = dataclasses.field(default_factory=list)

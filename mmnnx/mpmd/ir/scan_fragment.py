@@ -24,7 +24,8 @@ def scan_fragment(one: Fragment, microbatches: Microbatches) -> Fragment:
     """
     count, leaves, stacks = microbatches.count, microbatches.leaves, microbatches.stacks
     slices, kept_as = microbatches.slices, microbatches.kept
-    entering = [v for v in microbatches.passed if leaves[v] in one.outvars]  # carries, as others read them
+    # Carries, as others read them.
+    entering = [v for v, left in leaves.items() if v in microbatches.passed and left in one.outvars]
     carries = list(dict.fromkeys([*microbatches.updated(one), *entering]))
     updates = [leaves[v] for v in carries]
     rows = [v for v in one.invars if v not in carries and (v in slices or v in stacks)]

@@ -68,7 +68,7 @@ def transferred(sharding: NamedSharding, mesh: Mesh) -> NamedSharding:
     renamed = dict(zip(sharding.mesh.axis_names, mesh.axis_names))
 
     def rename(entry: Any) -> Any:
-        return tuple(renamed[a] for a in entry) if isinstance(entry, tuple) else renamed.get(entry)
+        return tuple(renamed[a] for a in entry) if isinstance(entry, tuple) else renamed.get(entry, entry)
 
     return NamedSharding(mesh, PartitionSpec(*map(rename, sharding.spec)))
 

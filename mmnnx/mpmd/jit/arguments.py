@@ -104,9 +104,11 @@ class Layout:
 
     def take_apart(self, dynamic: Any, static: Any, around: Any) -> Arguments | None:
         """The arguments of another call; None if their layout is another."""
+        if static != self.static or around != self.around:
+            return None
         places, tree = jax.tree.flatten(dynamic, is_leaf=_is_walked)
         try:
-            if tree != self.tree or static != self.static or around != self.around:
+            if tree != self.tree:
                 return None
             for part in self.parts:
                 x = places[part.place]

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from mmnnx.mpmd.ir.equations import (
     CHEAP,
     LAYOUT,
+    PRODUCTS,
     REMAT,
     SCATTERS,
     Equation,
@@ -30,9 +31,9 @@ from mmnnx.mpmd.partition.fewest_bytes import computed_again
 
 # Worth doing once and keeping, even where the inputs are at hand everywhere.
 _COSTLY = {
-    "random_bits", "threefry2x32", "rng_bit_generator", "dot_general", "conv_general_dilated", "sort", "scan",
-    "while", "cond", "cumsum", "cumprod", "cumlogsumexp", "cummax", "reduce_window_sum", "top_k", "fft",
-    "cholesky", "eigh", "svd", "qr", "lu", "triangular_solve", "shard_map", REMAT,
+    *PRODUCTS, "random_bits", "threefry2x32", "rng_bit_generator", "sort", "scan", "while", "cond", "cumsum",
+    "cumprod", "cumlogsumexp", "cummax", "cummin", "reduce_window_sum", "top_k", "fft", "cholesky", "eigh",
+    "svd", "qr", "lu", "triangular_solve", "shard_map", REMAT,
 }  # fmt: skip
 _REPEATED = CHEAP | {*SCATTERS, "gather", "dynamic_slice", "concatenate", "pad", "argmax", "argmin"}
 _SMALL = 1024  # bytes: results of no more are made again where they are read, whatever that costs

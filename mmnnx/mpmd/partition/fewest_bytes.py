@@ -20,7 +20,7 @@ def computed_again(needed: Iterable[Var], made_of: Callable[[Var], Iterable[Var]
       with the fewest of them.
     """
     number: dict[Var, int] = {}  # where a value comes about; from there to the next number it is kept or sent
-    edges: list[tuple[int, int, int]] = [(SOURCE, SINK, 0)]
+    edges: list[tuple[int, int, int]] = []
     queue: list[Var] = []
 
     def enter(v: Var) -> int:

@@ -52,8 +52,9 @@ def place_backward(region: Region, e: Equation) -> None:
         return
     else:
         choices = {Location(region.positions[-1].mesh, len(region.positions) - 1)}
-    reached = [s for s in choices if came is None or s.rank <= came]
-    location = max(reached, key=by_rank) if reached else min(choices, key=by_rank)
+    ordered = _in_order(choices)
+    reached = [s for s in ordered if came is None or s.rank <= came]
+    location = max(reached, key=by_rank) if reached else ordered[0]
     home = region.followed_home(e)
     at_home = [s for s in reached if s.mesh == home]
     away = scoped is None and location.mesh != home
@@ -70,6 +71,11 @@ def place_backward(region: Region, e: Equation) -> None:
         here, name = region.positions[location.position].task, scoped[0].name
         if name and here is not None and name not in (here.name or "").split("+"):
             region.out.backward_tasks[location.position] = name
+
+
+def _in_order(locations: set[Location]) -> list[Location]:
+    """Upstream first, and by their devices outside the flow: each process has a set in another order."""
+    return sorted(locations, key=lambda s: (s.rank, [d.id for d in s.mesh.devices.flat]))
 
 
 def _residuals(region: Region, e: Equation) -> dict[Var, set[Location]]:

@@ -96,7 +96,7 @@ def _beyond(
     """The movable equations that belong beyond a boundary; `new` is where those before it left them."""
     at = flow.at
     number = {e: i + 2 for i, e in enumerate(movable)}
-    edges: list[tuple[int, int, int]] = [(0, 1, 0)]
+    edges: list[tuple[int, int, int]] = []
     count = len(movable) + 2
     values = [a for e in movable for a in (*e.invars, *e.outvars) if is_var(a)]
     for v in dict.fromkeys(values):

@@ -121,23 +121,18 @@ def _carry_over(placement: Placement, apart: Sums, grouped: Sums) -> None:
     for a in grouped.accumulators:
         if a.total in placement.follows:
             placement.follows[a.part] = placement.follows[a.total]
+    total_of: dict[Var, Var] = {}  # what each addition is a part of
+    for e in reversed(grouped.after):
+        total = total_of.setdefault(e.outvars[0], e.outvars[0])
+        total_of.update((a, total) for a in e.invars if is_var(a))
     for e in grouped.after:
-        total = next(a.total for a in grouped.accumulators if a.total in _reached(grouped.after, e))
-        placement.put_like([e], final[total])
-
-
-def _reached(after: Sequence[Equation], e: Equation) -> set[Var]:
-    """The variables made of an equation's results."""
-    found = set(e.outvars)
-    for later in after:
-        if not found.isdisjoint(filter(is_var, later.invars)):
-            found.update(later.outvars)
-    return found
+        placement.put_like([e], final[total_of[e.outvars[0]]])
 
 
 def _with_accumulators(loop: Loop, group_of: Callable[[Var], Hashable]) -> Sums:
     """A loop whose running sums have one accumulator for each group of terms."""
     maker = {v: e for e in loop.body for v in e.outvars}
+    number = {e: n for n, e in enumerate(loop.body)}
     uses = Counter(a for e in loop.body for a in e.invars if is_var(a))
     uses.update([*loop.carry_out, *loop.ys])
     before: list[Equation] = []
@@ -154,7 +149,7 @@ def _with_accumulators(loop: Loop, group_of: Callable[[Var], Hashable]) -> Sums:
         if last is None or len(groups) < 2:
             carried.append((start, enters, leaves, total))
             if len(terms) > 1:
-                order = [e for e in loop.body if e in {*adds}]
+                order = sorted(adds, key=number.__getitem__)
                 found.append(Accumulator(terms, order, enters, leaves, total, total))
             continue
         dropped.update(adds)

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.function import Function
-from mmnnx.mpmd.ir.equations import Equation, Node, holds, is_var
+from mmnnx.mpmd.ir.equations import Equation, Node, holds
 from mmnnx.mpmd.ir.placement import Placed, Placement
-from mmnnx.mpmd.ir.rewrite import trace_equations
+from mmnnx.mpmd.ir.rewrite import name_results, trace_equations
 from mmnnx.sharding.logical_shard_map import divided
 from mmnnx.sharding.registered_tasks import placed_tasks
 from mmnnx.sharding.task import Task
@@ -67,13 +67,5 @@ def _over_mesh(eqn: Any, task: Task | None, mesh: Mesh) -> list[Any]:
         return [_compat.map_inner_equations(eqn, lambda e: _over_mesh(e, task, mesh))]
     shapes = [a.aval.shape for a in eqn.invars]
     fun = divided(eqn.params["fun"], eqn.params["layout"], shapes, task, mesh)
-    equations, results = trace_equations(fun, *eqn.invars, scope="")
-    names = {v: given for v, given in zip(results, eqn.outvars) if is_var(v)}
-    return [
-        e.eqn.replace(
-            invars=[names.get(a, a) if is_var(a) else a for a in e.invars],
-            outvars=[names.get(v, v) for v in e.outvars],
-            source_info=eqn.source_info,
-        )
-        for e in equations
-    ]
+    named = name_results(*trace_equations(fun, *eqn.invars, scope=""), eqn.outvars)
+    return [e.eqn.replace(source_info=eqn.source_info) for e in named]

@@ -72,6 +72,7 @@ class Region:
       of_batch: variables that are made of the batch alone, where that has a home.
       renewed: new values of state, and what they are made of.
       tasks: whose state is what, and whose its new values are.
+      number: of these tasks, in the order of the state.
       tied: equations that stay where they are: in a task scope, or reading state.
       used_state: state that the forward has read.
       state_uses: where the forward reads state.
@@ -115,6 +116,7 @@ class Region:
         self.of_batch = set(problem.batch)
         self.renewed: set[Var] = set()
         self.tasks = dict(problem.tasks)
+        self.number = {task: n for n, task in enumerate(dict.fromkeys(problem.tasks.values()))}
         self.tied: set[Node] = set()
         self.used_state: set[Var] = set()
         self.state_uses: dict[Var, set[Location]] = {}
@@ -177,12 +179,13 @@ class Region:
                 self.positions[p] = Position(self.positions[p].mesh, *tasks)
 
     def _state_task(self, e: Equation, mesh: Mesh) -> Task | None:
-        """The task that has most bytes of the state that an equation reads on a mesh, if that is known."""
+        """The task that has most bytes of the state that an equation reads on a mesh, if that is known: of
+        several the first, in every process alike."""
         held: Counter[Task] = Counter()
         for a in filter(is_var, e.invars):
             if self.where[a].home == mesh:
                 held.update(dict.fromkeys(self.owners(a), nbytes(a)))
-        return max(held, key=held.__getitem__, default=None)
+        return min(held, key=lambda task: (-held[task], self.number[task]), default=None)
 
     def owners(self, a: Var) -> set[Task]:
         """The tasks whose state a variable is made of, or a new value of."""

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from mmnnx.modules import LM, LMConfig, MoELM, MoELMConfig
 from mmnnx.mpmd.hoist import partial_sums
+from mmnnx.mpmd.hoist.sharding_propagation import follow
 from mmnnx.mpmd.ir.equations import Equation
 from mmnnx.sharding.pipeline import pipeline_sharding
 from tests.models import make
@@ -571,3 +572,19 @@ def test_notes_are_of_sums_over_sharded_values():
 def test_a_microbatch_that_does_not_divide_is_noted():
     assert "the 3 values that it sums up do not divide over data=2" in " ".join(notes_of(dense, P("data"), 3))
     assert not notes_of(dense, P("data"), 4)
+
+
+def test_a_sum_of_a_thousand_terms():
+    """The gradient of a weight that is used as often: more terms than calls that Python allows in one another."""
+
+    def gradient(x, y):
+        terms = [x.T @ y for _ in range(1000)]
+        return sum(terms[1:], terms[0])
+
+    jaxpr = jax.make_jaxpr(gradient)(jnp.ones((4, 2)), jnp.ones((4, 2)))
+    rows = {v: (("data",), ()) for v in jaxpr.jaxpr.invars}
+    follow(jaxpr.jaxpr.eqns, rows)
+    equations = [Equation(e, "") for e in jaxpr.jaxpr.eqns]
+    sums = partial_sums.PartialSums(equations, jaxpr.jaxpr.outvars, rows)
+    assert sums.plan(jaxpr.jaxpr.outvars[0], {"data": 2}) == ((("data",), 2),)
+    assert len(sums.chosen) == 1999 and len(sums.contracted) == 1000
