@@ -110,11 +110,6 @@ def _run(args: list[str]) -> int:
         return MISTAKE
     command, *options = left or [""]
     if command in COMMANDS:
-        for option in options[: options.index("--")] if "--" in options else options:
-            name = option.partition("=")[0]
-            if name.startswith("-") and printable(name) != name:  # what parses them would print it as it is
-                print_error(f"there is no option {printable(name)}: `mmnnx {command} --help` lists them")
-                return MISTAKE
         with saying(output):
             try:
                 return importlib.import_module(COMMANDS[command]).run(options, print_error)

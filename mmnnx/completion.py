@@ -74,10 +74,23 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
             tyro.cli(_commands(), args=["--tyro-print-completion", options[0]], prog="mmnnx")
     except SystemExit as done:
         status = int(done.code or 0)
-    # What tyro writes would offer the second line of a help text as if it were an option.
     for line in script.getvalue().splitlines():
-        print(line.replace("\\n", " ") if line.startswith("COMPLETION_SPEC = ") else line)
+        print(_mended(line))
     return status
+
+
+def _mended(line: str) -> str:
+    """A line of what tyro writes: it would offer the second line of a help text as if it were an option, and
+    no files where an option does not ask for them, but a command does."""
+    if line.startswith("COMPLETION_SPEC = "):
+        return line.replace("\\n", " ")
+    if line.startswith("complete -F "):
+        return line.replace("complete -F", "complete -o default -F")
+    return (
+        line + " && [[ -n $completions ]] || COMPREPLY=()"
+        if line.strip().startswith('COMPREPLY=("$')
+        else line
+    )
 
 
 def _commands() -> Any:
@@ -85,11 +98,16 @@ def _commands() -> Any:
     ways = functools.reduce(
         operator.or_, (Annotated[_with_output(way), subcommand(option)] for option, way in WAYS.items())
     )
-    found = [Annotated[_with_output(config), subcommand(name)] for name, config in CONFIGS.items()]
+    found = [
+        Annotated[_with_output(config, pairs=name == "train"), subcommand(name)]
+        for name, config in CONFIGS.items()
+    ]
     return functools.reduce(operator.or_, [*found, Annotated[ways, subcommand("launch")]])
 
 
-def _with_output(config: type[Any]) -> Any:
+def _with_output(config: type[Any], *, pairs: bool = False) -> Any:
     """The options of a command, with those that all commands have (`mmnnx.output`)."""
-    added = [("quiet", bool, False), ("log_level", Level, "warning")]
-    return dataclasses.make_dataclass(config.__name__, added, bases=(config,), frozen=True, kw_only=True)
+    without: Any = tyro.conf.FlagCreatePairsOff
+    added = [("quiet", without[bool], False), ("log_level", Level, "warning")]
+    whole = dataclasses.make_dataclass(config.__name__, added, bases=(config,), frozen=True, kw_only=True)
+    return whole if pairs else without[whole]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tyro
 
 from mmnnx.exit_status import MISTAKE
 from mmnnx.output import is_output_error
+from mmnnx.printable import printable
 
 Config = TypeVar("Config")
 
@@ -18,9 +22,35 @@ def optional(metavar: str, default: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
-def parse(config: type[Config], command: str, options: Sequence[str]) -> Config:
-    """The options of ``mmnnx COMMAND``. Raises SystemExit for what cannot be parsed."""
-    return tyro.cli(config, args=options, prog=f"mmnnx {command}", config=(tyro.conf.FlagCreatePairsOff,))
+def parse_options(
+    config: type[Config], command: str, options: Sequence[str], *, pairs: bool = False, **how: Any
+) -> Config:
+    """The options of ``mmnnx COMMAND``.
+
+    Args:
+      pairs: whether flags have an opposite, `--no-name`: those of a run that goes on may be turned off.
+      how: for `tyro.cli`.
+
+    Raises:
+      SystemExit: for what cannot be parsed.
+    """
+    flags = () if pairs else (tyro.conf.FlagCreatePairsOff,)
+    with _mistakes_as_text(options):
+        return tyro.cli(config, args=options, prog=f"mmnnx {command}", config=flags, **how)
+
+
+@contextlib.contextmanager
+def _mistakes_as_text(options: Sequence[str]) -> Iterator[None]:
+    """What tyro says of options that a terminal would take for commands, it says without these."""
+    if all(map(str.isprintable, options)):
+        yield
+        return
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    finally:
+        sys.stderr.write(printable(said.getvalue(), keep="\n"))
 
 
 def reported(

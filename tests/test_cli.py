@@ -75,13 +75,29 @@ def test_usage(capsys):
     assert "'trian' (did you mean 'train'?)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--st\x1b[31meps", "-\x9b31m", "--\x07=3"])
-def test_an_option_with_a_control_character_is_named_and_not_printed(option, capsys):
-    """What parses the options would print it as it is."""
-    assert main(["train", option, "3"]) == 2
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["train", "--st\x1b[31meps", "3"],
+        ["train", "--schedule", "\x1b[31m"],
+        ["launch", "--slurm", "--nodes", "2", "--gpus-per-node", "1", "--", "train", "\x1b[31m"],
+        ["launch", "--slurm", "--gpus-per-node", "1", "--nodes", "\x1b[31m", "--", "train"],
+        ["schedule", "a file \x1b[31m\x07"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_a_control_character_in_a_mistake_is_named_and_not_printed(options, capsys, monkeypatch):
+    """A name of a file may have one, and a shell puts in the names of files."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with pytest.raises(SystemExit, match="2"):
+        main(options)
     out, errors = capsys.readouterr()
-    assert not out and errors.startswith("mmnnx: there is no option -")
-    assert errors.rstrip("\n").isprintable()
+    assert not out and r"\x1b[31m" in errors and errors.replace("\n", "").isprintable()
+
+
+def test_a_control_character_may_be_in_a_value(capsys):
+    assert main(["inspect", "a\x07b"]) == 2
+    assert r"a\x07b" in capsys.readouterr().err
 
 
 def test_version(capsys):
@@ -190,7 +206,8 @@ def test_completion(capsys):
         }
         next mmnnx s; next mmnnx train --st; next mmnnx train --sch; next mmnnx train --precision b
         next mmnnx launch --slurm --gpus; next mmnnx comp; next mmnnx eval --q
-        next mmnnx launch --hosts --log-level e
+        next mmnnx launch --hosts --log-level e; next mmnnx schedule --no; next mmnnx train --no-r
+        next mmnnx inspect run
     """
     script = capsys.readouterr().out + asked
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
@@ -203,7 +220,13 @@ def test_completion(capsys):
         "completion",
         "--quiet",
         "error",
+        "",  # it has flags, and none has an opposite
+        "--no-resume --no-remat",
+        "",  # where the shell offers files
     ], done.stderr
+    script += "next mmnnx inspect run; echo ${#COMPREPLY[@]}; complete -p mmnnx"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-2:] == ["0", "complete -o default -F _tyro_mmnnx mmnnx"], done.stderr
     assert main(["completion", "fish"]) == 2
     assert "one of bash, zsh" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.inspect.schedules import Simulated, by_name, from_csv
 from mmnnx.inspect.timeline import TimelineView, check_suffix
 from mmnnx.mpmd.schedule import schedule_names, write_schedule
-from mmnnx.options import optional, parse, reported
+from mmnnx.options import optional, parse_options, reported
 from mmnnx.output import current
 
 FILE_WIDTH = 120  # columns of output to a file or a pipe
@@ -88,7 +88,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     Returns the exit status: 0; 2 for a mistake in the options. Raises SystemExit for options that cannot be
     parsed.
     """
-    config = parse(ScheduleConfig, "schedule", options)
+    config = parse_options(ScheduleConfig, "schedule", options)
 
     def action() -> int:
         config.validate()

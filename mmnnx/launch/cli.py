@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-import tyro
-
 from mmnnx.exit_status import MISTAKE
 from mmnnx.launch.gke import Gke
 from mmnnx.launch.hosts import Hosts
 from mmnnx.launch.slurm import Slurm
 from mmnnx.launch.tpu_pod import TpuPod
+from mmnnx.options import parse_options
 from mmnnx.train.errors import UserError
 
 Way = Hosts | Slurm | Gke | TpuPod
@@ -52,9 +51,9 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
         print_error(f"give one of {', '.join(WAYS)}" + (f", not {' and '.join(ways)}" if ways else ""))
         return MISTAKE
     try:
-        # For mistakes tyro names the command that lists the options: prog, with --help.
-        prog, own = ("mmnnx launch", ["--help"]) if asks_for_help else (f"mmnnx launch {ways[0]}", own)
-        way: Way = tyro.cli(WAYS[ways[0]], args=own, prog=prog)
+        # For mistakes tyro names the command that lists the options: this one, with --help.
+        name, own = ("launch", ["--help"]) if asks_for_help else (f"launch {ways[0]}", own)
+        way: Way = parse_options(WAYS[ways[0]], name, own)
         text = way.write(command)
     except UserError as error:
         print_error(str(error))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import tyro
-
+from mmnnx.options import parse_options
 from mmnnx.output import take_options
 from mmnnx.train.config import DEVICES, TrainConfig, share_of_devices
 from mmnnx.train.errors import UserError
@@ -44,7 +43,7 @@ def check_train(command: Sequence[str], processes: int, devices: int | None) -> 
         _, options = take_options([*command[1:]])
     except ValueError as error:
         raise UserError(str(error)) from None
-    config = tyro.cli(TrainConfig, args=options, prog="mmnnx train")
+    config = parse_options(TrainConfig, "train", options, pairs=True)
     if config.processes > 1:
         raise UserError(f"--processes {config.processes} starts processes on one machine: leave it out here")
     if config.config is not None or config.resume:

@@ -7,8 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 
-import tyro
-
 from mmnnx.launch.command import arguments, check_counts, check_name, check_train
 from mmnnx.train.errors import UserError
 
@@ -80,7 +78,7 @@ class Gke:
     program that calls mm.initialize(), as the image has them.
     """
 
-    gke: tyro.conf.FlagCreatePairsOff[bool] = False
+    gke: bool = False
     """Print a manifest for Google Kubernetes Engine; with GPUs, other Kubernetes does as well."""
     image: str
     """Container image with mmnnx in it, and JAX for the accelerator."""

@@ -6,8 +6,6 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 
-import tyro
-
 from mmnnx.launch.command import arguments, check_counts, check_name, check_train
 from mmnnx.train.errors import UserError
 
@@ -24,7 +22,7 @@ class Slurm:
     takes its other options on its own command line.
     """
 
-    slurm: tyro.conf.FlagCreatePairsOff[bool] = False
+    slurm: bool = False
     """Print a job script for Slurm."""
     nodes: int
     """Nodes of the job."""

@@ -17,7 +17,7 @@ from mmnnx.exit_status import FAILED
 from mmnnx.inspect.cells import cell
 from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.mpmd.compile import compile_program
-from mmnnx.options import optional, parse, reported
+from mmnnx.options import optional, parse_options, reported
 from mmnnx.output import current
 from mmnnx.plan.language_models import TrainingJob
 from mmnnx.plan.planning import Plan, plan_suffix
@@ -105,7 +105,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     Returns the exit status: 0 if the step fits; 1 if it does not; 2 for a mistake in the options.
     """
     jax.config.update("jax_platforms", "cpu")  # what is here does not matter, and JAX would look for it
-    config = parse(PlanConfig, "plan", options)
+    config = parse_options(PlanConfig, "plan", options)
     return reported(lambda: show(config, print_error), print_error, ValueError, ImportError, RuntimeError)
 
 

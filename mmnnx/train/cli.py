@@ -9,9 +9,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import tyro
-
 from mmnnx.exit_status import DIVERGED, MISTAKE
+from mmnnx.options import parse_options
 from mmnnx.train.checkpoint import CheckpointError
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.errors import Diverged, Interrupted, ReportedElsewhere, UserError
@@ -81,7 +80,7 @@ def parse(options: Sequence[str]) -> TrainConfig:
     """
 
     def above(default: TrainConfig) -> TrainConfig:
-        return tyro.cli(TrainConfig, args=options, default=default, prog="mmnnx train")
+        return parse_options(TrainConfig, "train", options, pairs=True, default=default)
 
     config = given = above(TrainConfig())
     if given.config is not None:

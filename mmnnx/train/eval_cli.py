@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 import mmnnx as mm
-from mmnnx.options import optional, parse, reported
+from mmnnx.options import optional, parse_options, reported
 from mmnnx.train.assistant import LossOn
 from mmnnx.train.batches import in_batches
 from mmnnx.train.config import Precision
@@ -60,7 +60,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 
     Returns the exit status: 0, or 2 for a mistake in the options.
     """
-    config = parse(EvalConfig, "eval", options)
+    config = parse_options(EvalConfig, "eval", options)
     return reported(lambda: show(config), print_error, UserError, ValueError)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import tyro
 from flax import nnx
 
-from mmnnx.options import optional, parse, reported
+from mmnnx.options import optional, parse_options, reported
 from mmnnx.train.checkpoint import Checkpoints
 from mmnnx.train.errors import UserError
 from mmnnx.train.run_folder import read_run
@@ -41,7 +41,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 
     Returns the exit status: 0, or 2 for a mistake in the options.
     """
-    config = parse(ExportConfig, "export", options)
+    config = parse_options(ExportConfig, "export", options)
 
     def action() -> int:
         print(f"wrote the model of step {export(config)} to {config.folder}")

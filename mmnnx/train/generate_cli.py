@@ -15,7 +15,7 @@ from rich.console import Console
 
 import mmnnx as mm
 from mmnnx.modules.generate import generate
-from mmnnx.options import optional, parse, reported
+from mmnnx.options import optional, parse_options, reported
 from mmnnx.output import current
 from mmnnx.printable import printable
 from mmnnx.train.config import Precision
@@ -64,7 +64,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
 
     Returns the exit status: 0, or 2 for a mistake in the options.
     """
-    config = parse(GenerateConfig, "generate", options)
+    config = parse_options(GenerateConfig, "generate", options)
     return reported(lambda: write(config), print_error, UserError, ValueError)
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from mmnnx.inspect.cells import cell
 from mmnnx.inspect.rich_output import print_table, table_console
 from mmnnx.inspect.units import bytes_text, ranges_text
-from mmnnx.options import parse, reported
+from mmnnx.options import parse_options, reported
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.train.checkpoint.contents import Contents, contents_of
 from mmnnx.train.checkpoint.errors import CheckpointError
@@ -41,7 +41,7 @@ def run(options: Sequence[str], print_error: Callable[[str], None]) -> int:
     Returns the exit status: 0, or 2 if there is no checkpoint. Raises SystemExit for options that cannot be
     parsed.
     """
-    config = parse(InspectConfig, "inspect", options)
+    config = parse_options(InspectConfig, "inspect", options)
 
     def action() -> int:
         found = contents_of(config.path)

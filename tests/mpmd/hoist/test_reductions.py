@@ -575,14 +575,14 @@ def test_a_microbatch_that_does_not_divide_is_noted():
 
 
 def test_a_sum_of_a_thousand_terms():
-    """The gradient of a weight that is used as often: more terms than calls that Python allows in one another."""
+    """The gradient of a weight that is used as often: more than Python goes down in one another."""
 
     def gradient(x, y):
         terms = [x.T @ y for _ in range(1000)]
         return sum(terms[1:], terms[0])
 
     jaxpr = jax.make_jaxpr(gradient)(jnp.ones((4, 2)), jnp.ones((4, 2)))
-    rows = {v: (("data",), ()) for v in jaxpr.jaxpr.invars}
+    rows = dict.fromkeys(jaxpr.jaxpr.invars, (("data",), ()))
     follow(jaxpr.jaxpr.eqns, rows)
     equations = [Equation(e, "") for e in jaxpr.jaxpr.eqns]
     sums = partial_sums.PartialSums(equations, jaxpr.jaxpr.outvars, rows)
