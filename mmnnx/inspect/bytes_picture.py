@@ -40,7 +40,7 @@ def draw_bytes(
         shown_name = shortened(printable(name), LONGEST_NAME)
         label = f"{shown_name}: peak {bytes_text(max(n for _, n in held[name]))}"
         axes.step(
-            [*(scale(time) for time, _ in held[name]), scale.span],
+            [*scale.spread([time for time, _ in held[name]]), scale.span + scale.room],
             [*(n / size for _, n in held[name]), held[name][-1][1] / size],
             where="post",
             color=mesh_colour(k, len(shown), dark),
@@ -48,7 +48,7 @@ def draw_bytes(
             clip_on=False,
             label=label if k % every == 0 else "_",
         )
-    axes.set(xlim=(0, scale.span), ylabel=f"{unit} of arrays\nof each mesh")
+    axes.set(xlim=(0, scale.span + scale.room), ylabel=f"{unit} of arrays\nof each mesh")
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
     axes.grid(axis="y", linewidth=0.5)

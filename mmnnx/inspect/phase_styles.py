@@ -35,13 +35,13 @@ STYLES = {
 
 
 def phase_name(phase: str, alone: bool = False) -> str:
-    """The name of a phase in legends; what has none, and is `alone` in its timeline, is no optimizer's.
+    """The name of a phase in legends; what has none, as an optimizer has, may be `alone` in its timeline.
 
     >>> phase_name("forward"), phase_name("none"), phase_name("none", alone=True)
-    ('forward', 'optimizer', 'computation')
+    ('forward', 'other work', 'computation')
     """
     if phase == "none":
-        return "computation" if alone else "optimizer"
+        return "computation" if alone else "other work"
     return phase
 
 

@@ -26,6 +26,7 @@ BYTES = 1.1  # inches of the bytes below them
 MARGIN = 1.5  # inches beside the rows, about: names on the left, busy shares on the right
 MAX_VECTOR_EVENTS = 10_000  # vector formats hold more of them as an image
 MAX_ARROWS = 600  # more transfers are lines without heads
+LONGEST_TITLE = 50  # characters, beside the schedule and its figures
 SMALLEST = 5.0  # points: smaller numbers are left out
 HALF = 0.36  # of the height of a box, in rows
 
@@ -71,14 +72,15 @@ def draw_timelines(timelines: Mapping[str, Timeline], *, dark: bool = False) -> 
         entries: dict[str, Entry] = {}
         for title, timeline in timelines.items():
             axes, scale = next(panels), scale_of(timeline)
-            entries |= draw_rows(axes, timeline, headline(timeline, title), look, dark)
+            title = headline(timeline, shortened(printable(title), LONGEST_TITLE))
+            entries |= draw_rows(axes, timeline, title, look, dark)
             if timeline.held_bytes:
                 axes.tick_params(labelbottom=False)
                 axes.set_xlabel("")
                 axes = next(panels)
                 draw_bytes(axes, timeline.held_bytes, list(mesh_rows(timeline)), scale, dark)
                 settle_ticks(axes, look)
-                axes.set_xlabel(f"time ({scale.name})")
+                axes.set_xlabel(scale.label)
         draw_legend(figure, entries)
         return figure
 
@@ -100,7 +102,7 @@ def draw_rows(axes: Axes, timeline: Timeline, title: str, look: Look, dark: bool
         entries["transfer"] = Line2D([], [], color=look.faint, lw=0.8, marker=">", ms=3)
     entries[f"bubble{also_blank(timeline)}"] = Patch(facecolor=look.paper, edgecolor=look.faint, lw=0.6)
     axes.set_title(printable(title))
-    axes.set_xlabel(f"time ({scale.name})")
+    axes.set_xlabel(scale.label)
     settle_ticks(axes, look)
     axes.tick_params(axis="y", length=0, labelcolor=look.ink)
     return entries
@@ -128,7 +130,7 @@ def _draw_boxes(
 
     ranks = stage_ranks(by_mesh)
     events = [(y, e) for y, mine in enumerate(by_mesh.values()) for e in mine]
-    points = (WIDTH - _margin(by_mesh)) * 72 / scale.span  # in a unit of time
+    points = (WIDTH - _margin(by_mesh)) * 72 / (scale.span + scale.room)  # in a unit of time
     row = min(0.34, HEIGHT / len(by_mesh))
     phases = [phase for phase in STYLES if any(e.phase == phase for _, e in events)]
     for phase in phases:
@@ -167,7 +169,7 @@ def _draw_boxes(
     every = -(-10 * len(by_mesh) // round(HEIGHT * 72))  # a name needs about ten points of height
     names = [shortened(printable(name), LONGEST_NAME) for name in by_mesh]
     places = range(0, len(by_mesh), every)
-    axes.set(xlim=(0, scale.span), ylim=(len(names) - 0.5, -0.5))
+    axes.set(xlim=(0, scale.span + scale.room), ylim=(len(names) - 0.5, -0.5))
     axes.set_yticks(places, names[::every])
     axes.spines["left"].set_visible(False)
     busy = [sum(e.end - e.start for e in mine) / timeline.period for mine in by_mesh.values()]

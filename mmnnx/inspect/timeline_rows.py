@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+ROOM = 0.04  # of the span
 
 
 def mesh_rows(timeline: Timeline) -> dict[str, list[Event]]:
@@ -56,22 +57,40 @@ class Scale:
       began: when that starts.
       size, name: the unit, as `time_unit` has it.
       span: until the last event ends, in the unit.
+      room: what a picture has behind that, in the unit, for what happens then and takes no time: in a
+        simulation, all that follows the microbatch loops.
     """
 
     began: float
     size: float
     name: str
     span: float
+    room: float = 0.0
 
     def __call__(self, time: float) -> float:
         return (time - self.began) / self.size
+
+    def spread(self, times: Sequence[float]) -> list[float]:
+        """Times in order, those at the end one after the other in the room behind it."""
+        last = sum(self(time) >= self.span for time in times)
+        steps = [self.room * (k + 1) / last for k in range(last)]
+        return [*map(self, times[: len(times) - last]), *(self.span + step for step in steps)]
+
+    @property
+    def label(self) -> str:
+        """What is below the axis."""
+        return f"time ({self.name})" + ("; at the end, work that takes none" if self.room else "")
 
 
 def scale_of(timeline: Timeline) -> Scale:
     """The scale of a timeline in which something takes time."""
     events = [e for mine in timeline.by_mesh().values() for e in mine]
     began, (size, name) = min(e.start for e in events), time_unit(timeline)
-    return Scale(began, size, name, (max(e.end for e in events) - began) / size)
+    end = max(e.end for e in events)
+    span = (end - began) / size
+    at_end = (sum(time >= end for time, _ in held) for held in timeline.held_bytes.values())
+    simulated = timeline.unit != "s"
+    return Scale(began, size, name, span, ROOM * span if simulated and max(at_end, default=0) > 1 else 0.0)
 
 
 def headline(timeline: Timeline, title: str = "") -> str:

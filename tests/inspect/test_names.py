@@ -21,6 +21,7 @@ from mmnnx.cli import main
 from mmnnx.inspect.cells import cell
 from mmnnx.inspect.figure_style import LONGEST_NAME
 from mmnnx.inspect.locations import spec_text
+from mmnnx.inspect.timeline_picture import LONGEST_TITLE
 from mmnnx.mpmd.ir.timeline import Event, Timeline
 from mmnnx.printable import printable, shortened
 from mmnnx.train.checkpoint.contents import Contents, Piece
@@ -114,7 +115,8 @@ def test_timelines():
     assert all(printable(name) in coloured for name in NAMES) and "\x1b[31m" not in coloured
     drawn = texts(view.figure)
     assert {shortened(printable(name), LONGEST_NAME) for name in NAMES} <= set(drawn)
-    assert any(text.startswith(printable("".join(NAMES))) for text in drawn)
+    title = shortened(printable("".join(NAMES)), LONGEST_TITLE)
+    assert any(text.startswith(title) for text in drawn)
 
 
 def test_programs():

@@ -67,7 +67,7 @@ def test_what_takes_no_time_is_not_drawn():
     figure = draw_timeline(timeline)
     assert boxes(figure) == [("forward", 0, 1, 0)]
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["a"]
-    assert "optimizer" not in legend(figure)
+    assert "other work" not in legend(figure)
 
 
 def test_rows_are_named_after_meshes_from_the_top():
@@ -187,6 +187,18 @@ def test_bytes_over_time_are_those_that_simulate_says():
         assert line.get_drawstyle() == "steps-post"
 
 
+@pytest.mark.parametrize("unit, at", [("units", [0, 2.04, 2.08]), ("s", [0, 2, 2])])
+def test_a_peak_of_what_takes_no_time_is_seen(unit, at):
+    """An optimizer takes none in a simulation: its bytes have a little room behind the last event."""
+    held = {"a": ((0.0, 10), (2.0, 30), (2.0, 20))}
+    timeline = Timeline((event("a", 0, 2, "forward", 0),), unit=unit, held_bytes=held)
+    above, below = draw_timeline(timeline).axes[:2]
+    (line,) = below.lines
+    assert list(line.get_xdata())[:3] == pytest.approx(at) and list(line.get_ydata())[1] == 30
+    assert above.get_xlim() == below.get_xlim() == pytest.approx((0, at[-1]))
+    assert ("takes none" in below.get_xlabel()) == (unit == "units")
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_names_are_drawn_as_they_are_on_either_paper(dark):
     figure = draw_timeline(Timeline((event("$a$_b", 0, 1, "forward", 0),)), title="$x", dark=dark)
@@ -196,9 +208,9 @@ def test_names_are_drawn_as_they_are_on_either_paper(dark):
     assert (sum(paper[:3]) < 1) == dark and to_hex(ink) == (DARK if dark else LIGHT).ink
 
 
-def test_what_is_outside_of_derivatives_is_called_the_optimizer():
+def test_what_is_outside_of_derivatives_is_other_work():
     timeline = Timeline((event("a", 0, 1, "forward", 0), event("a", 1, 2, "none")))
-    assert legend(draw_timeline(timeline))[:2] == ["forward", "optimizer"]
+    assert legend(draw_timeline(timeline))[:2] == ["forward", "other work"]
 
 
 def test_every_microbatch_number_is_legible_at_4x8():
