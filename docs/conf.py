@@ -38,6 +38,7 @@ html_show_copyright = False
 
 smartquotes_action = "D"  # dashes, which napoleon writes as two hyphens
 myst_heading_anchors = 4  # links to headings, as a clone shows them
+nb_merge_streams = True  # what a cell prints is one text, however many pieces it came in
 nb_execution_mode = "off"  # notebooks are committed with what they show, and tests run them
 
 default_role = "py:obj"  # `name` in a docstring is a link where the reference has the name

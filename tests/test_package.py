@@ -76,6 +76,22 @@ def test_exports():
         print(mm.jitt)
 
 
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {mm.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_published_models_say_what_they_need():
+    program = """
+import sys
+sys.modules["safetensors"] = None
+try:
+    from mmnnx.modules import hf
+except ImportError as error:
+    print(error)
+"""
+    assert python(program).startswith('mmnnx.modules.hf needs more packages: pip install "mmnnx[hf]" (')
+
+
 def readme_of_an_index() -> str:
     hook = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]
     text = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from mmnnx.inspect.cells import cell
-from mmnnx.inspect.locations import Homes
+from mmnnx.inspect.locations import OWN, Homes
 from mmnnx.inspect.model_state import Piece, is_array, list_state
 from mmnnx.inspect.rich_output import plain, table_bundle
 from mmnnx.inspect.units import bytes_text, ranges_text
@@ -22,6 +22,10 @@ from mmnnx.sharding.placement import TaskSharding
 ADVICE = (
     "what is not placed: jit a function that makes it with out_shardings=, or hand it over with "
     "in_shardings=; sharding= shows where it is going to live"
+)
+OF_THE_WHOLE = (
+    f"what has {OWN}: inside `with mesh:`, and of the whole model, the rule is named that placed it, "
+    "if one did"
 )
 
 
@@ -54,9 +58,13 @@ class Description:
                 size = bytes_text(piece.placed.shard_bytes)
                 row += [home.task, ranges_text(home.devices), piece.placed.spec, size, piece.placed.why]
             table.add_row(*map(cell, row))
+        advice = []
         if any(piece.placed is None for piece in self.pieces):
-            table.caption = ADVICE
-            table.caption_justify = "left"
+            advice.append(ADVICE)
+        if any(piece.placed is not None and piece.placed.why == OWN for piece in self.pieces):
+            advice.append(OF_THE_WHOLE)
+        if advice:
+            table.caption, table.caption_justify = "\n".join(advice), "left"
         return table
 
     def __str__(self) -> str:

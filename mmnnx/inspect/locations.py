@@ -24,6 +24,7 @@ from mmnnx.sharding.state_placement import StatePlacement
 from mmnnx.sharding.task import Task
 
 SCALAR = "a scalar without a rule: on every mesh"
+OWN = "its own sharding"
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Homes:
         if everywhere and x.shape == ():
             return SCALAR
         chosen = getattr(x, "committed", True) or isinstance(x, DividedArray)
-        return "its own sharding" if chosen else "nobody placed it: JAX's default device"
+        return OWN if chosen else "nobody placed it: JAX's default device"
 
     def _placed(self, x: Any, sharding: Sharding, tasks: Sequence[str], why: str) -> Placed:
         """Where an array lives.

@@ -67,7 +67,7 @@ def program_table(program: Program, timeline: Timeline) -> Table:
             ranges_text(device.id for device in mesh.devices.flat),
             str(fragments[name]),
             str(calls[name]),
-            f"{arrays[name]} arrays, {bytes_text(received[name])}",
+            f"{arrays[name]} {'array' if arrays[name] == 1 else 'arrays'}, {bytes_text(received[name])}",
             bytes_text(timeline.peak_bytes.get(name, 0)),
             bytes_text(timeline.residual_bytes.get(name, 0)),
         )

@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, overload
 
 from flax import nnx
 
@@ -18,7 +18,17 @@ from mmnnx.sharding.task_scope import task_scope
 T = TypeVar("T")
 
 
-def task(fun_or_module: T, name: str | None = None, *, task: Task | None = None, **kwargs: Any) -> T:
+@overload
+def task(fun_or_module: T, name: str | None = None, *, task: Task | None = None, **kwargs: Any) -> T: ...
+
+
+@overload
+def task(*, name: str | None = None, task: Task | None = None, **kwargs: Any) -> Callable[[T], T]: ...
+
+
+def task(
+    fun_or_module: Any = None, name: str | None = None, *, task: Task | None = None, **kwargs: Any
+) -> Any:
     """Make the computation of a function or an NNX module, forward and backward, belong to a task.
 
     Outside `mm.jit` the result computes what `fun_or_module` does.
@@ -26,7 +36,8 @@ def task(fun_or_module: T, name: str | None = None, *, task: Task | None = None,
     Args:
       fun_or_module: a function: the result is a function. An `nnx.Module` class: the result is a subclass,
         called `Task[Name]`, whose `__init__` and `__call__` belong to the task. A Module instance: the
-        result is a new object of such a subclass that shares the instance's attributes and Variables.
+        result is a new object of such a subclass that shares the instance's attributes and Variables. Without
+        one, the result is a decorator.
       name: name of the task. Default: the name of the function or class.
       task: a Task to use. Without it one is made of the name and the other arguments. Of a name alone it is
         what `register_task` has under it, and else a task of the whole current MultiMesh.
@@ -39,17 +50,24 @@ def task(fun_or_module: T, name: str | None = None, *, task: Task | None = None,
       >>> double = task(lambda x: 2 * x, "double")
       >>> double(3)
       6
+      >>> @task(name="double")
+      ... def double(x):
+      ...     return 2 * x
     """
-    chosen = _choose_task(fun_or_module, name, task, kwargs)
-    made: Any
+    if fun_or_module is None:
+        return lambda given: _in_task(given, name, task, kwargs)
+    return _in_task(fun_or_module, name, task, kwargs)
+
+
+def _in_task(fun_or_module: Any, name: str | None, given: Task | None, kwargs: dict[str, Any]) -> Any:
+    chosen = _choose_task(fun_or_module, name, given, kwargs)
     if isinstance(fun_or_module, type) and issubclass(fun_or_module, nnx.Module):
-        made = _task_class(fun_or_module, chosen)
-    elif isinstance(fun_or_module, nnx.Module):
+        return _task_class(fun_or_module, chosen)
+    if isinstance(fun_or_module, nnx.Module):
         made = object.__new__(_task_class(type(fun_or_module), chosen))
         vars(made).update(vars(fun_or_module))
-    else:
-        made = _in_scope(cast(Callable[..., Any], fun_or_module), chosen)
-    return made
+        return made
+    return _in_scope(fun_or_module, chosen)
 
 
 def _choose_task(fun_or_module: Any, name: str | None, given: Task | None, kwargs: dict[str, Any]) -> Task:

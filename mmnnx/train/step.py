@@ -159,7 +159,7 @@ def published() -> Any:
     try:
         from mmnnx.modules import hf
     except ImportError as error:
-        raise UserError(f'--model needs more packages: pip install "mmnnx[hf]" ({error})') from error
+        raise UserError(f"--model: {error}") from error
     return hf
 
 

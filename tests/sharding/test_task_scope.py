@@ -183,6 +183,17 @@ class TestWrapping:
         assert which(name="other") == Task("other")
         assert task(functools.partial(current_task))() == Task("partial")
 
+    def test_decorates(self):
+        given = Task("given", mesh_slice={"stage": 0})
+
+        @task(task=given)
+        def asked(x):
+            return x, current_task()
+
+        assert asked(3) == (3, given) and asked.__name__ == "asked"
+        with pytest.raises(TypeError, match="wraps a function"):
+            task(task=given)(3)
+
     def test_refuses(self):
         with pytest.raises(TypeError, match="no field devices"):
             task(jnp.sin, devices=[0])

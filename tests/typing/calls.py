@@ -60,6 +60,7 @@ def names(model: nnx.Module) -> None:
     assert_type(mm.__version__, str)
     assert_type(mm.microbatch(whole, dim=0, count=8)(jax.numpy.ones(2), n=3), dict[str, jax.Array])
     assert_type(mm.task(whole, "name")(jax.numpy.ones(2), 3), dict[str, jax.Array])
+    assert_type(mm.task(name="name")(whole)(jax.numpy.ones(2), 3), dict[str, jax.Array])
     assert_type(mm.task(Layer(), task=mm.Task("a")).twice(3), str)
     assert_type(Layer().in_a_task(3), str)
     assert_type(mm.MultiMesh(axis_sizes=(4,), axis_names=("stage",)).slice(stage=0), jax.sharding.Mesh)

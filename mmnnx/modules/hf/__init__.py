@@ -7,8 +7,11 @@ Read first: `loading.py`, then `tensors.py` for the names and `configs.py` for t
 what it needs: `pip install "mmnnx[hf]"`.
 """
 
-from mmnnx.modules.hf.configs import read_config, write_config
-from mmnnx.modules.hf.loading import abstract, load
-from mmnnx.modules.hf.saving import save, save_adapter
+try:
+    from mmnnx.modules.hf.configs import read_config, write_config
+    from mmnnx.modules.hf.loading import abstract, load
+    from mmnnx.modules.hf.saving import save, save_adapter
+except ModuleNotFoundError as error:
+    raise ImportError(f'mmnnx.modules.hf needs more packages: pip install "mmnnx[hf]" ({error})') from error
 
 __all__ = ["abstract", "load", "read_config", "save", "save_adapter", "write_config"]

@@ -99,7 +99,7 @@ class Control(NamedTuple):
 Instruction = Call | Transfer | Control
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LoopRuns:
     """What a microbatch loop must run.
 
@@ -114,6 +114,10 @@ class LoopRuns:
     length: int
     fragments: tuple[tuple[Fragment, ...], ...]
     per_call: int = 1
+
+    def __repr__(self) -> str:
+        """All but the fragments, which are long."""
+        return f"LoopRuns(schedule={self.schedule!r}, length={self.length}, per_call={self.per_call})"
 
     def __str__(self) -> str:
         together = f" of {self.per_call} microbatches a call" if self.per_call > 1 else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmnnx.mpmd.ir.timetable import Action, Stages, Table
+from mmnnx.sharding.rules import did_you_mean
 
 # (stages, number of microbatches) -> table. Options of `mm.microbatch` that a schedule understands
 # (interleave, unrolling) are keyword arguments of its function.
@@ -109,10 +110,17 @@ def get_schedule(name: str) -> Schedule:
     """The schedule of that name.
 
     Raises:
+      TypeError: for what is no name.
       ValueError: for a name that is not registered, with those that are.
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f'a schedule is given by its name, not as {name!r}: mm.register_schedule("mine") gives a '
+            "function one"
+        )
     if name not in _schedules:
-        raise ValueError(f"unknown schedule {name!r}; there are {', '.join(map(repr, sorted(_schedules)))}")
+        near, known = did_you_mean(name, _schedules), ", ".join(map(repr, sorted(_schedules)))
+        raise ValueError(f"unknown schedule {name!r}{near}; there are {known}")
     return _schedules[name]
 
 

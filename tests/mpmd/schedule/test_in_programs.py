@@ -538,10 +538,12 @@ def test_options_that_are_right():
         ),
         ("looped-bfs", {"unrolling": 2}, "unrolling=2 means nothing to schedule 'looped-bfs'; it is for"),
         ("zigzag", {}, "unknown schedule 'zigzag'; there are '1f1b'"),
+        ("1f1bb", {}, "unknown schedule '1f1bb' \\(did you mean '1f1b'\\?\\); there are '1f1b'"),
+        (len, {}, "a schedule is given by its name, not as <built-in function len>: mm.register_schedule"),
     ],
 )
 def test_options_that_are_wrong(schedule, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError if isinstance(schedule, str) else TypeError, match=message):
         chain_program([0, 1, 0, 1], 4, schedule, **options)
 
 
