@@ -101,7 +101,7 @@ def readme_of_an_index() -> str:
 
 
 def test_an_index_shows_no_link_that_leads_nowhere():
-    """Links and pictures by paths of the repository become those paths; programs stay as they are."""
+    """Links by paths of the repository become those paths, pictures are left out, programs stay."""
     before, after = (ROOT / "README.md").read_text(encoding="utf-8"), readme_of_an_index()
     assert "](docs/" in before
     code = re.compile(r"^```.*?^```", flags=re.DOTALL | re.MULTILINE)
