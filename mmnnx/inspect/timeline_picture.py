@@ -78,7 +78,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], *, dark: bool = False) -> 
                 axes.tick_params(labelbottom=False)
                 axes.set_xlabel("")
                 axes = next(panels)
-                draw_bytes(axes, timeline.held_bytes, list(mesh_rows(timeline)), scale, dark)
+                draw_bytes(axes, timeline, list(mesh_rows(timeline)), scale, dark)
                 settle_ticks(axes, look)
                 axes.set_xlabel(scale.label)
         draw_legend(figure, entries)
