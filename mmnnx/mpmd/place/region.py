@@ -269,7 +269,8 @@ class Region:
         if len(e.outvars) != 1 or e.name in PRODUCTS:
             return
         out, arrays = e.outvars[0], [a for a in e.invars if a.aval.shape]
-        weights = [a for a in arrays if a in self.renewed or self.origin_of(a).kind is Kind.STATE]
+        state = [a for a in arrays if a in self.renewed or self.origin_of(a).kind is Kind.STATE]
+        weights = [a for a in state if len(arrays) == 1 or not self._is_added_to_rows(a)]
         at_home = any(
             a not in self.of_batch and self.origin_of(a).home == self.where[out].home for a in weights
         )
@@ -280,6 +281,16 @@ class Region:
             owners = set().union(*map(self.owners, filter(is_var, weights)))
             if len(owners) == 1:
                 self.tasks[out] = owners.pop()
+
+    def _is_added_to_rows(self, a: Atom) -> bool:
+        """Whether state has more dimensions than it had, such as a bias that is added to rows: of one row, an
+        activation is as large."""
+        e = self.maker.get(a) if is_var(a) else None
+        while isinstance(e, Equation) and e.name in _SAME_VALUES and len(e.invars) == 1:
+            if len(e.invars[0].aval.shape) < len(a.aval.shape):
+                return True
+            e = self.maker.get(e.invars[0]) if is_var(e.invars[0]) else None
+        return False
 
     def _is_inner_gradient(self, a: Atom) -> bool:
         """Whether a value is what an inner backward made, in another layout or scaled by a scalar."""

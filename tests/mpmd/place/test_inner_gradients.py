@@ -224,3 +224,26 @@ def test_a_step_of_each_of_several_tasks(size):
         transfers = run.program(model, tasks).transfers
         assert_same(run(model, tasks), reference)
     assert max(np.prod(t.shape[-2:]) for t in transfers) < WIDTH**2
+
+
+class EnergyFirst(Net):
+    """A layer that goes down an energy of the layer before, and then others."""
+
+    def __call__(self, x):
+        x = jnp.sin(self.layers[0](x))
+        x = self.layers[1](jax.grad(lambda x: (x**3).sum())(x))
+        return self.layers[2](jnp.sin(x))
+
+
+def test_one_row_is_no_bias():
+    """Microbatches of one row: an activation is as large as a bias, and is no new value of it."""
+
+    def step(model, optimizer, x):
+        grad_fn = mm.microbatch(
+            nnx.value_and_grad(mean_square), 0, 1, argnum=1, reduce="mean", schedule="1f1b"
+        )
+        loss, grads = grad_fn(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    assert {t.shape for t in check(EnergyFirst, step).transfers} == {(1, WIDTH)}
