@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from mmnnx.mpmd.emit.build import build_program
 from mmnnx.mpmd.frontend.function import Function
 from mmnnx.mpmd.frontend.record import Leaf, Record
-from mmnnx.mpmd.ir.equations import is_var
+from mmnnx.mpmd.ir.equations import Flat, Var, is_var
 from mmnnx.mpmd.ir.listing import Names, plan_text, timetables_text
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.verify import check_callbacks
@@ -55,29 +55,33 @@ def _program(function: Function, partition: Partition) -> Program:
     program = build_program(
         partition.plan, inputs, partition.results, meshes.names(), meshes.moving, successors
     )
-    number = {v: n for n, v in enumerate(flat.invars)}
+    names = dict(zip(flat.invars, record.names()))
+    parameters = _parameters(flat, record)
     notes = tuple(
-        f"the sum that updates {_parameter(record, number[v])} is reduced over its mesh in every microbatch: "
+        f"the sum that updates {parameters.get(v, names[v])} is reduced over its mesh in every microbatch: "
         f"{why}"
         for v, why in partition.not_hoisted.items()
     )
-    names = dict(zip(flat.invars, record.names()))
     arguments = {buffer: names.get(v, "a constant") for buffer, (v, _) in program.inputs.items()}
     updates = {
-        v: str(_parameter(record, number[state]) or names[state])
+        v: str(parameters.get(state, names[state]))
         for v, state in partition.follows.items()
-        if state in number
+        if state in names
     }
     return dataclasses.replace(program, notes=notes, arguments=arguments, updates=updates)
 
 
-def _parameter(record: Record, number: int) -> Leaf | None:
-    """An argument; the parameter that it belongs to, if it is the state of an optimizer."""
-    leaf = record.inputs[number]
-    if leaf is None or not leaf.is_optimizer_state:
-        return leaf
-    parameters = (x for x in record.inputs if x is not None and not x.is_optimizer_state and x.within)
-    return next((x for x in parameters if leaf.path[-len(x.within) :] == x.within), leaf)
+def _parameters(flat: Flat, record: Record) -> dict[Var, Leaf]:
+    """For arguments that are the state of an optimizer, the parameters that they belong to: those whose path
+    theirs ends with, and of several the one of the longest."""
+    leaves = [(v, leaf) for v, leaf in zip(flat.invars, record.inputs) if leaf is not None]
+    by_path = {leaf.within: leaf for _, leaf in leaves if not leaf.is_optimizer_state and leaf.within}
+    found = {}
+    for v, leaf in leaves:
+        ends = (leaf.path[n:] for n in range(len(leaf.path)))
+        if leaf.is_optimizer_state and (own := next((e for e in ends if e in by_path), None)) is not None:
+            found[v] = by_path[own]
+    return found
 
 
 def _orderable(function: Function, partitions: Iterable[Partition]) -> Iterator[tuple[Partition, Program]]:

@@ -29,9 +29,8 @@ class Meshes:
 
     def __init__(self, multimesh: MultiMesh | None):
         self.multimesh = multimesh
-        self._known: dict[
-            tuple[tuple[int, ...], tuple[tuple[str, int], ...]], Mesh
-        ] = {}  # by shape and devices
+        # By shape and devices.
+        self._known: dict[tuple[tuple[int, ...], tuple[tuple[str, int], ...]], Mesh] = {}
         self.explicit: dict[Mesh, Mesh] = {}
         self._names: dict[Mesh, str] = {}
         self._scoped: set[Mesh] = set()  # of tasks that have scopes

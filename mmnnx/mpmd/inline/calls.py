@@ -131,7 +131,7 @@ class _Inliner(Writer):
     def _write_cond(
         self, eqn: Any, destinations: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop
     ) -> Sequence[Atom] | None:
-        """Writes a cond of several tasks; None, with nothing written, if it has effects."""
+        """Writes a cond of several tasks; None, with nothing added to `out`, if it has effects."""
         inside = InLoop.MICROBATCHES if in_loop is InLoop.MICROBATCHES else InLoop.DIVIDED
         try:
             return write_cond(self, eqn, destinations, scope, out, inside)

@@ -35,7 +35,7 @@ def write_cond(
     branches are in.
 
     Returns:
-      Its results in the list; None, with nothing written, if it has effects.
+      Its results in the list; None, with nothing added to `out`, if it has effects.
     """
     branches = _write_branches(writer, eqn, destinations, scope, in_loop)
     parts = _distribute(writer, eqn, branches, destinations)

@@ -24,7 +24,7 @@ def write_distributed(
       inside: which kind of loop its body is in.
 
     Returns:
-      Its results in the list; None, with nothing written, if that cannot be done.
+      Its results in the list; None, with nothing added to `out`, if that cannot be done.
     """
     try:
         body = write_body(writer, scan, scope, inside)

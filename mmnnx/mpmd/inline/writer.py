@@ -20,12 +20,12 @@ from mmnnx.mpmd.ir.rewrite import read, trace_equations
 
 
 class InLoop(enum.Enum):
-    """Whether equations are in the body of a Loop."""
+    """Which Loop equations are in the body of; and so what a scan or a while over several tasks becomes."""
 
-    NO = enum.auto()
-    MICROBATCHES = enum.auto()  # of mm.microbatch
-    ITERATIONS = enum.auto()  # of a scan over several tasks
-    DIVIDED = enum.auto()  # of none, but in a cond or a scan that is divided between tasks
+    NO = enum.auto()  # none: a scan becomes a Loop, a while a While
+    MICROBATCHES = enum.auto()  # that of mm.microbatch: a scan is divided or unrolled, a while refused
+    ITERATIONS = enum.auto()  # that of a scan, which HoldsLoop gives up: the scan is unrolled
+    DIVIDED = enum.auto()  # none, but a cond or scan that is divided: a scan is, too; HoldsLoop for a while
 
 
 class HoldsLoop(Exception):

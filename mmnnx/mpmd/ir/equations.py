@@ -49,7 +49,7 @@ class Loop:
     Attributes:
       spec: schedule and size, as given to `mm.microbatch`.
       body: the equations of one microbatch.
-      init: outer atoms, the carries before the first microbatch.
+      init: outer variables, the carries before the first microbatch.
       carry_in, carry_out: body variables, the carries before and after one microbatch.
       slices: for each sliced input, one outer variable per microbatch.
       slice_vars: the body variables that stand for them.
@@ -94,9 +94,10 @@ class While:
     """A loop that goes on for as long as its first carry is true. Its body names outer variables directly.
 
     Attributes:
-      body: the nodes of one iteration; the last of what they compute is whether there is another.
+      body: the nodes of one iteration.
       init: outer variables, the carries before the first iteration.
-      carry_in, carry_out: body variables, the carries before and after one iteration.
+      carry_in, carry_out: body variables, the carries before and after one iteration. The first is whether
+        there is another.
       carries: outer variables, the carries after the last iteration.
       sources: for variables of `init`, the input that they are a layout of, if any.
     """

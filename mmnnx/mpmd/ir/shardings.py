@@ -84,9 +84,8 @@ def spec_of(sharding: Sharding, mesh: Mesh, shape: tuple[int, ...]) -> Partition
     indices = sharding.devices_indices_map(shape)
     starts = np.array([[i.start or 0 for i in indices[d]] for d in mesh.devices.flat])
     starts = starts.reshape(*mesh.devices.shape, len(shape))
-    steps: list[list[tuple[int, Any]]] = [
-        [] for _ in shape
-    ]  # per dimension: how far one step along an axis is
+    # Per dimension: how far one step along an axis is.
+    steps: list[list[tuple[int, Any]]] = [[] for _ in shape]
     for number, axis in enumerate(mesh.axis_names):
         second = [int(n == number) for n in range(len(mesh.axis_names))]
         if mesh.shape[axis] > 1:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 from jax.sharding import Mesh
 
@@ -152,8 +151,8 @@ class Region:
         """The first position on `mesh` from `at_least` on; a new one at the end if there is none."""
         for p in range(max(at_least, 0), len(self.positions)):
             here = self.positions[p]
-            if here.mesh == mesh and (joined := self._joined(here.task, task)) is not False:
-                self.positions[p] = Position(mesh, joined)
+            if here.mesh == mesh and self._can_share(here.task, task):
+                self.positions[p] = Position(mesh, _joined(here.task, task))
                 return p
         self.positions.append(Position(mesh, task))
         return len(self.positions) - 1
@@ -191,15 +190,11 @@ class Region:
         """The tasks whose state a variable is made of, or a new value of."""
         return {self.tasks[root] for root in self.roots.get(a, (a,)) if root in self.tasks}
 
-    def _joined(self, here: Task | None, task: Task | None) -> Task | Literal[False] | None:
-        """The task of a position that another joins, False if it must have one of its own."""
-        if task is None or here in (None, task):
-            return here or task
-        assert here is not None
-        if not self.fuses or (here.split_backprop, here.remat) != (task.split_backprop, task.remat):
-            return False
-        names = [*(here.name or "").split("+"), task.name or ""]
-        return dataclasses.replace(here, name="+".join(dict.fromkeys(filter(None, names))) or None)
+    def _can_share(self, here: Task | None, task: Task | None) -> bool:
+        """Whether a position may be that of two tasks."""
+        if here is None or task is None or here == task:
+            return True
+        return self.fuses and (here.split_backprop, here.remat) == (task.split_backprop, task.remat)
 
     def last_position(self, mesh: Mesh, at_most: int | None = None) -> int | None:
         """The last position on `mesh` up to `at_most`, else the first one after."""
@@ -328,3 +323,11 @@ class Region:
 def activation(home: Mesh | None) -> Origin:
     """The origin of an activation on a mesh, or of a value that every mesh can have."""
     return FREE if home is None else Origin(Kind.ACTIVATION, home)
+
+
+def _joined(here: Task | None, task: Task | None) -> Task | None:
+    """The task of a position that another task joins: of two, one with both names."""
+    if here is None or task is None or here == task:
+        return here or task
+    names = [*(here.name or "").split("+"), task.name or ""]
+    return dataclasses.replace(here, name="+".join(dict.fromkeys(filter(None, names))) or None)
