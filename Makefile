@@ -16,6 +16,8 @@ N ?= 100
 SEED ?= 0
 BENCH ?= side_by_side
 BIN := .venv/bin
+# What a user installs; and with it what tests need.
+USED := .venv/used
 INSTALLED := .venv/installed
 
 # On a machine without TPUs their compiler, which plans are made with, would ask the network for some.
@@ -28,7 +30,7 @@ endif
 
 .PHONY: train test test-all test-cuda test-gpu test-hf fuzz lint docs bench clean
 
-train: $(INSTALLED)
+train: $(USED)
 	$(BIN)/mmnnx train --profile 1 $(ARGS)
 
 test: $(INSTALLED)
@@ -66,9 +68,13 @@ clean:
 	rm -rf .venv .venv-cuda .venv-hf dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml
+$(USED): pyproject.toml
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "mmnnx needs Python 3.11, 3.12 or 3.13: set PYTHON=/path/to/one"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(INSTALLED): $(USED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
