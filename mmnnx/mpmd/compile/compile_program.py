@@ -76,7 +76,9 @@ def compile_program(
                 pool.begin(f, program.labels[f], [shardings.known[s] for s in c.inputs], fixed, donations[f])
             for f, e in pool.completed():
                 executables[f] = e
-                logger.info("%d of %d fragments: %s", len(executables), len(number), program.labels[f])
+                logger.info(
+                    "compiled %d of %d fragments: %s", len(executables), len(number), program.labels[f]
+                )
                 specs = e.result_specs(f)
                 put_result_specs(program_number, number[f], f.mesh, specs)
                 shardings.learn_results(f, specs)

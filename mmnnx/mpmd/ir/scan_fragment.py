@@ -19,20 +19,29 @@ from mmnnx.mpmd.ir.rewrite import name_results, trace_equations
 def scan_fragment(one: Fragment, microbatches: Microbatches) -> Fragment:
     """The fragment that runs another one for all microbatches of a call, in order.
 
-    It takes what is the same for all as it is, carries before the first, the slices of each, and what other
-    fragments hand on as stacks, and returns carries after the last, stacks, and each result that is kept.
+    What becomes of the variables of one microbatch:
+
+    | in the code | are | enter the scan as | leave it as |
+    |---|---|---|---|
+    | `whole` | the same for all | constants | |
+    | `carries` | read and updated | carries | carries after the last microbatch |
+    | `rows` | slices, or handed on by others | one row after the other | |
+    | `set_anew` | carries that are made, not read | | the row of the last |
+    | `handed_on` | read by others | | a stack |
+    | `entering` | carries that others read as they entered | | a stack |
+    | `kept` | results of the loop | | one value for each microbatch |
     """
     count, leaves, stacks = microbatches.count, microbatches.leaves, microbatches.stacks
     slices, kept_as = microbatches.slices, microbatches.kept
-    # Carries, as others read them.
-    entering = [v for v, left in leaves.items() if v in microbatches.passed and left in one.outvars]
+    entering = [v for v, after in leaves.items() if v in microbatches.passed and after in one.outvars]
     carries = list(dict.fromkeys([*microbatches.updated(one), *entering]))
     updates = [leaves[v] for v in carries]
     rows = [v for v in one.invars if v not in carries and (v in slices or v in stacks)]
     whole = [v for v in one.invars if v not in carries and v not in rows]
-    set_anew = [v for v in one.outvars if v in leaves.values() and v not in updates]
+    left = set(leaves.values())
+    set_anew = [v for v in one.outvars if v in left and v not in updates]
     kept = [v for v in one.outvars if v in kept_as]
-    others = {v for v in one.outvars if v not in leaves.values() and v not in kept_as}
+    others = {v for v in one.outvars if v not in left and v not in kept_as}
     handed_on = [v for v in one.outvars if v in others or v in microbatches.read]
     stacked = list(dict.fromkeys([*set_anew, *handed_on, *kept]))
     run_one = jex.jaxpr_as_fun(one.jaxpr)
