@@ -129,6 +129,8 @@ def _sum_dtype(dtype: Any) -> Any:
 
 
 def _with_float32(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        return jnp.dtype(jnp.float32)  # JAX promotes no float of 8 bits
     with jax.numpy_dtype_promotion("standard"):  # also where the user's own code is held to "strict"
         return jnp.promote_types(dtype, jnp.float32)
 

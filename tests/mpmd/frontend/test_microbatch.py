@@ -409,6 +409,15 @@ def test_under_strict_promotion(dtype):
         assert f(x) == expected == (14 + 126) / 2
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("reduce, expected", [("sum", 10), ("mean", 2.5), ("max", 4)])
+def test_floats_of_eight_bits(run, dtype, reduce, expected):
+    """JAX promotes them to no other type; they are summed in float32."""
+    f = mm.microbatch(lambda x: x.max().astype(dtype), dim=0, size=1, reduce=reduce)
+    got = run(f, jnp.arange(1.0, 5.0))
+    assert got.dtype == dtype and float(got) == expected
+
+
 def test_results_that_are_empty(run):
     f = mm.microbatch(lambda x: x[:, :0], dim=0, size=2, reduce="concat")
     assert run(f, X).shape == (8, 0)
