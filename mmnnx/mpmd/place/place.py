@@ -101,9 +101,10 @@ def _cheapest(problem: Problem, loop: Loop | None = None) -> Placement:
 
     The others begin with what is not trained; and, if the flow comes to a mesh or to state again, they have
     it go back to the state, or begin later what can begin later, or count no bytes for what a mesh made when
-    the flow was there before. In a loop, a single array that is used again, such as an embedding, is sent
-    once for all microbatches, and adds no stage; and state that is read from several meshes, such as a head
-    that all stages share, may be sent to each.
+    the flow was there before; or, after an inner gradient, they take nothing for new state. In a loop, a
+    single array that is used again, such as an embedding, is sent once for all microbatches, and adds no
+    stage; and state that is read from several meshes, such as a head that all stages share, may be sent to
+    each.
 
     Neighbours whose state is on one mesh are one stage, unless the schedule needs or names them apart.
     """
@@ -127,6 +128,8 @@ def _ways(problem: Problem, loop: Loop | None, *, apart: bool) -> tuple[list[Reg
         if order is not None:
             regions.append(Region(problem, returning=False, apart=apart, order=order))
             found.append(_solved(regions[-1]))
+    if first.sent and first.roles.after_inner:  # perhaps an activation was taken for new state
+        found.append(_solved(Region(problem, returning=False, apart=apart, renewing=False)))
     shared = frozenset(v for v, meshes in first.read_from.items() if len(meshes) > 1)
     if loop is not None and shared:
         found.append(_solved(Region(problem, returning=False, apart=apart, shared=shared)))

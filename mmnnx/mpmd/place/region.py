@@ -64,6 +64,7 @@ class Region:
       order: in which the forward is placed.
       shared: state that is sent to the flow wherever it is read.
       by_mesh: whether minimum cuts count no bytes for what a mesh made when the flow was there before.
+      renewing: whether what is combined with state after an inner gradient is taken for its next value.
       out: the placement, as far as it is known.
       maker, users: of each variable.
       roles: what each node is in a training step.
@@ -92,6 +93,7 @@ class Region:
         order: Sequence[Equation] | None = None,
         shared: frozenset[Var] = frozenset(),
         by_mesh: bool = False,
+        renewing: bool = True,
     ):
         self.problem, self.nodes, self.task_of = problem, problem.nodes, problem.task_of
         self.returning, self.apart = returning, apart
@@ -106,7 +108,7 @@ class Region:
             for a in dict.fromkeys(filter(is_var, node.invars)):
                 self.users.setdefault(a, []).append(node)
         self.roles = classify(self.nodes, self.users)
-        self.order, self.shared, self.by_mesh = order, shared, by_mesh
+        self.order, self.shared, self.by_mesh, self.renewing = order, shared, by_mesh, renewing
         self.forward = list(order or self.roles.all(Role.FORWARD))
         autodiff = self.in_loop or Role.BACKWARD in self.roles.of.values()
         self.forward_phase = "forward" if autodiff else "none"
@@ -263,15 +265,17 @@ class Region:
         """State and what is combined with it entry by entry are its next value, or on the way there."""
         if len(e.outvars) != 1 or e.name in PRODUCTS:
             return
+        if e in self.roles.after_inner and not self.renewing:
+            return
         out, arrays = e.outvars[0], [a for a in e.invars if a.aval.shape]
-        state = [a for a in arrays if a in self.renewed or self.origin_of(a).kind is Kind.STATE]
-        weights = [a for a in state if len(arrays) == 1 or not self._is_added_to_rows(a)]
+        weights = [a for a in arrays if a in self.renewed or self.origin_of(a).kind is Kind.STATE]
         at_home = any(
             a not in self.of_batch and self.origin_of(a).home == self.where[out].home for a in weights
         )
         # One state has several next values where the inner gradients are those of a vmap.
         of_each = all(a in weights or self._is_inner_gradient(a) for a in arrays)
-        if at_home and (of_each or all(a.aval.size == out.aval.size for a in arrays)):
+        alike = all(a.aval.size == out.aval.size for a in arrays)
+        if at_home and (of_each or (alike and not any(map(self._is_added_to_rows, weights)))):
             self.renewed.add(out)
             owners = set().union(*map(self.owners, filter(is_var, weights)))
             if len(owners) == 1:

@@ -235,15 +235,27 @@ class EnergyFirst(Net):
         return self.layers[2](jnp.sin(x))
 
 
-def test_one_row_is_no_bias():
-    """Microbatches of one row: an activation is as large as a bias, and is no new value of it."""
+class WithPositions(EnergyFirst):
+    """What is added to an activation is as large as a microbatch of two rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1].positions = nnx.Param(jnp.ones((2, WIDTH)))
+
+    def __call__(self, x):
+        x = jnp.sin(self.layers[0](x))
+        x = self.layers[1](jax.grad(lambda x: (x**3).sum())(x)) + self.layers[1].positions[...]
+        return self.layers[2](jnp.sin(x))
+
+
+@pytest.mark.parametrize("make, rows", [(EnergyFirst, 1), (WithPositions, 2)])
+def test_an_activation_as_large_as_state_is_no_new_value_of_it(make, rows):
+    """The next layer reads it, and its weights stay at home."""
 
     def step(model, optimizer, x):
-        grad_fn = mm.microbatch(
-            nnx.value_and_grad(mean_square), 0, 1, argnum=1, reduce="mean", schedule="1f1b"
-        )
-        loss, grads = grad_fn(model, x)
+        grad_fn = nnx.value_and_grad(mean_square)
+        loss, grads = mm.microbatch(grad_fn, 0, rows, argnum=1, reduce="mean", schedule="1f1b")(model, x)
         optimizer.update(model, grads)
         return loss
 
-    assert {t.shape for t in check(EnergyFirst, step).transfers} == {(1, WIDTH)}
+    assert {t.shape for t in check(make, step).transfers} == {(rows, WIDTH)}
