@@ -170,6 +170,12 @@ def _line(file: str, number: int) -> str:
     return f"{file}:{number}" if cell is None else f"cell {cell[1]}, line {number}"
 
 
+def compiled_takes_less_than_bytes() -> bool:
+    """Whether what is compiled ahead takes arrays of less than a byte each, such as int4. Before JAX 0.12 they
+    are passed in another layout than it was compiled for, once they are sharded."""
+    return jax.__version_info__ >= (0, 12)
+
+
 def solve_of(eqn: Any) -> tuple[Any, list[Any]]:
     """What a `custom_linear_solve` runs, as a closed jaxpr, and its operands; the rest is for derivatives.
 

@@ -21,6 +21,7 @@ from mmnnx.mpmd.compile.rewrites import rewrite
 from mmnnx.mpmd.distributed.agreement import check_same_program, check_same_values
 from mmnnx.mpmd.distributed.processes import is_described
 from mmnnx.mpmd.ir.equations import Atom, Var, is_var
+from mmnnx.mpmd.ir.printing import value_text
 from mmnnx.mpmd.ir.program import Program
 from mmnnx.mpmd.ir.shardings import is_committed
 from mmnnx.mpmd.runtime.arguments import InputBindings, bind_inputs, binder, place_constant
@@ -34,6 +35,8 @@ from mmnnx.mpmd.runtime.results import Delivery, as_made, deliver_results, resul
 
 Run = Callable[[Sequence[Any]], list[Any]]
 Execute = Callable[[list[jax.Array]], Sequence[jax.Array]]  # from inputs to what holds the results, in a row
+
+_LESS_THAN_A_BYTE = {"int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
 
 OUTERMOST = (
     "A function of mm.jit is part of what is around it, here a transformation or another jit that is not "
@@ -56,6 +59,7 @@ def preparer(bound: BoundProgram, leaves: Sequence[Any]) -> Callable[..., Prepar
     @gc_paused()
     def prepare(options: CompilerOptions = ()) -> Prepared:
         program = bound.program
+        _check_widths(bound)
         number = check_same_program(lambda: _in_full(program, constants), bound.name)
         rewritten = rewrite(program)
         added = list(rewritten.program.inputs.values())[len(program.inputs) :]  # where keys are read
@@ -203,6 +207,20 @@ def _measured(
     if compiled.program.instructions == bound.program.instructions:
         return measurer(compiled)
     return measurer(compile_program(bound.program, bound.fixed, bindings.overwritable, 0, options))
+
+
+def _check_widths(bound: BoundProgram) -> None:
+    """Raises ValueError for what several meshes cannot be given yet."""
+    program = bound.program
+    if _compat.compiled_takes_less_than_bytes() or len({f.mesh for f in program.fragments}) < 2:
+        return
+    for call in program.calls:
+        for buffer in call.inputs:
+            if program.values[buffer][0].aval.dtype.name in _LESS_THAN_A_BYTE:
+                raise ValueError(
+                    f"{bound.name}: {call.name!r} reads {value_text(program, buffer)}: over several submeshes, "
+                    "types of less than a byte need JAX 0.12. Keep it as int8"
+                )
 
 
 def _in_full(program: Program, constants: Sequence[Any]) -> str:

@@ -1,12 +1,15 @@
-"""How long a call keeps the arrays that it makes."""
+"""How long a call keeps the arrays that it makes, and which it cannot have."""
 
 from __future__ import annotations
 
 import weakref
 
+import jax
 import jax.numpy as jnp
+import pytest
 
 import mmnnx as mm
+from mmnnx import _compat
 from mmnnx.mpmd.runtime import dispatch
 from mmnnx.mpmd.runtime.steps import make_step
 from tests.mpmd.parity import pipeline
@@ -34,3 +37,25 @@ def test_arrays_are_dropped_when_nothing_reads_them_any_more(monkeypatch):
     with mesh:
         mm.jit(lambda x: second(first(second(first(x)))))(jnp.ones(4))
     assert len(alive) == 7 and max(alive) == 1
+
+
+def test_types_of_less_than_a_byte():
+    """Refused before anything runs, where JAX cannot hand them to what was compiled."""
+    ran = []
+    mesh = mm.MultiMesh(axis_sizes=(2,), axis_names=("stage",), devices=jax.devices()[:2])
+    first, second = (mm.Task(name, mesh_slice={"stage": n}) for n, name in enumerate(("first", "second")))
+
+    def fun(x):
+        jax.debug.callback(lambda: ran.append(1))
+        rounded = mm.task(lambda x: x.astype(jnp.int4), task=first)(x)
+        return mm.task(lambda x: x.astype(jnp.float32) * 2, task=second)(rounded)
+
+    def run():
+        return mm.jit(fun, mesh=mesh)(jnp.arange(4.0))
+
+    if _compat.compiled_takes_less_than_bytes():
+        assert run().tolist() == [0, 2, 4, 6]
+    else:
+        with pytest.raises(ValueError, match=r"fun: 'second' reads %\d+ \(int4\[4\]\) .* Keep it as int8"):
+            run()
+        assert not ran
