@@ -171,8 +171,10 @@ def _line(file: str, number: int) -> str:
 
 
 def compiled_takes_less_than_bytes() -> bool:
-    """Whether what is compiled ahead takes arrays of less than a byte each, such as int4. Before JAX 0.12 they
-    are passed in another layout than it was compiled for, once they are sharded."""
+    """Whether what is compiled ahead takes types of less than a byte, such as int4.
+
+    Before JAX 0.12 sharded ones are passed in another layout than it was compiled for.
+    """
     return jax.__version_info__ >= (0, 12)
 
 

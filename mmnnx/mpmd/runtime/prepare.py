@@ -218,8 +218,8 @@ def _check_widths(bound: BoundProgram) -> None:
         for buffer in call.inputs:
             if program.values[buffer][0].aval.dtype.name in _LESS_THAN_A_BYTE:
                 raise ValueError(
-                    f"{bound.name}: {call.name!r} reads {value_text(program, buffer)}: over several submeshes, "
-                    "types of less than a byte need JAX 0.12. Keep it as int8"
+                    f"{bound.name}: {call.name!r} reads {value_text(program, buffer)}: over several "
+                    "submeshes, types of less than a byte need JAX 0.12. Keep it as int8"
                 )
 
 
