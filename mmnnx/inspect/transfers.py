@@ -34,6 +34,11 @@ class Sent:
         its line in your program.
       count: how many of them a call sends.
       nbytes: of all of them.
+
+    Example:
+      >>> rows = mm.show_transfers(train_step.program(model, optimizer, batch)).rows
+      >>> {row.source for row in rows} == {row.target for row in rows}
+      True
     """
 
     source: str
@@ -100,7 +105,7 @@ def show_transfers(program: Program) -> TransferTable:
     Example:
       >>> shown = mm.show_transfers(train_step.program(model, optimizer, batch))
       >>> shown.rows[0].what
-      'activation: tanh at ...'
+      'activation: add at ...'
     """
     if not isinstance(program, Program):
         raise TypeError(f"a Program is needed, as of mm.jit(f).program(...), not {type(program).__name__}")
