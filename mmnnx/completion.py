@@ -86,11 +86,9 @@ def _mended(line: str) -> str:
         return line.replace("\\n", " ")
     if line.startswith("complete -F "):
         return line.replace("complete -F", "complete -o default -F")
-    return (
-        line + " && [[ -n $completions ]] || COMPREPLY=()"
-        if line.strip().startswith('COMPREPLY=("$')
-        else line
-    )
+    if line.strip().startswith('COMPREPLY=("$'):
+        return f"{line}; [[ -n $completions ]] || COMPREPLY=()"
+    return line
 
 
 def _commands() -> Any:
