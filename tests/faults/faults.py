@@ -849,4 +849,38 @@ FAULTS: tuple[Fault, ...] = (
         what="A linear solve over several tasks is done on one of them.",
         tests=("tests/mpmd/inline/test_while.py::test_conjugate_gradients",),
     ),
+    Fault(
+        name="carries-in-the-order-of-a-set",
+        file="mmnnx/mpmd/ir/scan_fragment.py",
+        old="[v for v, after in leaves.items() if v in microbatches.passed and after in one.outvars]",
+        new="[v for v in microbatches.passed if leaves[v] in one.outvars]",
+        what="Two processes that trace one function make programs of other orders, and refuse to run.",
+        tests=("tests/mpmd/test_same_program.py::test_whatever_variables_hash_to",),
+    ),
+    Fault(
+        name="places-in-the-order-of-a-set",
+        file="mmnnx/mpmd/place/backward.py",
+        old="ordered = _in_order(choices)",
+        new="ordered = [*choices]",
+        what="Two processes place a backward that reads state of two meshes on other ones.",
+        tests=("tests/mpmd/test_same_program.py::test_whatever_strings_hash_to",),
+    ),
+    Fault(
+        name="sums-of-microbatches-hold-no-weights",
+        file="mmnnx/mpmd/inline/common_subexpressions.py",
+        old="self.weighted.update(v for v, inner in made if is_var(inner) and inner in inside.weighted)",
+        new="self.weighted.update(v for v, inner in made if False)",
+        what="A norm that clips and that is logged is made, and sent, twice.",
+        tests=("tests/mpmd/inline/test_common_subexpressions.py::test_a_norm_that_clips_and_is_a_metric",),
+    ),
+    Fault(
+        name="all-that-is-added-to-state-is-new-state",
+        file="mmnnx/mpmd/place/place.py",
+        old="if first.sent and first.roles.after_inner:",
+        new="if first is None:",
+        what="After an inner gradient, weights are sent to an activation that is as large as a bias.",
+        tests=(
+            "tests/mpmd/place/test_inner_gradients.py::test_an_activation_as_large_as_state_is_no_new_value_of_it",
+        ),
+    ),
 )

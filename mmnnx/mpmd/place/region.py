@@ -274,22 +274,11 @@ class Region:
         )
         # One state has several next values where the inner gradients are those of a vmap.
         of_each = all(a in weights or self._is_inner_gradient(a) for a in arrays)
-        alike = all(a.aval.size == out.aval.size for a in arrays)
-        if at_home and (of_each or (alike and not any(map(self._is_added_to_rows, weights)))):
+        if at_home and (of_each or all(a.aval.size == out.aval.size for a in arrays)):
             self.renewed.add(out)
             owners = set().union(*map(self.owners, filter(is_var, weights)))
             if len(owners) == 1:
                 self.tasks[out] = owners.pop()
-
-    def _is_added_to_rows(self, a: Atom) -> bool:
-        """Whether state has more dimensions than it had, such as a bias that is added to rows: of one row, an
-        activation is as large."""
-        e = self.maker.get(a) if is_var(a) else None
-        while isinstance(e, Equation) and e.name in _SAME_VALUES and len(e.invars) == 1:
-            if len(e.invars[0].aval.shape) < len(a.aval.shape):
-                return True
-            e = self.maker.get(e.invars[0]) if is_var(e.invars[0]) else None
-        return False
 
     def _is_inner_gradient(self, a: Atom) -> bool:
         """Whether a value is what an inner backward made, in another layout or scaled by a scalar."""
