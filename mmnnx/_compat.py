@@ -170,7 +170,7 @@ def _line(file: str, number: int) -> str:
     return f"{file}:{number}" if cell is None else f"cell {cell[1]}, line {number}"
 
 
-def compiled_takes_less_than_bytes() -> bool:
+def compiled_takes_sub_byte_types() -> bool:
     """Whether what is compiled ahead takes types of less than a byte, such as int4.
 
     Before JAX 0.12 sharded ones are passed in another layout than it was compiled for.

@@ -533,11 +533,11 @@ def test_source_line():
     assert _compat._line("/home/me/model.py", 3) == "/home/me/model.py:3"
 
 
-def test_compiled_takes_less_than_bytes():
+def test_compiled_takes_sub_byte_types():
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     x = jax.device_put(jnp.ones(8, jnp.int4), NamedSharding(mesh, P("x")))
     compiled = jax.jit(lambda x: x + 1).lower(x).compile()
-    if _compat.compiled_takes_less_than_bytes():
+    if _compat.compiled_takes_sub_byte_types():
         assert compiled(x).dtype == jnp.int4
     else:
         with pytest.raises(ValueError, match="input layouts that disagree"):

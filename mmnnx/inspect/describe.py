@@ -23,10 +23,7 @@ ADVICE = (
     "what is not placed: jit a function that makes it with out_shardings=, or hand it over with "
     "in_shardings=; sharding= shows where it is going to live"
 )
-OF_THE_WHOLE = (
-    f"what has {OWN}: inside `with mesh:`, and of the whole model, the rule is named that placed it, "
-    "if one did"
-)
+OF_THE_WHOLE = f"to see the rule that placed what has {OWN}, describe the whole model inside `with mesh:`"
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ def test_where_and_why():
         text = str(own)
         assert own.pieces[0].placed.why == OWN
         assert all(part in text for part in ("float32[4,4]", "stage1", "2-3", "P(model)", "32 B"))
-        assert "the rule is named" in " ".join(text.split())
-        assert "the rule is named" not in " ".join(str(mm.describe(model)).split())
+        assert "to see the rule" in " ".join(text.split())
+        assert "to see the rule" not in " ".join(str(mm.describe(model)).split())
 
 
 def test_an_abstract_mesh_is_no_place():

@@ -36,7 +36,7 @@ from mmnnx.mpmd.runtime.results import Delivery, as_made, deliver_results, resul
 Run = Callable[[Sequence[Any]], list[Any]]
 Execute = Callable[[list[jax.Array]], Sequence[jax.Array]]  # from inputs to what holds the results, in a row
 
-_LESS_THAN_A_BYTE = {"int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
+_SUB_BYTE = {"int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
 
 OUTERMOST = (
     "A function of mm.jit is part of what is around it, here a transformation or another jit that is not "
@@ -212,11 +212,11 @@ def _measured(
 def _check_widths(bound: BoundProgram) -> None:
     """Raises ValueError for what several meshes cannot be given yet."""
     program = bound.program
-    if _compat.compiled_takes_less_than_bytes() or len({f.mesh for f in program.fragments}) < 2:
+    if _compat.compiled_takes_sub_byte_types() or len({f.mesh for f in program.fragments}) < 2:
         return
     for call in program.calls:
         for buffer in call.inputs:
-            if program.values[buffer][0].aval.dtype.name in _LESS_THAN_A_BYTE:
+            if program.values[buffer][0].aval.dtype.name in _SUB_BYTE:
                 raise ValueError(
                     f"{bound.name}: {call.name!r} reads {value_text(program, buffer)}: over several "
                     "submeshes, types of less than a byte need JAX 0.12. Keep it as int8"

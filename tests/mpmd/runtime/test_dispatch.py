@@ -53,7 +53,7 @@ def test_types_of_less_than_a_byte():
     def run():
         return mm.jit(fun, mesh=mesh)(jnp.arange(4.0))
 
-    if _compat.compiled_takes_less_than_bytes():
+    if _compat.compiled_takes_sub_byte_types():
         assert run().tolist() == [0, 2, 4, 6]
     else:
         with pytest.raises(ValueError, match=r"fun: 'second' reads %\d+ \(int4\[4\]\) .* Keep it as int8"):
