@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from rich.table import Table
 from mmnnx.inspect.cells import cell
 from mmnnx.inspect.locations import OWN, Homes
 from mmnnx.inspect.model_state import Piece, is_array, list_state
-from mmnnx.inspect.rich_output import plain, table_bundle
+from mmnnx.inspect.rich_output import ShownAsTable
 from mmnnx.inspect.units import bytes_text, ranges_text
 from mmnnx.sharding.path_filter import path_text
 from mmnnx.sharding.placement import TaskSharding
@@ -26,8 +25,8 @@ ADVICE = (
 OF_THE_WHOLE = f"to see the rule that placed what has {OWN}, describe the whole model inside `with mesh:`"
 
 
-@dataclass(frozen=True)
-class Description:
+@dataclass(frozen=True, repr=False)
+class Description(ShownAsTable):
     """A table that a notebook shows and `print` prints.
 
     Attributes:
@@ -64,15 +63,8 @@ class Description:
             table.caption, table.caption_justify = "\n".join(advice), "left"
         return table
 
-    def __str__(self) -> str:
-        return plain(self.table)
-
-    __repr__ = __str__  # what a terminal shows
-
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, Any]:
-        return table_bundle(self.table)
+    def __rich__(self) -> Table:
+        return self.table
 
 
 def describe(x: Any, *, sharding: TaskSharding | None = None) -> Description:

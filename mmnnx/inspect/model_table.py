@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -15,7 +14,7 @@ from mmnnx.inspect.cells import cell
 from mmnnx.inspect.locations import Home, sort_homes
 from mmnnx.inspect.model_state import Piece, on_devices
 from mmnnx.inspect.module_calls import Call
-from mmnnx.inspect.rich_output import plain, table_bundle
+from mmnnx.inspect.rich_output import ShownAsTable
 from mmnnx.inspect.units import bytes_text, count_text, ranges_text
 from mmnnx.sharding.path_filter import Path, path_text
 
@@ -48,8 +47,8 @@ class Row:
     same_as: Path | None = None
 
 
-@dataclass(frozen=True)
-class ModelTable:
+@dataclass(frozen=True, repr=False)
+class ModelTable(ShownAsTable):
     """A table that shows itself: styled in a notebook, plain text in `str()`, styled text in `rich.print`.
 
     Attributes:
@@ -88,16 +87,6 @@ class ModelTable:
     @functools.cached_property
     def _tables(self) -> Group:
         return make_tables(self)
-
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, Any]:
-        return table_bundle(self._tables)
-
-    def __str__(self) -> str:
-        return plain(self._tables)
-
-    __repr__ = __str__  # what a terminal shows
 
     def __rich__(self) -> Group:
         return self._tables

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import io
 import os
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from rich.cells import cell_len
@@ -69,3 +71,20 @@ def html(renderable: RenderableType) -> str:
 def table_bundle(renderable: RenderableType) -> dict[str, Any]:
     """What `_repr_mimebundle_` returns for a table."""
     return {"text/plain": plain(renderable), "text/html": html(renderable)}
+
+
+class ShownAsTable(abc.ABC):
+    """Prints, and shows itself in a notebook, as the table that `__rich__` returns."""
+
+    @abc.abstractmethod
+    def __rich__(self) -> RenderableType: ...
+
+    def __str__(self) -> str:
+        return plain(self.__rich__())
+
+    __repr__ = __str__  # what a terminal shows
+
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        return table_bundle(self.__rich__())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection
 from typing import Any
 
 from rich import box
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from mmnnx import _compat, mpmd
 from mmnnx.inspect.cells import cell
-from mmnnx.inspect.rich_output import plain, table_bundle
+from mmnnx.inspect.rich_output import ShownAsTable
 from mmnnx.inspect.units import bytes_text
 from mmnnx.mpmd.ir.equations import LAYOUT, is_var
 from mmnnx.mpmd.ir.instructions import Call
@@ -49,8 +48,8 @@ class Sent:
     nbytes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class TransferTable:
+@dataclasses.dataclass(frozen=True, repr=False)
+class TransferTable(ShownAsTable):
     """A table that a notebook shows and `print` prints.
 
     Attributes:
@@ -79,15 +78,8 @@ class TransferTable:
         table.columns[4].footer = bytes_text(sum(row.nbytes for row in self.rows))
         return table
 
-    def __str__(self) -> str:
-        return plain(self.table)
-
-    __repr__ = __str__  # what a terminal shows
-
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, Any]:
-        return table_bundle(self.table)
+    def __rich__(self) -> Table:
+        return self.table
 
 
 def show_transfers(program: Program) -> TransferTable:
