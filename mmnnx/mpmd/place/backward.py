@@ -12,65 +12,90 @@ from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Location, Reason, by_rank
 from mmnnx.mpmd.place.classify import Role
 from mmnnx.mpmd.place.region import Region
+from mmnnx.sharding.task import Task
 
 
 def place_backward(region: Region, e: Equation) -> None:
     """Places one equation, downstream of those that it reads."""
     if region.stays(e):
         return
-    incoming = region.made_by(e, (Role.BACKWARD, Role.UPDATE, Role.LOOP))
-    came = min((s.position for s in incoming if s.position is not None), default=None)
-    residuals = _residuals(region, e)
-    scoped = region.task_of(e.scope)
-    if scoped is not None:
-        task, mesh = scoped
-        choices = {s for locations in residuals.values() for s in locations if s.mesh == mesh}
-        if not choices:
-            position = region.last_position(mesh, came)
-            choices = {Location(mesh, region.position(mesh, task, 0) if position is None else position)}
-    elif residuals:
-        choices = set.intersection(*residuals.values())
-        if incoming and len(choices) > 1 and all(region.origin_of(a).kind is Kind.FREE for a in residuals):
-            # A scalar that several stages use, say, is at hand wherever this comes to be.
-            region.put(e, min(incoming, key=by_rank), "backward", Reason.FOLLOWS_OPERANDS)
-            return
-        choices = choices or _with_most_bytes(residuals)
-    elif (renewed := region.renewed_homes(e)) and None in (s.position for s in incoming):
-        mesh = max(renewed, key=renewed.__getitem__)
-        region.put(e, Location(mesh), "backward", Reason.READS_NEW_STATE)
-        region.note_renewed(e)
-        return
-    elif incoming:
-        ahead = region.made_by(e, (Role.UPDATE,)) if came is None else []
-        # What is recomputed in a backward is no residual: a gradient is made at home even so.
-        at_home = [s for s in incoming if s.mesh == region.followed_home(e)]
-        location = _beside(region, e, ahead) if ahead else min(at_home or incoming, key=by_rank)
-        region.put(e, location, "backward", Reason.FOLLOWS_OPERANDS)
-        return
-    elif held := region.at_hand(e):  # what a loop made, which no flow followed
-        region.put(e, Location(max(held, key=held.__getitem__)), "backward", Reason.FOLLOWS_OPERANDS)
-        return
-    else:
-        choices = {Location(region.positions[-1].mesh, len(region.positions) - 1)}
-    ordered = _in_order(choices)
-    reached = [s for s in ordered if came is None or s.rank <= came]
-    location = max(reached, key=by_rank) if reached else ordered[0]
-    home = region.followed_home(e)
-    at_home = [s for s in reached if s.mesh == home]
-    away = scoped is None and location.mesh != home
-    if away and at_home and not _reads_state_of(region, location, home):
-        location = max(at_home, key=by_rank)  # a gradient is made where its weight is read
-    sent = scoped is None and came is None and all(s.mesh != location.mesh for s in incoming)
-    if sent and (there := _all_there(region, incoming, residuals)) is not None:
-        region.put(e, there, "backward", Reason.ALL_HERE)
-        return
-    region.tied.add(e)
-    reason = Reason.IN_TASK if scoped is not None else Reason.READS_SAVED
+    location, reason = _where(region, e)
+    if reason in (Reason.IN_TASK, Reason.READS_SAVED):
+        region.tied.add(e)
     region.put(e, location, "backward", reason)
+    if reason is Reason.READS_NEW_STATE:
+        region.note_renewed(e)
+    scoped = region.task_of(e.scope)
     if scoped is not None and location.position is not None:
         here, name = region.positions[location.position].task, scoped[0].name
         if name and here is not None and name not in (here.name or "").split("+"):
             region.out.backward_tasks[location.position] = name
+
+
+def _where(region: Region, e: Equation) -> tuple[Location, Reason]:
+    """Where a backward equation goes: the first rule that holds decides."""
+    incoming = region.made_by(e, (Role.BACKWARD, Role.UPDATE, Role.LOOP))
+    came = min((s.position for s in incoming if s.position is not None), default=None)
+    if (scoped := region.task_of(e.scope)) is not None:
+        return _in_task(region, e, *scoped, came), Reason.IN_TASK
+    if residuals := _residuals(region, e):
+        return _with_residuals(region, e, residuals, incoming, came)
+    if (renewed := region.renewed_homes(e)) and None in (s.position for s in incoming):
+        return Location(max(renewed, key=renewed.__getitem__)), Reason.READS_NEW_STATE
+    if incoming:
+        return _with_operands(region, e, incoming, came), Reason.FOLLOWS_OPERANDS
+    if held := region.at_hand(e):  # what a loop made, which no flow followed
+        return Location(max(held, key=held.__getitem__)), Reason.FOLLOWS_OPERANDS
+    return Location(region.positions[-1].mesh, len(region.positions) - 1), Reason.READS_SAVED
+
+
+def _in_task(region: Region, e: Equation, task: Task, mesh: Mesh, came: int | None) -> Location:
+    """On the mesh of the task scope: where its residuals are, else at the last position that was passed."""
+    held = {s for locations in _residuals(region, e).values() for s in locations if s.mesh == mesh}
+    if held:
+        return max(_reached(held, came), key=by_rank)
+    position = region.last_position(mesh, came)
+    return Location(mesh, region.position(mesh, task, 0) if position is None else position)
+
+
+def _with_residuals(
+    region: Region,
+    e: Equation,
+    residuals: Mapping[Var, set[Location]],
+    incoming: Sequence[Location],
+    came: int | None,
+) -> tuple[Location, Reason]:
+    """Where the residuals are, as far as the backward has come."""
+    shared = set.intersection(*residuals.values())
+    if incoming and len(shared) > 1 and all(region.origin_of(a).kind is Kind.FREE for a in residuals):
+        # A scalar that several stages use, say, is at hand wherever this comes to be.
+        return min(incoming, key=by_rank), Reason.FOLLOWS_OPERANDS
+    reached = _reached(shared or _with_most_bytes(residuals), came)
+    location, home = max(reached, key=by_rank), region.followed_home(e)
+    at_home = [s for s in reached if s.mesh == home]
+    if location.mesh != home and at_home and not _reads_state_of(region, location, home):
+        location = max(at_home, key=by_rank)  # a gradient is made where its weight is read
+    if came is None and all(s.mesh != location.mesh for s in incoming):
+        there = _all_there(region, incoming, residuals)
+        if there is not None:
+            return there, Reason.ALL_HERE
+    return location, Reason.READS_SAVED
+
+
+def _with_operands(region: Region, e: Equation, incoming: Sequence[Location], came: int | None) -> Location:
+    """Where what it reads was made, furthest upstream; a gradient at home, if part of it was made there."""
+    ahead = region.made_by(e, (Role.UPDATE,)) if came is None else []
+    if ahead:
+        return _beside(region, e, ahead)
+    # What is recomputed in a backward is no residual: a gradient is made at home even so.
+    at_home = [s for s in incoming if s.mesh == region.followed_home(e)]
+    return min(at_home or incoming, key=by_rank)
+
+
+def _reached(choices: set[Location], came: int | None) -> list[Location]:
+    """Those that the backward has come to; if there are none, the furthest upstream."""
+    ordered = _in_order(choices)
+    return [s for s in ordered if came is None or s.rank <= came] or ordered[:1]
 
 
 def _in_order(locations: set[Location]) -> list[Location]:
