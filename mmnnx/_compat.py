@@ -487,6 +487,21 @@ def is_optimizer_state(variable: Any) -> bool:
     return isinstance(variable, nnx.optimizer.OptState)
 
 
+def as_optimizer_state(value: Any) -> nnx.Variable:
+    """A Variable or an array of optax's own state, as `nnx.Optimizer` would hold it.
+
+    Its metadata is set later: with an `out_sharding`, `nnx.Variable` may make another array of it.
+    """
+    if not isinstance(value, nnx.Variable):
+        return nnx.optimizer.OptState(value)
+    metadata = dict(value.get_metadata())
+    if "optimizer_sharding" in metadata:
+        metadata["out_sharding"] = metadata.pop("optimizer_sharding")
+    held = nnx.optimizer.OptState(value.get_raw_value())
+    held.set_metadata(**metadata)
+    return held
+
+
 def module_is_pytree(cls: type[nnx.Pytree]) -> bool:
     """Whether an NNX Module class was made with `pytree=True`; a subclass does not inherit the choice,
     and Flax offers no way to ask for it."""

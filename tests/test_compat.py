@@ -458,6 +458,20 @@ def test_is_optimizer_slot():
     assert not _compat.is_optimizer_state(jnp.ones(2))
 
 
+def test_as_optimizer_state():
+    """The same array, with the metadata that `nnx.Optimizer` gives it."""
+    names = dict(out_sharding=("a", None), optimizer_sharding=(None, "a"), eager_sharding=False)
+    init = nnx.with_metadata(nnx.initializers.ones, **names)
+    kernel = nnx.Linear(2, 2, kernel_init=init, rngs=nnx.Rngs(0)).kernel
+    held, like = _compat.as_optimizer_state(kernel), nnx.optimizer.to_opt_state(kernel)
+    assert _compat.is_optimizer_state(held)
+    assert held.get_metadata() == like.get_metadata()
+    assert held.get_raw_value() is kernel.get_raw_value()
+    x = jnp.ones(2)
+    assert _compat.is_optimizer_state(_compat.as_optimizer_state(x))
+    assert _compat.as_optimizer_state(x).get_raw_value() is x
+
+
 def test_module_is_pytree():
     class Default(nnx.Module):
         pass

@@ -163,11 +163,13 @@ class TestAxes:
         _, state, _ = parallelize_step(model, optax.sgd(0.1), make_mesh(), BATCH)
         assert where(layer(state.params, 1)["kernel"]) == ({4, 5, 6, 7}, P())
 
-    def test_a_slot_of_another_shape_is_replicated_where_its_parameter_is(self):
+    def test_a_slot_of_another_shape_is_sharded_as_what_is_left_of_its_parameter(self):
         optimizer = optax.adafactor(0.01, min_dim_size_to_factor=4)
         step, state, _ = parallelize_step(Pipeline(explicit()), optimizer, make_mesh(), BATCH)
-        rows = layer(state.opt_state[0].v_row, 1)["kernel"]
-        assert (rows.shape, where(rows)) == ((4,), ({4, 5, 6, 7}, P()))
+        factored = state.opt_state[0]
+        rows, columns = (layer(x, 1)["kernel"] for x in (factored.v_row, factored.v_col))
+        assert (rows.shape, where(rows)) == ((4,), ({4, 5, 6, 7}, P("model")))
+        assert (columns.shape, where(columns)) == ((16,), ({4, 5, 6, 7}, P("batch")))
         found, _ = train(step, state, [BATCH] * 2)
         np.testing.assert_allclose(found, one_device(Pipeline(), optimizer, [BATCH] * 2)[0], rtol=1e-5)
 

@@ -24,6 +24,28 @@ def has_paths(x: Any) -> bool:
     return is_node(x) or isinstance(x, nnx.State)
 
 
+def is_optax_state(x: Any) -> bool:
+    """Whether something is the state of a transformation of optax, which is a NamedTuple."""
+    return isinstance(x, tuple) and type(x).__module__.partition(".")[0] == "optax"
+
+
+def kept_by_optimizers(tree: Any) -> set[int]:
+    """The Variables and arrays that an optimizer keeps (mu, nu, ...), by id: of an `nnx.Optimizer`, or in
+    state of optax itself."""
+    values = list(nnx.iter_graph(tree, graph=True))
+    of_optax = {path for path, value in values if is_optax_state(value)}
+    return {
+        id(value)
+        for path, value in values
+        if _compat.is_optimizer_state(value)
+        or (isinstance(value, (nnx.Variable, *ARRAYS)) and _is_in(path, of_optax))
+    }
+
+
+def _is_in(path: Path, above: set[Path]) -> bool:
+    return bool(above) and any(path[:n] in above for n in range(len(path)))
+
+
 def nodes(trees: tuple) -> list[tuple[Path, Any]]:
     """Every Variable and graph node in (args, kwargs), in order, with its path."""
     return [(path, value) for path, value in nnx.iter_graph(trees, graph=True) if is_node(value)]

@@ -19,7 +19,7 @@ import jax
 from flax import nnx
 
 from mmnnx import _compat
-from mmnnx.mpmd.frontend.graph import Path, arrays_with_paths, is_node, nodes
+from mmnnx.mpmd.frontend.graph import Path, arrays_with_paths, is_node, kept_by_optimizers, nodes
 from mmnnx.mpmd.frontend.optimizer_state import mark, unmark
 from mmnnx.mpmd.frontend.own_arrays import copy_taken, give_own_arrays
 from mmnnx.mpmd.frontend.record import Leaf, Record, Rule
@@ -194,9 +194,10 @@ class _Trace:
           came: by id, the paths of Variables that are known by another than they have now.
         """
         found: dict[int, Leaf] = {}
+        of_optimizers = kept_by_optimizers(trees)
         for path, value in nnx.iter_graph(trees, graph=True):
             path = came.get(id(value), path) if isinstance(value, nnx.Variable) else path
-            of_optimizer = _compat.is_optimizer_state(value)
+            of_optimizer = id(value) in of_optimizers
             for keys, a in arrays_with_paths(value):
                 self._alive.append(a)
                 where, within = (*path[1:], *keys), (*path[len(trees) :], *keys)

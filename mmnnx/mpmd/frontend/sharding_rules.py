@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mmnnx import _compat
-from mmnnx.mpmd.frontend.graph import Path, all_paths, arrays, has_paths
+from mmnnx.mpmd.frontend.graph import Path, all_paths, arrays, has_paths, is_optax_state, kept_by_optimizers
 from mmnnx.mpmd.frontend.prefix_tree import entries
 from mmnnx.mpmd.frontend.record import Rule
 from mmnnx.sharding.mesh import current_multimesh
@@ -89,9 +89,15 @@ def _inconsistent(one: _Asked, first: Rule, other: _Asked, second: Rule) -> Valu
 
 
 def _state(tree: Any) -> Iterator[tuple[Any, list[Path]]]:
-    """Every Variable and array in a tree, with all its paths from the NNX object that holds it."""
-    for node in jax.tree.leaves(tree, is_leaf=has_paths):
-        yield from all_paths(node)
+    """Every Variable and array in a tree, with all its paths from the NNX object that holds it.
+
+    What optax keeps is as `nnx.Optimizer` would hold it, with its paths from the state of optax.
+    """
+    of_optimizers = kept_by_optimizers(tree)
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: has_paths(x) or is_optax_state(x)):
+        for value, paths in all_paths(node):
+            is_own = id(value) in of_optimizers and not _compat.is_optimizer_state(value)
+            yield _compat.as_optimizer_state(value) if is_own else value, paths
 
 
 def _parameters(tree: Any) -> dict[Path, list[Any]]:

@@ -46,8 +46,8 @@ def parallelize_step(
     Each parameter is on the submesh of the task that reads it first (one made by `task`, or registered for
     the name of a module), sharded there as its axis names say: those of `shard_axes` or
     `nn.with_partitioning`, translated by that task; without names it is replicated. Optimizer state lives
-    where its parameter does. Scalars are replicated on all devices. The state is initialised on its devices,
-    never whole on one device.
+    where its parameter does, and is sharded like it. Scalars are replicated on all devices. The state is
+    initialised on its devices, never whole on one device.
 
     Args:
       model: a linen Module whose `__call__(batch)` returns the loss, a scalar of a floating type.
@@ -127,15 +127,7 @@ def parallelize_step(
         inputs = jax.tree.map(lambda x: everywhere if replicate_inputs else x.sharding, get_batch())
         collections = init()
         params = collections.pop("params")
-        opt_shardings = optax.tree_utils.tree_map_params(
-            optimizer,
-            _of_parameter,
-            jax.eval_shape(optimizer.init, params),
-            params,
-            transform_non_params=lambda _: everywhere,
-            is_leaf=_is_masked,
-        )
-        opt_state = mm.jit(optimizer.init, out_shardings=opt_shardings)(params)
+        opt_state = mm.jit(optimizer.init)(params)
     count = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
     state = State(count, model.apply, params, optimizer, opt_state, collections)
     shardings = jax.tree.map(lambda x: x.sharding, state)
@@ -155,17 +147,6 @@ def _unboxed(tree: Any) -> Any:
 
 def _is_box(x: Any) -> bool:
     return isinstance(x, nn.Partitioned)
-
-
-def _of_parameter(state: Any, x: Any) -> Any:
-    """The sharding of optimizer state, by that of its parameter; what an optimizer masks has none."""
-    if _is_masked(state):
-        return state
-    return x.sharding if state.shape == x.shape else NamedSharding(x.sharding.mesh, PartitionSpec())
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
 
 
 def _check(model: Any, optimizer: Any, mesh: Any, global_batch: Any, local_batch: Any) -> None:

@@ -170,6 +170,61 @@ def test_like_the_parameter(kind, route):
         )
 
 
+def as_state(model):
+    return nnx.state(model, nnx.Param)
+
+
+def as_dict(model):
+    return nnx.to_pure_dict(as_state(model))
+
+
+def optax_of_a_placed_model(make, **shardings):
+    model = mm.jit(Model, out_shardings=placement())()
+    return model, mm.jit(make, **shardings)(model)
+
+
+def optax_of_a_placed_model_with_rules(make):
+    return optax_of_a_placed_model(make, out_shardings=placement())
+
+
+def optax_with_the_model(make):
+    def both():
+        model = Model()
+        return model, make(model)
+
+    return mm.jit(both, out_shardings=placement())()
+
+
+def optax_by_in_shardings(make):
+    model = Model()
+    rules = placement()
+    return mm.jit(lambda m, s: (m, s), in_shardings=(rules, rules))(model, make(model))
+
+
+OPTAX_ROUTES = [
+    optax_of_a_placed_model,
+    optax_of_a_placed_model_with_rules,
+    optax_with_the_model,
+    optax_by_in_shardings,
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "route", "parameters"), grid(list(OPTIMIZERS), OPTAX_ROUTES, [as_state, as_dict])
+)
+def test_state_of_optax_itself(kind, route, parameters):
+    """No `nnx.Optimizer` holds it: `tx.init` of a State, or of a dict of arrays."""
+    _, state = route(lambda model: OPTIMIZERS[kind]().init(parameters(model)))
+    found = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        text = jax.tree_util.keystr(path, simple=True, separator=".")
+        if of := re.search(r"blocks\.(\d)\.((?:up|down)\.(?:kernel|bias))", text):
+            found += 1
+            like = expected(int(of[1]), of[2], x.shape)
+            assert x.sharding.is_equivalent_to(like, x.ndim), (text, x.shape, x.sharding)
+    assert found >= 6
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizer_alone(kind):
     """What the parameter's shape would say is not known; moments are sharded all the same."""
