@@ -44,8 +44,7 @@ class GemmaConfig(LMConfig):
     def of_block(self, index: int) -> Self:
         """The config that block number `index` is made with: its window, and the base of its positions."""
         own = super().of_block(index)
-        local = isinstance(own.window, tuple) and own.window[0] is not None
-        if local and self.local_rotary_base is not None:
+        if own.windows[0] is not None and self.local_rotary_base is not None:
             return dataclasses.replace(own, rotary_base=self.local_rotary_base, rotary_scaling=None)
         return own
 

@@ -7,6 +7,8 @@ axes (`vocab`, `embed`, `heads`, `kv_heads`, `mlp`), which a `mmnnx.Task` maps t
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from typing import Any, ClassVar, Literal, Self
 
 import jax
@@ -94,8 +96,13 @@ class LMConfig:
     def __post_init__(self):
         sizes = ("vocab", "layers", "width", "heads", "kv_heads", "mlp", "loss_chunks", "attention_chunks")
         for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a model has at least one")
+            _check_size(name, getattr(self, name))
+        for name, size in (("head_dim", self.head_dim), *(("window", size) for size in self.windows)):
+            if size is not None:
+                _check_size(name, size)
+        for name in ("norm_eps", "rotary_base"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: it is a number above 0")
         if self.head_dim is None and self.width % self.heads:
             raise ValueError(f"width {self.width} is not divisible by {self.heads} heads")
         if (self.head_dim or self.width // self.heads) % 2:
@@ -111,6 +118,11 @@ class LMConfig:
                 raise ValueError(f"there are {len(self.window)} windows for {self.layers} blocks")
             if self.scan and len(set(self.window)) > 1:
                 raise ValueError(f"scan stacks blocks of one kind, and these have windows {self.window}")
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each block."""
+        return self.window if isinstance(self.window, tuple) else (self.window,) * self.layers
 
     def of_block(self, index: int) -> Self:
         """The config that block number `index` is made with: its own window."""
@@ -137,6 +149,13 @@ class LMConfig:
         if name not in cls.presets:
             raise ValueError(f"there is no preset {name!r}: there are {', '.join(map(repr, cls.presets))}")
         return cls(**{**cls.presets[name], **changes})
+
+
+def _check_size(name: str, size: Any) -> None:
+    if not isinstance(size, numbers.Integral):
+        raise ValueError(f"{name}={size!r}: it is a whole number")
+    if size < 1:
+        raise ValueError(f"{name}={size}: a model has at least one")
 
 
 class Block(nnx.Module):

@@ -240,6 +240,96 @@ def test_fields_as_they_once_were(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "name, absent, expected",
+    [
+        ("mistral", ["sliding_window"], dict(window=4096)),
+        ("mixtral", ["rope_parameters"], dict(rotary_base=1e6, window=None)),
+        ("gemma2", ["attn_logit_softcapping"], dict(attention_softcap=50.0, logits_softcap=5.0)),
+        ("gemma2", ["final_logit_softcapping"], dict(attention_softcap=3.0, logits_softcap=30.0)),
+        ("gemma2", ["sliding_window"], dict(window=(4096, None, 4096, None))),
+        ("gemma3", ["rope_parameters"], dict(rotary_base=1e6, local_rotary_base=1e4)),
+        ("gemma3", ["attn_logit_softcapping", "sliding_window"], dict(window=(4096, 4096, None, 4096))),
+    ],
+)
+def test_fields_that_are_absent(name, absent, expected, tmp_path):
+    """They have the values that `transformers` gives them; null is not absent."""
+    hf.save(model_of(name), tmp_path / name)
+    reconfigure(tmp_path / name, **dict.fromkeys(absent, ...))
+    config = hf.read_config(tmp_path / name)
+    assert {field: getattr(config, field) for field in expected} == expected
+    reconfigure(tmp_path / name, **dict.fromkeys(["sliding_window", "attn_logit_softcapping"]))
+    assert set(hf.read_config(tmp_path / name).windows) == {None}
+
+
+def test_windows_of_experts(tmp_path):
+    """All layers have it, from whichever on they would in other models of Qwen."""
+    hf.save(model_of("qwen3_moe"), tmp_path / "moe")
+    reconfigure(tmp_path / "moe", use_sliding_window=True, sliding_window=3, max_window_layers=2)
+    assert hf.read_config(tmp_path / "moe").windows == (3,) * 4
+
+
+def test_the_loss_that_balances_experts(tmp_path):
+    """Published models take the mean over layers and count each expert of a token: where all experts are
+    chosen alike it is the number of these. Ours is a sum over layers then."""
+    hf.save(model_of("mixtral"), tmp_path / "moe")
+    config = json.loads((tmp_path / "moe" / "config.json").read_text())
+    published = config["router_aux_loss_coef"] * MOE["top_k"]
+    assert MOE["load_balancing"] * SIZES["layers"] == pytest.approx(published)
+    reconfigure(tmp_path / "moe", router_aux_loss_coef=0.02)
+    assert hf.read_config(tmp_path / "moe").load_balancing * SIZES["layers"] == pytest.approx(0.02 * 2)
+
+
+def test_no_dtype_in_the_config(tmp_path):
+    """The dtype is that of the first weight in the files."""
+    hf.save(model_of("llama"), tmp_path / "model", dtype=jnp.bfloat16)
+    reconfigure(tmp_path / "model", dtype=...)
+    assert hf.load(tmp_path / "model").embed.embedding.dtype == jnp.bfloat16
+
+
+def test_a_local_base_of_all_blocks():
+    """One window for all blocks is like a tuple of it."""
+    local = dataclasses.replace(CONFIGS["gemma3"], window=3)
+    assert local.of_block(0).rotary_base == 1e3
+    assert dataclasses.replace(local, window=None).of_block(0).rotary_base == 1e4
+
+
+def test_a_config_that_was_changed(folder, tmp_path):
+    """What is loaded again is the same model; other fields of the source stay."""
+    reconfigure(folder, rope_parameters=..., rope_scaling=dict(type="linear", factor=2.0), rope_theta=1e4)
+    reconfigure(folder, extra="kept", eos_token_id=7)
+    model = hf.load(folder, rotary_scaling=YarnScaling(4.0, 64), window=2, norm_eps=1e-2)
+    hf.save(model, tmp_path / "changed")
+    assert hf.load(tmp_path / "changed").config == model.config
+    config = json.loads((tmp_path / "changed" / "config.json").read_text())
+    assert (config["extra"], config["eos_token_id"], config["model_type"]) == ("kept", 7, "mistral")
+    assert "rope_scaling" not in config
+    hf.save(hf.load(folder), tmp_path / "same")
+    same, source = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "same", folder))
+    assert same == source
+
+
+def test_tokens_that_end_a_text(folder):
+    """A config knows of none: `transformers` would take those of Llama 2."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config["eos_token_id"] is config["bos_token_id"] is None
+
+
+def test_each_variable_is_fetched_once(monkeypatch):
+    """In several processes, where a fetch goes through the coordinator."""
+    model = mm.modules.lora(build(dataclasses.replace(CONFIGS["qwen3_moe"], scan=True)), rank=2)
+    pieces = saving.pieces_of(model)
+    shapes = saving.tensor_shapes(pieces)
+    expected = saving._tensors(model, pieces, list(shapes), dict.fromkeys(shapes, np.dtype("float32")))
+    fetched = []
+    monkeypatch.setattr(saving, "fetch", lambda x: fetched.append(id(x)) or np.asarray(x))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    found = saving._tensors(model, pieces, list(shapes), dict.fromkeys(shapes, np.dtype("float32")))
+    assert len(fetched) == len(set(fetched)) == len(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(
     "changes, said",
     [
         (dict(model_type="mamba"), "model_type 'mamba' is not known; there are 'llama'"),
@@ -270,6 +360,22 @@ def test_fields_as_they_once_were(folder, tmp_path):
         (dict(rope_parameters=dict(rope_theta=0)), "rope_theta is 0, and not a number above 0"),
         (dict(rope_parameters=[1]), r"rotary positions are \[1\], and not an object"),
         (dict(rope_parameters=dict(rope_type="linear", factor="2")), "factor of rotary .* is '2', and not a"),
+        (dict(model_type=["llama"]), "model_type ..llama.. is not known"),
+        (dict(tie_word_embeddings="false"), "tie_word_embeddings is 'false', and neither true nor false"),
+        (dict(model_type="mistral", sliding_window="3"), "sliding_window is '3', and not a whole number"),
+        (
+            dict(model_type="mixtral", num_local_experts=2, num_experts_per_tok=2, router_aux_loss_coef=-1),
+            "router_aux_loss_coef is -1",
+        ),
+        (
+            dict(model_type="qwen2", use_sliding_window=True, max_window_layers="2"),
+            "max_window_layers is '2'",
+        ),
+        (dict(model_type="gemma2", hidden_act=..., query_pre_attn_scalar=0), "query_pre_attn_scalar is 0"),
+        (
+            dict(model_type="gemma2", hidden_act=..., final_logit_softcapping=0),
+            "final_logit_softcapping is 0",
+        ),
         (dict(dtype="x"), "dtype is 'x'; there are float64, float32, float16, bfloat16"),
     ],
 )

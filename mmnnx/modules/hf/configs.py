@@ -13,14 +13,12 @@ import jax.numpy as jnp
 from mmnnx.json_object import read_json_object
 from mmnnx.modules.gemma import GemmaConfig
 from mmnnx.modules.gpt2 import GPT2Config
+from mmnnx.modules.hf.weights import DTYPES, Weights
 from mmnnx.modules.lm import LMConfig
 from mmnnx.modules.moe_lm import MoELMConfig
 from mmnnx.modules.rotary import LinearScaling, RotaryScaling, Scaling, YarnScaling
 
 CONFIG = "config.json"
-
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""The dtypes of weights, by their names in safetensors."""
 
 
 def read_config(folder: str | Path, **changes: Any) -> LMConfig:
@@ -31,8 +29,8 @@ def read_config(folder: str | Path, **changes: Any) -> LMConfig:
       **changes: fields to set otherwise: `scan=True`, `remat=True`, `param_dtype=jnp.float32`, ...
 
     Returns:
-      An `LMConfig`, or that of `MoELM`, `Gemma` or `GPT2`. Weights are kept in the dtype that they are stored
-      in, and computed in it.
+      An `LMConfig`, or that of `MoELM`, `Gemma` or `GPT2`. Weights are kept in the dtype that `config.json`
+      names, else in that of the first of them in the files, and computed in it.
 
     Raises:
       FileNotFoundError: without a `config.json`.
@@ -51,7 +49,7 @@ def read_config(folder: str | Path, **changes: Any) -> LMConfig:
         raise FileNotFoundError(f"there is no {CONFIG} in {folder}: it is no folder of a published model")
     found = _Json(read_json_object(file), file)
     kind = found.need("model_type")
-    if kind not in READERS:
+    if not isinstance(kind, str) or kind not in READERS:
         raise ValueError(
             f"{file}: model_type {kind!r} is not known; there are {', '.join(map(repr, READERS))}"
         )
@@ -76,6 +74,8 @@ def write_config(config: LMConfig) -> dict[str, Any]:
         dtype=jnp.dtype(config.param_dtype).name,
         vocab_size=config.vocab,
         tie_word_embeddings=config.tied,
+        # A config knows of no such tokens; without these fields, `transformers` would stop at token 2, say.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     )
     if isinstance(config, GPT2Config):
         own: dict[str, Any] = dict(n_embd=config.width, n_layer=config.layers, n_head=config.heads)
@@ -90,20 +90,23 @@ def write_config(config: LMConfig) -> dict[str, Any]:
         intermediate_size=config.mlp,
         rms_norm_eps=config.norm_eps,
     )
-    windows = _windows_of(config)
+    windows = config.windows
     window = next((w for w in windows if w is not None), None)
     rope: dict[str, Any] = _write_rope(config.rotary_base, config.rotary_scaling)
     if kind in ("llama", "mistral", "mixtral"):
         shared |= dict(hidden_act="silu")
         if kind != "llama":
             shared |= dict(sliding_window=window)
+    elif kind == "qwen3_moe":
+        shared |= dict(hidden_act="silu", use_sliding_window=window is not None, sliding_window=window)
     else:
         names = {True: "full_attention", False: "sliding_attention"}
         shared |= dict(layer_types=[names[w is None] for w in windows], sliding_window=window)
         if kind.startswith("qwen"):
             shared |= dict(hidden_act="silu", use_sliding_window=window is not None)
     if isinstance(config, MoELMConfig):
-        shared |= dict(num_experts_per_tok=config.top_k, router_aux_loss_coef=config.load_balancing)
+        coefficient = config.load_balancing / _balancing_scale(config.layers, config.top_k)
+        shared |= dict(num_experts_per_tok=config.top_k, router_aux_loss_coef=coefficient)
         if kind == "mixtral":
             shared |= dict(num_local_experts=config.experts)
         else:
@@ -125,7 +128,7 @@ def model_type(config: LMConfig) -> str:
     Raises:
       ValueError: if it is of none.
     """
-    windows = set(_windows_of(config))
+    windows = set(config.windows)
     if isinstance(config, GPT2Config):
         kind, fits = "gpt2", config.bias and config.window is None and config.heads == config.kv_heads
     elif isinstance(config, GemmaConfig):
@@ -133,8 +136,8 @@ def model_type(config: LMConfig) -> str:
         fits = not config.bias and _has_scalar(config)
     elif isinstance(config, MoELMConfig):
         kind = "qwen3_moe" if config.qk_norm else "mixtral"
-        as_mixtral = config.normalize and config.top_k > 1 and len(windows) == 1
-        fits = not config.bias and config.every == 1 and (config.qk_norm or as_mixtral)
+        as_mixtral = config.normalize and config.top_k > 1
+        fits = not config.bias and config.every == 1 and len(windows) == 1 and (config.qk_norm or as_mixtral)
     elif config.bias:
         kind, fits = "qwen2", not config.qk_norm
     elif config.qk_norm:
@@ -147,11 +150,6 @@ def model_type(config: LMConfig) -> str:
     return kind
 
 
-def _windows_of(config: LMConfig) -> tuple[int | None, ...]:
-    """The window of each layer."""
-    return config.window if isinstance(config.window, tuple) else (config.window,) * config.layers
-
-
 def _query_scalar(config: GemmaConfig) -> int:
     """What the scale of attention is the inverse root of: a whole number in published models."""
     head_dim = config.head_dim or config.width // config.heads
@@ -162,6 +160,12 @@ def _has_scalar(config: GemmaConfig) -> bool:
     """Whether the scale of attention is that of a whole number."""
     scale = config.attention_scale
     return scale is None or (scale > 0 and math.isclose(_query_scalar(config) * scale**2, 1, rel_tol=1e-6))
+
+
+def _balancing_scale(layers: int, top_k: int) -> float:
+    """What a weight of the loss that balances experts is multiplied by to be `load_balancing`: published
+    models take its mean over layers and count each expert of a token, `MoELM` has the sum and their share."""
+    return top_k / layers
 
 
 class _Json:
@@ -200,6 +204,21 @@ class _Json:
             raise ValueError(f"{self.file}: {name} is {found!r}, and not a number above 0")
         return found
 
+    def optional_size(self, name: str, default: int | None = None) -> int | None:
+        """A whole number above 0, or None where the field is null: the default is for one that is absent."""
+        return None if self.fields.get(name, default) is None else self.size(name, default=default)
+
+    def optional_bound(self, name: str, default: float | None = None) -> float | None:
+        """The same for any number above 0."""
+        return None if self.fields.get(name, default) is None else self.positive(name, default or 1.0)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A field that is true or false."""
+        found = self.get(name, default)
+        if not isinstance(found, bool):
+            raise ValueError(f"{self.file}: {name} is {found!r}, and neither true nor false")
+        return found
+
     def only(self, name: str, *allowed: Any) -> None:
         """Raises ValueError if a field is there and says what the modules do not do."""
         found = self.fields.get(name)
@@ -209,10 +228,21 @@ class _Json:
 
 
 def _dtype(json: _Json) -> Any:
-    name = json.get("dtype", json.get("torch_dtype", "float32"))
+    name = json.get("dtype", json.get("torch_dtype"))
+    if name is None:
+        return _stored_dtype(json.file.parent)
     if name not in DTYPES.values():
         raise ValueError(f"{json.file}: dtype is {name!r}; there are {', '.join(DTYPES.values())}")
     return jnp.dtype(name)
+
+
+def _stored_dtype(folder: Path) -> Any:
+    """The dtype of the first tensor in a folder, as `transformers` takes it; float32 where there is none."""
+    try:
+        weights = Weights(folder)
+    except FileNotFoundError:
+        return jnp.dtype("float32")
+    return weights.dtype(next(iter(weights.files)))
 
 
 def _shared(
@@ -223,14 +253,15 @@ def _shared(
     head_dim: int | None = None,
     activation: str = "silu",
     rope: str | None = None,
+    rope_theta: float = 10_000.0,
 ) -> dict[str, Any]:
-    """What all but GPT-2 say in the same words; `rope` is as in `_read_rope`."""
+    """What all but GPT-2 say in the same words; `rope` and `rope_theta` are as in `_read_rope`."""
     json.only("attention_bias", False)
     json.only("mlp_bias", False)
     json.only("hidden_act", activation)
     json.only("partial_rotary_factor", 1.0)
     width, heads = json.size("hidden_size"), json.size("num_attention_heads")
-    base, scaling = _read_rope(json, rope)
+    base, scaling = _read_rope(json, rope, rope_theta)
     return dict(
         vocab=json.size("vocab_size"),
         layers=json.size("num_hidden_layers"),
@@ -239,7 +270,7 @@ def _shared(
         kv_heads=json.size("num_key_value_heads", default=heads),
         mlp=json.size("intermediate_size"),
         head_dim=json.size("head_dim", default=head_dim or width // heads),
-        tied=json.get("tie_word_embeddings", tied),
+        tied=json.flag("tie_word_embeddings", tied),
         norm_eps=json.positive("rms_norm_eps", rms_norm_eps),
         rotary_base=base,
         rotary_scaling=scaling,
@@ -248,13 +279,15 @@ def _shared(
     )
 
 
-def _read_rope(json: _Json, kind: str | None = None) -> tuple[float, Scaling | None]:
+def _read_rope(
+    json: _Json, kind: str | None = None, default: float = 10_000.0
+) -> tuple[float, Scaling | None]:
     """Base and scaling of rotary positions; `kind` is the kind of layer, where kinds differ."""
     said = json.get("rope_parameters", json.get("rope_scaling", {}))
     said = said.get(kind, {}) if kind and isinstance(said, Mapping) else said
     if not isinstance(said, Mapping):
         raise ValueError(f"{json.file}: rotary positions are {said!r}, and not an object with fields")
-    base = float(json.positive("rope_theta", json.positive("rope_theta", 10_000.0), said))
+    base = float(json.positive("rope_theta", json.positive("rope_theta", default), said))
     name = said.get("rope_type", said.get("type", "default"))
     if name != "default" and name not in SCALINGS:
         raise ValueError(
@@ -309,7 +342,7 @@ def _write_rope(base: float, scaling: Scaling | None) -> dict[str, Any]:
 
 def _windows(json: _Json, default: Callable[[int], str]) -> tuple[int | None, ...] | None:
     """The window of each layer, by the kinds of layers."""
-    layers, window = json.size("num_hidden_layers"), json.get("sliding_window")
+    layers, window = json.size("num_hidden_layers"), json.optional_size("sliding_window", 4096)
     kinds = json.get("layer_types", [default(n) for n in range(layers)])
     if window is None or "sliding_attention" not in kinds:
         return None
@@ -321,35 +354,39 @@ def _llama(json: _Json) -> LMConfig:
 
 
 def _mistral(json: _Json) -> LMConfig:
-    return LMConfig(**_shared(json), window=json.get("sliding_window"))
+    return LMConfig(**_shared(json), window=json.optional_size("sliding_window", 4096))
 
 
 def _mixtral(json: _Json) -> MoELMConfig:
     return MoELMConfig(
-        **_shared(json, rms_norm_eps=1e-5),
-        window=json.get("sliding_window"),
+        **_shared(json, rms_norm_eps=1e-5, rope_theta=1e6),
+        **_routing(json, normalized=True),
+        window=json.optional_size("sliding_window"),
         experts=json.size("num_local_experts"),
-        top_k=_top_k(json, normalized=True),
-        load_balancing=json.get("router_aux_loss_coef", 0.001),
-        router_z=0.0,
     )
 
 
-def _top_k(json: _Json, *, normalized: bool) -> int:
-    """Experts of a token."""
+def _routing(json: _Json, *, normalized: bool) -> dict[str, Any]:
+    """How many experts a token has, and the losses of routers."""
     top_k = json.size("num_experts_per_tok")
     if top_k == 1 and normalized:
         raise ValueError(
             f"{json.file}: num_experts_per_tok is 1, and the weight of the one expert always 1; in "
             "mmnnx.modules it is the router's probability"
         )
-    return top_k
+    coefficient = json.get("router_aux_loss_coef", 0.001)
+    if isinstance(coefficient, bool) or not isinstance(coefficient, (int, float)) or coefficient < 0:
+        raise ValueError(f"{json.file}: router_aux_loss_coef is {coefficient!r}, and not a number from 0 on")
+    scale = _balancing_scale(json.size("num_hidden_layers"), top_k)
+    return dict(top_k=top_k, load_balancing=coefficient * scale, router_z=0.0)
 
 
 def _qwen_windows(json: _Json) -> tuple[int | None, ...] | None:
-    if not json.get("use_sliding_window", False):
+    if not json.flag("use_sliding_window", False):
         return None
     first = json.get("max_window_layers", 28)
+    if type(first) is not int or first < 0:
+        raise ValueError(f"{json.file}: max_window_layers is {first!r}, and not a whole number from 0 on")
     return _windows(json, lambda n: "sliding_attention" if n >= first else "full_attention")
 
 
@@ -365,51 +402,61 @@ def _qwen3_moe(json: _Json) -> MoELMConfig:
     json.only("decoder_sparse_step", 1)
     json.only("mlp_only_layers", [])
     shared = _shared(json, head_dim=128) | dict(mlp=json.size("moe_intermediate_size"))
-    normalized = json.get("norm_topk_prob", False)
+    normalized, windowed = json.flag("norm_topk_prob", False), json.flag("use_sliding_window", False)
     return MoELMConfig(
         **shared,
-        window=_qwen_windows(json),
+        **_routing(json, normalized=normalized),
+        window=json.optional_size("sliding_window", 4096) if windowed else None,
         qk_norm=True,
         experts=json.size("num_experts", "num_local_experts"),
-        top_k=_top_k(json, normalized=normalized),
         normalize=normalized,
-        load_balancing=json.get("router_aux_loss_coef", 0.001),
-        router_z=0.0,
     )
 
 
-def _gemma(json: _Json, windows: Any, rope: str | None = None, **changes: Any) -> GemmaConfig:
+def _gemma(
+    json: _Json,
+    windows: Any,
+    *,
+    rope: str | None = None,
+    rope_theta: float = 10_000.0,
+    softcaps: tuple[float | None, float | None] = (None, None),
+    **changes: Any,
+) -> GemmaConfig:
+    """`softcaps` are those of attention and of logits where the fields are absent."""
     activation = "gelu_pytorch_tanh"  # by either name
     json.only("hidden_activation", activation)
     json.only("use_bidirectional_attention", False)
-    shared = _shared(json, tied=True, head_dim=256, activation=activation, rope=rope) | changes
-    scalar = json.get("query_pre_attn_scalar", 256)
+    rotary: dict[str, Any] = dict(rope=rope, rope_theta=rope_theta)
+    shared = _shared(json, tied=True, head_dim=256, activation=activation, **rotary) | changes
+    scalar = json.positive("query_pre_attn_scalar", 256)
     return GemmaConfig(
         **shared,
         window=windows,
         attention_scale=None if scalar == shared["head_dim"] else scalar**-0.5,
-        attention_softcap=json.get("attn_logit_softcapping"),
-        logits_softcap=json.get("final_logit_softcapping"),
+        attention_softcap=json.optional_bound("attn_logit_softcapping", softcaps[0]),
+        logits_softcap=json.optional_bound("final_logit_softcapping", softcaps[1]),
     )
 
 
 def _gemma2(json: _Json) -> GemmaConfig:
-    return _gemma(json, _windows(json, lambda n: "full_attention" if n % 2 else "sliding_attention"))
+    windows = _windows(json, lambda n: "full_attention" if n % 2 else "sliding_attention")
+    return _gemma(json, windows, softcaps=(50.0, 30.0))
 
 
 def _gemma3(json: _Json) -> GemmaConfig:
-    every = json.get("sliding_window_pattern", json.get("_sliding_window_pattern", 6))
+    every = json.size("sliding_window_pattern", default=json.size("_sliding_window_pattern", default=6))
     windows = _windows(json, lambda n: "sliding_attention" if (n + 1) % every else "full_attention")
     if "rope_parameters" not in json.fields:  # as older versions wrote it
-        local = json.get("rope_local_base_freq", 10_000.0)
-        return _gemma(json, windows, qk_norm=True, local_rotary_base=local)
+        local = json.positive("rope_local_base_freq", 10_000.0)
+        return _gemma(json, windows, rope_theta=1e6, qk_norm=True, local_rotary_base=local)
     local, scaling = _read_rope(json, "sliding_attention")
     if scaling is not None:
         raise ValueError(
             f"{json.file}: rotary positions of sliding_attention are scaled, and in mmnnx.modules those of "
             "full_attention alone"
         )
-    return _gemma(json, windows, rope="full_attention", qk_norm=True, local_rotary_base=local)
+    rope = "full_attention"
+    return _gemma(json, windows, rope=rope, rope_theta=1e6, qk_norm=True, local_rotary_base=local)
 
 
 def _gpt2(json: _Json) -> GPT2Config:
@@ -427,7 +474,7 @@ def _gpt2(json: _Json) -> GPT2Config:
         mlp=json.size("n_inner", default=4 * width),
         positions=json.size("n_positions"),
         norm_eps=json.positive("layer_norm_epsilon", 1e-5),
-        tied=json.get("tie_word_embeddings", True),
+        tied=json.flag("tie_word_embeddings", True),
         dtype=_dtype(json),
         param_dtype=_dtype(json),
     )

@@ -55,8 +55,9 @@ def load(
     Args:
       folder: with `config.json` and `model.safetensors`, or several such files and their index.
       placement: where the weights go, or what makes that of the abstract model. Default: the default device.
-      dtype: what activations are computed in. Default: as the weights are stored.
-      param_dtype: what weights are kept in. Default: as they are stored.
+      dtype: what activations are computed in. Default: the dtype that `config.json` names, else that of the
+        first weight in the files.
+      param_dtype: what weights are kept in. Default: the same.
       **changes: fields of the config to set otherwise, such as `scan=True` or `remat=True`.
 
     Returns:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -19,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from mmnnx.json_object import read_json_object
-from mmnnx.modules.hf.configs import CONFIG, DTYPES, read_config, write_config
+from mmnnx.modules.hf.configs import CONFIG, read_config, write_config
 from mmnnx.modules.hf.tensors import Path, Piece, pieces_of, tensor_shapes
-from mmnnx.modules.hf.weights import INDEX, ONE_FILE, Weights
+from mmnnx.modules.hf.weights import DTYPES, INDEX, ONE_FILE, Weights
 from mmnnx.modules.lm import LM
 from mmnnx.mpmd.distributed.done_by_first import done_by_first
 from mmnnx.mpmd.distributed.fetch import fetch
@@ -30,6 +31,9 @@ from mmnnx.sharding.held_parts import held_row
 FILE_BYTES = 5 * 10**9
 """The most that is in one file, as `transformers` has it."""
 
+OLD_ROPE = ("rope_scaling", "rope_theta", "rope_local_base_freq")
+"""Fields of rotary positions from before there was `rope_parameters`."""
+
 COMPANIONS = (".json", ".jinja", ".model", ".txt")  # a tokenizer's files, and how text is generated
 
 
@@ -37,10 +41,11 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
     """Writes a model as a folder of the Hugging Face hub.
 
     Names of tensors, their dtypes, the files that they are in, and the fields of `config.json` are those of
-    the folder that the model was loaded from, whose tokenizer is copied as well. What was loaded and not
-    changed is equal byte by byte. Of a model that was not loaded, files hold up to 5 GB. Low-rank additions
-    (`lora`) are merged into the kernels that they are for. Published models have no `capacity_factor` of
-    experts: it is left out, with a warning.
+    the folder that the model was loaded from, but for fields that the model has changed, such as a window;
+    its tokenizer is copied as well. What was loaded in the dtype of its files and not changed is equal byte
+    by byte. Of a model that was not loaded, files hold up to 5 GB. Low-rank additions (`lora`) are merged
+    into the kernels that they are for. Published models have no `capacity_factor` of experts: it is left out,
+    with a warning.
 
     In several processes each must call it. The first writes, and all return when it has; an OSError in it is
     one in all of them.
@@ -87,7 +92,7 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
         written.mkdir()
         for file in dict.fromkeys(files.values()):
             names = [name for name in shapes if files[name] == file]
-            tensors = dict(_tensors(model, pieces, names, dtypes))
+            tensors = _tensors(model, pieces, names, dtypes)
             # After each file, or the others would send all that they have at once.
             with done_by_first(f"write {file}") as first:
                 if first:
@@ -136,15 +141,17 @@ def save_adapter(model: LM, folder: str | FilePath) -> None:
             continue
         layer = _layer(model, path)
         settings.add((layer.rank, layer.alpha))
+        additions = [("lora_A", "lora_a"), ("lora_B", "lora_b")]
+        rows = {name: _rows(variables[*path[:-1], ours]) for name, ours in additions}
         for piece in pieces:
             if not piece.transposed:
                 name = ".".join(map(str, path))
                 raise ValueError(f"PEFT has no adapter for {name}: in {piece.tensor} it is not a layer")
             stem = piece.tensor.removesuffix(".weight")
             names.add(stem.rpartition(".")[2])
-            for name, ours in (("lora_A", "lora_a"), ("lora_B", "lora_b")):
-                row = _row(variables[*path[:-1], ours].get_raw_value(), piece.index)
-                tensors[f"base_model.model.{stem}.{name}.weight"] = np.ascontiguousarray(row.T)
+            for name, row_of in rows.items():
+                tensor = f"base_model.model.{stem}.{name}.weight"
+                tensors[tensor] = np.ascontiguousarray(row_of(piece.index).T)
     if len(settings) != 1:
         raise ValueError(f"PEFT has one rank and alpha for all layers; this model has {sorted(settings)}")
     ((rank, alpha),) = settings
@@ -185,14 +192,19 @@ def _layer(model: LM, path: Path) -> Any:
 
 
 def _config(model: LM, source: Any, dtypes: Mapping[str, np.dtype]) -> dict[str, Any]:
-    """The fields of `config.json`: those of the source, or the model's own, and the dtype of most weights."""
+    """The fields of `config.json`: those of the source, but for what the model has changed, or the model's
+    own; and the dtype of most weights."""
     written = jnp.dtype(max(dtypes.values(), key=list(dtypes.values()).count)).name
     if source is None:
         return write_config(model.config) | {"dtype": written}
-    found = read_json_object(FilePath(source) / CONFIG)
-    if jnp.dtype(read_config(source).param_dtype).name == written:
-        return found
-    return found | {"torch_dtype" if "torch_dtype" in found else "dtype": written}
+    found, theirs = read_json_object(FilePath(source) / CONFIG), read_config(source)
+    if jnp.dtype(theirs.param_dtype).name != written:
+        found |= {"torch_dtype" if "torch_dtype" in found else "dtype": written}
+    before, now = write_config(theirs), write_config(model.config)
+    changed = {name for name in now if name != "dtype" and now[name] != before.get(name)}
+    if "rope_parameters" in changed:  # older files say the same in other fields
+        found = {name: value for name, value in found.items() if name not in OLD_ROPE}
+    return found | {name: now[name] for name in changed}
 
 
 def _json(fields: Mapping[str, Any]) -> str:
@@ -222,37 +234,44 @@ def _tensors(
     pieces: Mapping[Path, tuple[Piece, ...]],
     names: Sequence[str],
     dtypes: Mapping[str, np.dtype],
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of some names, in host memory."""
+) -> dict[str, np.ndarray]:
+    """The tensors of some names, in host memory. Each Variable is read once."""
     variables = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    parts: dict[str, list[tuple[Path, Piece]]] = {name: [] for name in names}
-    for path, own in pieces.items():
+    parts: dict[str, list[tuple[int, np.ndarray]]] = {name: [] for name in names}
+    for path, all_pieces in pieces.items():
+        own = [piece for piece in all_pieces if piece.tensor in parts]
+        if not own:
+            continue
+        row_of = _rows(variables[path])
+        has_addition = (*path[:-1], "lora_a") in variables and path[-1] == "kernel"
+        addition_of = _addition(model, path, variables) if has_addition else None
         for piece in own:
-            if piece.tensor in parts:
-                parts[piece.tensor].append((path, piece))
-    for name, found in parts.items():
-        values = []
-        for path, piece in sorted(found, key=lambda f: f[1].start):
-            row = _row(variables[path].get_raw_value(), piece.index)
-            if (*path[:-1], "lora_a") in variables and path[-1] == "kernel":
-                row = row + _addition(model, path, variables, piece.index).astype(row.dtype)
-            values.append(row.T if piece.transposed else row)
-        whole = np.concatenate(values, axis=-1) if len(values) > 1 else values[0]
-        yield name, np.ascontiguousarray(whole, dtypes[name])
+            row = row_of(piece.index)
+            if addition_of is not None:
+                row = row + addition_of(piece.index).astype(row.dtype)
+            parts[piece.tensor].append((piece.start, row.T if piece.transposed else row))
+    in_order = {name: [row for _, row in sorted(found, key=lambda f: f[0])] for name, found in parts.items()}
+    return {
+        name: np.ascontiguousarray(np.concatenate(rows, axis=-1) if len(rows) > 1 else rows[0], dtypes[name])
+        for name, rows in in_order.items()
+    }
 
 
 def _addition(
-    model: LM, path: Path, variables: Mapping[Path, nnx.Variable], index: tuple[int, ...]
-) -> np.ndarray:
-    """What the low-rank addition of a layer adds to a part of its kernel, float32."""
+    model: LM, path: Path, variables: Mapping[Path, nnx.Variable]
+) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """From an index into a kernel to what the low-rank addition of its layer adds there, float32."""
     layer = _layer(model, path)
-    a, b = (
-        _row(variables[*path[:-1], name].get_raw_value(), index).astype(np.float32)
-        for name in ("lora_a", "lora_b")
-    )
-    return layer.alpha / layer.rank * (a @ b)
+    a, b = (_rows(variables[*path[:-1], name]) for name in ("lora_a", "lora_b"))
+    scale = layer.alpha / layer.rank
+    return lambda index: scale * (a(index).astype(np.float32) @ b(index).astype(np.float32))
 
 
-def _row(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
-    """`x[index]` in host memory; in several processes of all of them."""
-    return held_row(x, index) if jax.process_count() == 1 else np.asarray(fetch(x))[index]
+def _rows(variable: nnx.Variable) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """From an index into the first dimensions to that part of a Variable in host memory; in several
+    processes of all of them, which each call this."""
+    x = variable.get_raw_value()
+    if jax.process_count() == 1:
+        return functools.partial(held_row, x)
+    whole = np.asarray(fetch(x))
+    return lambda index: whole[index].copy()  # a view would keep all of it

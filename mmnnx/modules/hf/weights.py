@@ -11,8 +11,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mmnnx.json_object import read_json_object
-from mmnnx.modules.hf.configs import DTYPES
 from mmnnx.printable import first_few
+
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The dtypes of weights, by their names in safetensors."""
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
