@@ -51,8 +51,8 @@ class Attention(nnx.Module):
         or, for a sequence to itself, "flash", which is `flash_attention`, on TPUs, and "ring", which is
         `ring_attention`, for sequences that are divided over devices. With a `mask`, a `memory` or a cache
         these two are as None.
-      chunks: parts of the queries whose scores are made one after the other (see `chunked_attention`); where
-        they do not divide the queries, as in decoding, all scores are made at once.
+      chunks: parts of the queries whose scores are made one after the other (see `chunked_attention`); of
+        fewer queries, as in decoding, all scores are made at once.
       query_axes: logical names of the axes of the query kernel [width, heads * head_dim]; the last also names
         the heads of activations.
       kv_axes: the same for key and value [width, kv_heads * head_dim].
@@ -185,7 +185,7 @@ class Attention(nnx.Module):
             window=window,
             scale=self.scale,
             softcap=self.softcap,
-            chunks=1 if query.shape[1] % self.chunks else self.chunks,
+            chunks=1 if query.shape[1] < self.chunks else self.chunks,
             implementation=None if self.implementation in _OF_ITSELF else self.implementation,
         )
 

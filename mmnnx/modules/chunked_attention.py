@@ -36,15 +36,14 @@ def chunked_attention(
         own onwards.
       scale: what scores are multiplied by. Default: 1 / sqrt(head_dim).
       softcap: scores are bounded by it: `softcap * tanh(score / softcap)`, as in Gemma 2 (arXiv:2408.00118).
-      chunks: parts of the queries; 1 makes all scores at once.
+      chunks: parts of the queries; 1 makes all scores at once. The last part may be shorter.
       implementation: of `jax.nn.dot_product_attention`.
 
     Returns:
       [batch, queries, heads, head_dim].
 
     Raises:
-      ValueError: if `chunks` does not divide the queries, or an implementation other than "xla" is asked for
-        a softcap.
+      ValueError: if an implementation other than "xla" is asked for a softcap.
 
     Example:
       >>> x = jnp.ones((2, 64, 4, 8))
@@ -70,9 +69,12 @@ def chunked_attention(
         distance = jnp.arange(length)[:, None] - jnp.arange(key.shape[1])
         mask = _seen(mask, _limits(distance, causal, window))
         return softcap_attention(query, key, value, mask, scale=scale, softcap=softcap)
-    if length % chunks:
-        raise ValueError(f"{length} queries are not divisible into {chunks} chunks of the attention")
-    size = length // chunks
+    size = -(-length // chunks)
+    chunks = -(-length // size)
+    if (missing := chunks * size - length) > 0:  # queries whose results are dropped
+        query = jnp.pad(query, ((0, 0), (0, missing), (0, 0), (0, 0)))
+        if mask is not None and mask.shape[2] != 1:
+            mask = jnp.pad(mask, ((0, 0), (0, 0), (0, missing), (0, 0)), constant_values=True)
     keys = jnp.arange(key.shape[1])
     dtypes = key.dtype, value.dtype
     # What comes back to them is a sum over chunks, and that is taken in their type.
@@ -96,7 +98,7 @@ def chunked_attention(
     else:
         masks = jnp.moveaxis(mask.reshape(*mask.shape[:2], chunks, size, -1), 2, 0)
         found = jax.lax.map(lambda part: attend(*part), (queries, masks, starts))
-    return jnp.moveaxis(found, 0, 1).reshape(batch, length, *by_head)
+    return jnp.moveaxis(found, 0, 1).reshape(batch, chunks * size, *by_head)[:, :length]
 
 
 def softcap_attention(

@@ -63,6 +63,7 @@ class ConvBlock(nnx.Module):
         if norm == "group" and out_features % groups:
             raise ValueError(f"ConvBlock: groups={groups} does not divide {out_features} features")
         self.norm_kind, self.groups, self.activation = norm, groups, activation
+        self.axis = axes[1]
         size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
         if len(size) == 1:
             size *= 2
@@ -99,7 +100,7 @@ class ConvBlock(nnx.Module):
         x = self.norm(self.conv(x))
         if self.activation is not None:
             x = self.activation(x)
-        return constrain(x, "batch", None, None, "conv_out")
+        return constrain(x, "batch", None, None, self.axis)
 
 
 class ResidualBlock(nnx.Module):

@@ -27,7 +27,7 @@ def mean_cross_entropy(
       labels: int [batch, length].
       chunks: parts of the length; 1 makes all logits at once. A part is every so many positions.
       weights: float [batch, length], of the labels: what is returned is then the sum of cross-entropy times
-        weight. Default: equal weights with a sum of one, the mean.
+        weight. Default: equal weights with a sum of one, the mean. Where it is 0 any label will do.
 
     Raises:
       ValueError: if `chunks` does not divide the length, and for labels or weights of another shape than
@@ -43,6 +43,8 @@ def mean_cross_entropy(
             raise ValueError(f"{name} are {list(given.shape)}, and what they are for {list(x.shape[:2])}")
     if weights is None:
         weights = jnp.full(labels.shape, 1 / labels.size, jnp.float32)
+    else:
+        labels = jnp.where(weights == 0, 0, labels)  # optax makes NaN of one that is no token, such as -100
     if chunks == 1:
         return (optax.softmax_cross_entropy_with_integer_labels(logits(x), labels) * weights).sum()
     batch, length = labels.shape

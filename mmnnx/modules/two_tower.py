@@ -63,7 +63,7 @@ class TwoTowerConfig:
       temperature: what similarities are divided by at first; it is learned.
 
     Raises:
-      ValueError: a temperature that is not positive.
+      ValueError: a temperature below 0.01, which similarities are never divided by.
 
     Example:
       >>> TwoTowerConfig(text=TextConfig(length=16)).features
@@ -76,8 +76,8 @@ class TwoTowerConfig:
     temperature: float = 0.07
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature} is not positive: CLIP begins at 0.07")
+        if self.temperature < 0.01:
+            raise ValueError(f"temperature={self.temperature} is below 0.01: CLIP begins at 0.07")
 
 
 class TextEncoder(nnx.Module):
@@ -171,7 +171,10 @@ class TwoTower(nnx.Module):
         """
         image = unit_length(self.image_head(self.image(images)))
         text = unit_length(self.text_head(self.text(tokens)))
-        return image, text, jnp.exp(jnp.minimum(self.log_scale[...], math.log(100)))
+        own = self.log_scale[...]
+        # Gradients pass the bound, or a step beyond it would never be taken back.
+        log_scale = own + jax.lax.stop_gradient(jnp.minimum(own, math.log(100)) - own)
+        return image, text, jnp.exp(log_scale)
 
     def loss(self, images: jax.Array, tokens: jax.Array) -> jax.Array:
         """Mean cross-entropy, in nats, of telling each image's text and each text's image."""

@@ -598,9 +598,24 @@ def test_gradients_of_keys_are_summed_over_chunks_in_float32():
     assert errors[1] < 2 * errors[0]
 
 
-def test_chunks_that_do_not_divide():
-    x = sample(1, 6, 2, 8)
-    with pytest.raises(ValueError, match="6 queries are not divisible into 4 chunks of the attention"):
-        chunked_attention(x, x, x, chunks=4)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("window", [None, 2])
+def test_chunks_that_do_not_divide(window, masked):
+    """As of tokens whose last is a label alone: the last chunk is shorter. Values and gradients."""
+    q, k, v, weights = (sample(2, 7, 2, 8, seed=n) for n in range(4))
+    mask = sample(2, 1, 7, 7) > -1 if masked else None
+    options = dict(causal=True, window=window)
+
+    def loss(chunks, q, k, v):
+        return (chunked_attention(q, k, v, mask, chunks=chunks, **options) * weights).sum()
+
+    found, expected = (jax.value_and_grad(loss, (1, 2, 3))(n, q, k, v) for n in (3, 1))
+    jax.tree.map(close, found, expected)
+    shapes = [v.aval.shape for v in results_of(jax.make_jaxpr(lambda *a: loss(3, *a))(q, k, v).jaxpr)]
+    scores = [s for s in shapes if s[-1:] == (7,) and len(s) > 3 and math.prod(s) == 2 * 2 * 7 * s[-2]]
+    assert {shape[-2] for shape in scores} == {3}
+
+
+def test_no_chunks():
     with pytest.raises(ValueError, match="chunks=0: the queries are at least one part"):
         build(chunks=0)

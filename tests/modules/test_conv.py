@@ -164,3 +164,10 @@ def test_the_norm_can_be_overridden():
 def test_what_cannot_be_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
         ConvBlock(4, FEATURES, rngs=nnx.Rngs(0), **options)
+
+
+def test_activations_have_the_axis_of_the_kernel():
+    task = mm.Task("conv", logical_axes={"features": "model"}, mesh=jax.make_mesh((4,), ("model",)))
+    block = ConvBlock(4, FEATURES, axes=("inputs", "features"), rngs=nnx.Rngs(0))
+    call = mm.jit(lambda block, x: mm.task(lambda x: block(x), task=task)(x))
+    assert call(block, inputs()).sharding.spec[-1] == "model"

@@ -100,6 +100,16 @@ def test_a_key_value_head_serves_neighbouring_query_heads():
     np.testing.assert_allclose(call(full, tokens()), call(grouped, tokens()), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_labels_that_count_nothing(chunks):
+    """Where the weight is 0 a label may be none of the tokens; elsewhere that shows."""
+    x, weights = jnp.ones((1, 2, 3)), jnp.array([[0.0, 1.0]])
+    loss = lambda x, *labels: mean_cross_entropy(lambda x: x, x, jnp.array([labels]), chunks, weights)
+    values = [jax.value_and_grad(loss)(x, label, 1) for label in (-100, 0)]
+    jax.tree.map(np.testing.assert_array_equal, *values)
+    assert np.isnan(loss(x, 0, -100))
+
+
 def test_weights_of_the_loss_in_float64():
     with jax.enable_x64(True):
         x, labels, weights = jnp.ones((2, 4, 3)), jnp.ones((2, 4), int), jnp.full((2, 4), 0.125, jnp.float64)

@@ -533,7 +533,7 @@ def test_images_may_have_other_channels():
         (lambda: ViTConfig(pooling="max"), "pooling='max' is neither 'class' nor 'mean'"),
         (lambda: TextConfig(width=30), "width 30 is not divisible by 4 heads"),
         (lambda: TextConfig(pad=-1), "pad=-1 is no token of a vocabulary of 256"),
-        (lambda: TwoTowerConfig(temperature=0.0), "temperature=0.0 is not positive"),
+        (lambda: TwoTowerConfig(temperature=0.005), "temperature=0.005 is below 0.01"),
         (lambda: EncoderDecoderConfig(decoder_layers=0), "4 and 0 blocks: each side needs one or more"),
         (lambda: EncoderDecoderConfig(start=256), "start=256 is no token of a vocabulary of 256"),
         (lambda: EncoderDecoderConfig(width=30), "width 30 is not divisible by 4 heads"),
@@ -552,3 +552,15 @@ def test_inputs_of_other_shapes_are_refused():
         make(ViT)(jnp.ones((1, 8, 9, 3)))
     with pytest.raises(ValueError, match="a text of 9 tokens is longer than config.length, 8"):
         make(TwoTower).text(jnp.ones((1, 9), jnp.int32))
+
+
+def test_a_temperature_that_is_too_low_comes_back():
+    """CLIP bounds the scale at 100; a step beyond it is taken back by the gradients of later ones."""
+    model = make(TwoTower)
+    batch = batch_of(TwoTower, 4)
+    for log_scale in (4.0, 5.0):
+        model.log_scale[...] = jnp.float32(log_scale)
+        *_, scale = model(*batch)
+        assert float(scale) == pytest.approx(min(np.exp(log_scale), 100), rel=1e-5)
+        gradient = nnx.grad(lambda m: m.loss(*batch))(model).log_scale[...]
+        assert abs(float(gradient)) > 1e-6
