@@ -23,7 +23,7 @@ from mmnnx.train.rows import Packing
 
 PATHS = ("config", "data", "model", "out")
 DEVICES = "--stages x --data-parallel x --context x --expert x --tensor"
-FAR = 300  # how much larger a value may be that is proposed in place of one that does not fit
+FAR = 300  # how much larger or smaller a value may be that is proposed in place of one that does not fit
 POSITIVE = (
     *("steps", "eval_every", "keep", "batch", "sequence", "stages", "tensor", "data_parallel", "context"),
     *("expert", "virtual_stages", "processes", "microbatches", "layers", "width", "heads", "kv_heads", "mlp"),
@@ -409,7 +409,7 @@ def nearest(config: TrainConfig, options: Sequence[str]) -> str:
     proposals = []
     for option in options:
         value = getattr(config, option)
-        ways = range(value - 1, 0, -1), range(value + 1, value + FAR)
+        ways = range(value - 1, max(value - FAR, 0), -1), range(value + 1, value + FAR)
         found = [next((n for n in way if fits(**{option: n})), None) for way in ways]
         if values := [str(n) for n in found if n is not None]:
             proposals.append(f"{_option(option)} {' or '.join(values)}")

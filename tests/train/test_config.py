@@ -89,6 +89,17 @@ def test_a_refusal_names_the_nearest_that_would_do(options, says):
         TrainConfig(**options).validate()
 
 
+@pytest.mark.parametrize("options", [dict(tensor=10**7), dict(batch=10**9, microbatches=10**9 + 7)])
+def test_what_would_do_is_sought_near_the_value_alone(monkeypatch, options):
+    """So that a number with too many digits is refused at once."""
+    checked = []
+    check = TrainConfig._check
+    monkeypatch.setattr(TrainConfig, "_check", lambda config: checked.append(config) or check(config))
+    with pytest.raises(UserError, match="must be a multiple"):
+        TrainConfig(**options).validate()
+    assert len(checked) < 5000
+
+
 OPTIONS = (
     "batch",
     "microbatches",
