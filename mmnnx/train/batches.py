@@ -10,6 +10,9 @@ import numpy as np
 from mmnnx.train.errors import UserError
 from mmnnx.train.rows import Row, Rows
 
+# A batch is made in much less time than a step takes; grain would keep 500, and have 16 threads for files.
+AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
+
 
 def train_batches(rows: Rows, batch: int, seed: int) -> grain.DatasetIterator:
     """Endless batches of rows, [batch, length] each: the arguments of `LM.loss`; shuffled anew in each epoch.
@@ -24,7 +27,8 @@ def train_batches(rows: Rows, batch: int, seed: int) -> grain.DatasetIterator:
             "give more text, or a smaller --batch or --sequence"
         )
     shuffled = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
-    return iter(shuffled.batch(batch, drop_remainder=True).map(_with_mean).to_iter_dataset())
+    batches = shuffled.batch(batch, drop_remainder=True).map(_with_mean)
+    return iter(batches.to_iter_dataset(AHEAD))
 
 
 def _with_mean(batch: Row) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -176,6 +177,17 @@ def test_batches_go_on_from_a_state_that_went_through_json():
     again = train_batches(rows, 4, seed=3)
     again.set_state(state)
     assert [next(again)["tokens"].tolist() for _ in range(6)] == expected
+
+
+def test_few_batches_are_made_ahead(monkeypatch):
+    """A batch may be large, and the host makes many in the time of a step."""
+    read = []
+    row = Stream.__getitem__
+    monkeypatch.setattr(Stream, "__getitem__", lambda rows, n: read.append(n) or row(rows, n))
+    batches = train_batches(counting(8 * 20 + 1), 4, seed=0)
+    next(batches)
+    time.sleep(0.3)  # in which hundreds would be made
+    assert 4 <= len(read) <= 4 * 5
 
 
 def test_validation_batches_are_spread_over_the_text():
