@@ -112,7 +112,7 @@ def write(config: GenerateConfig) -> int:
             begin = f"{prompt}\n" if config.chat else prompt
             say(f"{begin}{codec.decode(until(row, codec.ends))}\n\n")
     else:
-        say("\n")
+        stream.end()
     count = sum(len(until(row, codec.ends)) for row in tokens)
     Console(stderr=True, highlight=False, quiet=current.get().quiet).print(
         f"{count} tokens in {seconds:.1f} s, with what was compiled", markup=False
@@ -139,12 +139,16 @@ def until(tokens: np.ndarray, ends: Sequence[int]) -> list[int]:
 
 
 class Stream:
-    """Prints a prompt, and tokens as they come: whole characters, which may be several tokens."""
+    """Prints a prompt, and tokens as they come: whole characters, which may be several tokens.
+
+    All that is printed is the text of all tokens, but each time few are decoded: the new ones, after those
+    that were printed last, as the text of a token may hang on the one before it (a first space is dropped).
+    """
 
     def __init__(self, codec: Codec, prompt: str):
         self._codec, self._prompt = codec, prompt
-        self._tokens: list[int] = []
-        self._shown = 0
+        self._tokens: list[int] = []  # those that were printed last, and those that were not yet
+        self._shown = 0  # how many of these were
         self._ended = False
 
     def __call__(self, tokens: np.ndarray) -> None:
@@ -154,10 +158,19 @@ class Stream:
         if self._ended:
             return
         self._tokens.append(int(tokens[0]))
-        text = self._codec.decode(self._tokens)
-        if not text.endswith("\ufffd"):
-            say(text[self._shown :])
-            self._shown = len(text)
+        text = self._new()
+        if text and not text.endswith("\ufffd"):
+            say(text)
+            del self._tokens[: self._shown]
+            self._shown = len(self._tokens)
+
+    def end(self) -> None:
+        """Prints what is left, which is no whole character, and ends the line."""
+        say(f"{self._new()}\n")
+
+    def _new(self) -> str:
+        before = self._codec.decode(self._tokens[: self._shown])
+        return self._codec.decode(self._tokens)[len(before) :]
 
 
 def say(text: str) -> None:

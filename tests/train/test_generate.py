@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from mmnnx.cli import main
 from mmnnx.modules import generate, hf
+from mmnnx.printable import printable
 from mmnnx.train.config import TrainConfig
 from mmnnx.train.generate_cli import Stream, encode, groups
 from mmnnx.train.loop import train
-from mmnnx.train.tokens import Bytes, HubTokenizer
+from mmnnx.train.tokens import Bytes, Codec, HubTokenizer
 from tests.train.published import publish, records
 
 
@@ -95,6 +99,49 @@ def test_a_character_shows_when_all_of_it_is_there(capsys):
     for byte in "hé!".encode():
         stream(np.array([byte]))
     assert capsys.readouterr().out == "hé!"
+
+
+def spaces_before_words(folder) -> HubTokenizer:
+    """A tokenizer as those of sentencepiece: it drops the first space, and what it does not know is bytes."""
+    pieces = ["▁", "▁the", "▁cat", "s", "at", ",", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return HubTokenizer(folder)
+
+
+def test_what_is_shown_is_the_text_of_all_tokens_and_few_are_decoded_again(
+    model, tmp_path, capsys, monkeypatch
+):
+    text = "thé  cat 🐈‍⬛ sät, € " * 20
+    cut = [*text.encode(), *"🐈".encode()[:3]]  # in the middle of a character
+    published, spaces = HubTokenizer(model), spaces_before_words(tmp_path / "spaces")
+    draw = np.random.default_rng(0)
+    words = [2, 1000, 2, 0, 0, 5, 1, *[6 + byte for byte in "é€".encode()], 3, 0, 4]  # 1000: is no token
+    cases: list[tuple[Codec, Sequence[int] | np.ndarray]] = [
+        (Bytes(), cut),
+        (Bytes(), draw.integers(256, size=300)),
+        (published, published.encode(text.encode())[:-1]),
+        (published, draw.integers(2, published.vocab, size=300)),
+        (spaces, words * 20),
+        (spaces, draw.integers(6, size=300)),
+    ]
+    for codec, tokens in cases:
+        whole, counts = codec.decode(tokens), []
+
+        def decode(some, decode=codec.decode, counts=counts):
+            counts.append(len(some))
+            return decode(some)
+
+        monkeypatch.setattr(codec, "decode", decode)
+        stream = Stream(codec, "> ")
+        for token in tokens:
+            stream(np.array([token]))
+        stream.end()
+        assert capsys.readouterr().out == f"> {printable(whole, keep=chr(10) + chr(9))}\n"
+        assert max(counts) < 40
 
 
 def test_a_model_cannot_command_the_terminal(model, capsys, monkeypatch):
