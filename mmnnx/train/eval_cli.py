@@ -12,16 +12,15 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-import mmnnx as mm
 from mmnnx.options import optional, parse_options, reported
 from mmnnx.train.assistant import LossOn
 from mmnnx.train.batches import in_batches
 from mmnnx.train.config import Precision
 from mmnnx.train.data import load_corpus
 from mmnnx.train.errors import UserError, above_zero
+from mmnnx.train.evaluate import make_evaluate
 from mmnnx.train.read_model import read_model, stage_mesh
 from mmnnx.train.rows import Packing, rows_of
-from mmnnx.train.step import cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +92,9 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         model, codec = read_model(config.model, config.stages, config.precision)
         corpus = load_corpus(config.data, codec, config.loss_on)
         texts = [corpus.train, corpus.valid] if config.all else [corpus.valid]
-        loss_of = mm.jit(cross_entropy)
-        total = tokens = 0.0
-        for text in texts:
-            rows = rows_of(text, config.sequence, config.packing)
-            for batch in in_batches(rows, range(len(rows)), config.batch):
-                total += float(mm.fetch(loss_of(model, batch)))
-                tokens += float(batch["weights"].sum())
+        parts = [rows_of(text, config.sequence, config.packing) for text in texts]
+        batches = (batch for rows in parts for batch in in_batches(rows, range(len(rows)), config.batch))
+        total, tokens = make_evaluate()(model, batches)
     if not tokens:
         raise UserError(
             f"--data has {' and '.join(str(len(text)) for text in texts)} {corpus.unit}s to evaluate, and a "

@@ -21,6 +21,7 @@ from mmnnx.train.config import TrainConfig
 from mmnnx.train.describe import describe, work
 from mmnnx.train.devices import choose_devices
 from mmnnx.train.errors import Diverged, Interrupted, UserError
+from mmnnx.train.evaluate import make_validate
 from mmnnx.train.inputs import Data, read_data
 from mmnnx.train.lockstep import is_first, raise_in_all
 from mmnnx.train.memory import make_peak_bytes
@@ -36,7 +37,6 @@ from mmnnx.train.step import (
     create,
     make_abstract,
     make_train_step,
-    make_validate,
     place,
     with_schedule,
 )

@@ -1,9 +1,8 @@
-"""The model, the optimizer, the train step and the validation of a run."""
+"""The model, the optimizer and the train step of a run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
@@ -200,11 +199,6 @@ def loss_fn(model: LM, batch: Row) -> jax.Array:
     return model.loss(**batch)
 
 
-def cross_entropy(model: LM, batch: Row) -> jax.Array:
-    """Of each label, times its weight; without the losses that routers add in training."""
-    return model.cross_entropy(**batch)
-
-
 def make_train_step(config: TrainConfig) -> Jit:
     """``train_step(model, optimizer, batch) -> {"loss", "grad_norm"}``, the sum over microbatches.
 
@@ -230,15 +224,3 @@ def make_train_step(config: TrainConfig) -> Jit:
         return {"loss": loss, "grad_norm": grad_norm}
 
     return mm.jit(train_step, donate_argnums=(0, 1))
-
-
-def make_validate(held_out: Sequence[Row]) -> Callable[[LM], float]:
-    """``validate(model)``: mean cross-entropy over the labels of these batches, in nats per token."""
-    eval_step = mm.jit(cross_entropy)
-    labels = sum(float(batch["weights"].sum()) for batch in held_out)
-
-    def validate(model: LM) -> float:
-        losses = [eval_step(model, batch) for batch in held_out]
-        return float(np.sum(mm.fetch(losses)) / labels)
-
-    return validate

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 
+import jax
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
+import mmnnx as mm
 from mmnnx.cli import main
 from mmnnx.modules import hf
 from mmnnx.train.config import TrainConfig
@@ -103,6 +105,29 @@ def test_mistakes_are_told(folder, tmp_path, capsys):
     ]:
         assert main(["eval", *options]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_other_batches_are_under_way_when_a_loss_is_waited_for(folder, capsys, monkeypatch):
+    """So that devices do not wait for the host; and not all of them, as their inputs are on devices."""
+    under_way, jit, fetch = [0], mm.jit, mm.fetch
+
+    def counted(step):
+        def call(*args):
+            under_way.append(under_way[-1] + 1)
+            return step(*args)
+
+        return call
+
+    def fetched(losses):
+        under_way.append(under_way[-1] - len(jax.tree.leaves(losses)))
+        return fetch(losses)
+
+    monkeypatch.setattr(mm, "jit", lambda f: counted(jit(f)))
+    monkeypatch.setattr(mm, "fetch", fetched)
+    options = ["--data", str(folder / "data.jsonl"), "--sequence", "16", "--batch", "1", "--all"]
+    found(capsys, str(folder / "model"), *options)
+    assert len(under_way) > 30 and under_way[-1] == 0
+    assert 4 < max(under_way) < 20
 
 
 def test_losses_of_routers_are_no_nats_of_a_token(tmp_path, capsys):

@@ -18,8 +18,9 @@ import mmnnx as mm
 from mmnnx.mpmd.jit import stages
 from mmnnx.train import TrainConfig
 from mmnnx.train.checkpoint import Checkpoints
+from mmnnx.train.evaluate import make_validate
 from mmnnx.train.sample import sample
-from mmnnx.train.step import create, make_train_step, make_validate, place
+from mmnnx.train.step import create, make_train_step, place
 
 CONFIG = TrainConfig(
     **dict(stages=2, tensor=2, microbatches=2, batch=4, sequence=8),
