@@ -115,7 +115,8 @@ class HubTokenizer:
             raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
         self._tokenizer.no_truncation()  # a file may ask for both, of which a text in training knows nothing
         self._tokenizer.no_padding()
-        self.vocab = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab = 1 + max(numbers, default=0)  # numbers may have gaps
         files = ("special_tokens_map.json", "tokenizer_config.json")
         fields = [field for file in files for field in _json(folder / file).items()]
         self._fields = {name: value for name, value in fields if value is not None}

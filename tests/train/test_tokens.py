@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmnnx.train.config import TrainConfig
 from mmnnx.train.documents import documents
 from mmnnx.train.errors import UserError
+from mmnnx.train.inputs import read_data
 from mmnnx.train.tokens import Bytes, HubTokenizer, codec_of
 from tests.train.published import TEXT, add_tokenizer, publish
 
@@ -36,6 +38,22 @@ def test_text_is_there_again_with_its_end(tokenizer):
         assert tokenizer.decode(tokens) == text + "</s>"
     once = tokenizer.encode(b"a cat</s>")
     assert tokenizer.decode(once) == "a cat</s>"
+
+
+def test_numbers_of_tokens_may_have_gaps(tmp_path):
+    """Then there are fewer tokens than the largest number."""
+    folder = publish(tmp_path / "model")
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    mark = {"id": 70_000, "content": "<mark>", "single_word": False, "lstrip": False, "rstrip": False}
+    content["added_tokens"].append(mark | {"normalized": False, "special": True})
+    content["model"]["vocab"]["<mark>"] = 70_000
+    file.write_text(json.dumps(content))
+    tokens = HubTokenizer(folder).encode(b"a <mark>")
+    assert tokens.dtype == np.uint32 and 70_000 in tokens
+    assert HubTokenizer(folder).vocab == 70_001
+    with pytest.raises(UserError, match="has 300 tokens, and its tokenizer 70001"):
+        read_data(TrainConfig(model=folder))
 
 
 def test_a_conversation(tokenizer):
