@@ -53,7 +53,7 @@ def generate(
         tokens at once and for one. The length of a `KVCache` is the number of tokens before `tokens`.
       prompt: int [batch, length], at least one token.
       max_new_tokens: how many to make for each row.
-      temperature: logits are divided by it; 0 takes the likeliest token.
+      temperature: logits are divided by it, in float32; 0 takes the likeliest token.
       top_k: tokens are drawn from the `top_k` likeliest.
       top_p: tokens are drawn from the likeliest ones whose probabilities sum up to `top_p` (nucleus sampling,
         arXiv:1904.09751), after `top_k`.

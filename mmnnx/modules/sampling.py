@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def filter_logits(
@@ -17,11 +17,11 @@ def filter_logits(
 ) -> jax.Array:
     """Logits of the distribution that tokens are drawn from: -inf for those that are not.
 
-    Tokens as likely as the last that is kept are kept too.
+    That of the likeliest token is 0. Tokens as likely as the last that is kept are kept too.
 
     Args:
       logits: [..., vocab].
-      temperature: what they are divided by, above 0.
+      temperature: what they are divided by, 1.2e-38 (the smallest normal float32) or above.
       top_k: the `top_k` likeliest tokens are kept.
       top_p: of these, the fewest likeliest tokens are kept whose probabilities sum up to `top_p` at least.
 
@@ -32,7 +32,10 @@ def filter_logits(
       >>> filter_logits(jnp.log(jnp.array([0.5, 0.3, 0.2])), top_p=0.6)[2]
       Array(-inf, dtype=float32)
     """
-    logits = logits.astype(jnp.float32) / temperature
+    logits = logits.astype(jnp.float32)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    # First the largest becomes 0, so that a low temperature does not make several infinite.
+    logits = (logits - jnp.where(jnp.isfinite(largest), largest, 0)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         last = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < last, -jnp.inf, logits)
@@ -52,8 +55,11 @@ def check_choice(temperature: float, top_k: int | None, top_p: float | None, key
       ValueError: one out of range, a key that is lacking, or options for drawing where nothing is drawn.
       TypeError: `key` is not a key.
     """
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature}: it is 0 (the likeliest token) or above, and finite")
+    kind = np.finfo(np.float32)  # in which logits are divided; devices take what is smaller for 0
+    least, most = float(kind.tiny), float(kind.max)
+    if temperature != 0 and not least <= temperature <= most:
+        likeliest = "0 (the likeliest token)"
+        raise ValueError(f"temperature={temperature}: it is {likeliest} or from {least:.1e} to {most:.1e}")
     if temperature > 0 and key is None:
         raise ValueError(f"temperature={temperature} draws tokens, and needs a key: key=jax.random.key(0)")
     if temperature == 0 and (top_k is not None or top_p is not None):

@@ -367,6 +367,14 @@ def test_the_key_decides_and_top_k_of_one_is_greedy():
     )  # all probability is all tokens
 
 
+def test_the_smallest_temperature_takes_the_likeliest_token():
+    logits = np.array([5.0, 90.0, 5.0, 89.0, -np.inf], np.float32)
+    for options in ({}, {"top_k": 2}, {"top_p": 0.9}):
+        tokens = generate(Fixed(logits), [[1]], 4, temperature=1.2e-38, key=jax.random.key(0), **options)
+        np.testing.assert_array_equal(tokens, [[1] * 4])
+    assert filter_logits(jnp.array([jnp.inf, 0]), 0.5).tolist() == [jnp.inf, 0]
+
+
 def test_any_model_with_a_cache_will_do():
     logits = np.arange(8)
     np.testing.assert_array_equal(generate(Fixed(logits), [[1, 2, 3]], 4), [[7, 7, 7, 7]])
@@ -390,6 +398,12 @@ def test_any_model_with_a_cache_will_do():
         (ValueError, dict(temperature=1.0, key=0, top_p=1.5), "top_p=1.5: it is a probability"),
         (ValueError, dict(temperature=float("nan"), key=0), "temperature=nan: it is 0"),
         (ValueError, dict(temperature=float("inf"), key=0), "temperature=inf: it is 0"),
+        (ValueError, dict(temperature=1e-38, key=0), "temperature=1e-38: it is 0"),
+        (
+            ValueError,
+            dict(temperature=1e39, key=0),
+            r"temperature=1e\+39: it is 0 .* or from 1.2e-38 to 3.4e",
+        ),
         (ValueError, dict(prompt=[[1, 2], [3]]), "rows of a prompt are of one length: pad them, and give"),
         (ValueError, dict(lengths=[1, 2]), r"lengths= is int \[3\].*it is int64\[2\]"),
         (ValueError, dict(lengths=[1.0, 2.0, 3.0]), r"it is float64\[3\]"),
