@@ -212,6 +212,9 @@ class TrainConfig:
             raise UserError(f"{misfit}{nearest(self, misfit.options)}") from None
 
     def _check(self) -> None:
+        for field, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{_option(field)} must be finite, not {value}")
         above_zero(**{field: getattr(self, field) for field in POSITIVE}, learning_rate=self.peak_rate)
         for field in ("warmup", "weight_decay", "seed", "sample", "profile", "lora"):
             if not getattr(self, field) >= 0:

@@ -31,9 +31,13 @@ def test_defaults_are_valid():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (dict(learning_rate=float("inf")), "--learning-rate must be above zero and finite, not inf"),
+        (dict(learning_rate=float("inf")), "--learning-rate must be finite, not inf"),
         (dict(steps=0), "--steps must be above zero, not 0"),
-        (dict(learning_rate=float("nan")), "--learning-rate must be above zero, not nan"),
+        (dict(learning_rate=float("nan")), "--learning-rate must be finite, not nan"),
+        (dict(weight_decay=float("inf")), "--weight-decay must be finite, not inf"),
+        (dict(weight_decay=float("nan")), "--weight-decay must be finite, not nan"),
+        (dict(clip=float("inf")), "--clip must be finite, not inf"),
+        (dict(ema=float("nan")), "--ema must be finite, not nan"),
         (dict(warmup=-1), "--warmup must not be below zero, not -1"),
         (dict(ema=1.0), "--ema must be 0 or more and below 1, not 1.0"),
         (dict(profile=7, steps=6), "--profile 7 is more than the 6 --steps"),
