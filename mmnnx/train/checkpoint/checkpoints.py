@@ -109,6 +109,7 @@ class Checkpoints:
         self._last: int | None = None  # the last step that was saved since this was opened
         self._under_way = False  # whether nobody has waited for it yet
         self._lock: FileLock | NoLock | None = None  # held while a checkpoint is being written
+        self._aside: dict[int, FilePath] = {}  # by their steps, those renamed for the checkpoint under way
 
     @property
     def steps(self) -> list[int]:
@@ -154,7 +155,8 @@ class Checkpoints:
         Raises:
           TypeError, ValueError: for what cannot be saved; nothing is written then.
           CheckpointError: another process is writing to the folder, processes do not see the same folder, or
-            this checkpoint or the one before it cannot be written. Complete checkpoints stay as they are.
+            this checkpoint or the one before it cannot be written. Complete checkpoints stay as they are, and
+            those renamed for it get their names back; in a bucket they do not, and the message names them.
 
         Example:
           >>> with Checkpoints("run/checkpoints") as checkpoints:
@@ -184,6 +186,7 @@ class Checkpoints:
         for path, shards in copy_shards(arrays).items():
             _put(tree, path, shards)
         check_same(f"saves {', '.join(nodes)} at step {step}")
+        self._aside = {}
         with all_or_none(), self._writing(step):
             if jax.process_index() == 0:
                 self._claim(step)
@@ -191,6 +194,7 @@ class Checkpoints:
             try:
                 check_shared(self.folder)
             except CheckpointError:
+                self._put_back(step)
                 self._release()
                 raise
             self._shared = True
@@ -315,10 +319,13 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as error:
+            self._put_back(step)
             # gcsfs raises errors of many types.
             if not (in_bucket(self.folder) or isinstance(error, OSError | ValueError)):
                 raise
             kept = "there is no other" if self.latest is None else f"that of step {self.latest} is the latest"
+            for old, path in self._aside.items():
+                kept += f"; {path.name} was set aside: to restore it rename it to {old}"
             raise CheckpointError(
                 f"the checkpoint of step {step} in {self.folder} was not written: {reason(error)}; {kept}"
             ) from error
@@ -331,11 +338,27 @@ class Checkpoints:
         if self._lock is None:
             raise CheckpointError(f"another process is writing a checkpoint in {self.folder}")
         try:
-            set_aside(self.folder, [s for s in self.steps if s >= step])
+            for later in [s for s in self.steps if s >= step]:
+                self._aside[later] = set_aside(self.folder / str(later))
             clear(self.folder)
         except BaseException:
+            self._put_back(step)
             self._release()
             raise
+
+    def _put_back(self, step: int) -> None:
+        """Renames what was set aside for the checkpoint of a step back, unless that is complete.
+
+        Not in a bucket, which renames file by file, and has just failed: a checkpoint might be lost.
+        """
+        if in_bucket(self.folder):
+            return
+        if step in self.steps:
+            self._aside = {}
+        for later, path in list(self._aside.items()):
+            with contextlib.suppress(OSError):  # what is raised says why the write failed, and names these
+                path.rename(self.folder / str(later))
+                del self._aside[later]
 
     def _release(self) -> None:
         if self._lock is not None:

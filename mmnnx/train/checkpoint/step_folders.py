@@ -171,10 +171,13 @@ def remove(folder: FilePath, steps: list[int]) -> None:
         old.rmtree()
 
 
-def set_aside(folder: FilePath, steps: list[int]) -> None:
-    """Renames checkpoints from before the run went back, so that they are not taken for its newest."""
-    for step in steps:
-        n = 0
-        while (to := folder / f"{step}.replaced{n or ''}").exists():
-            n += 1
-        (folder / str(step)).rename(to)
+def set_aside(checkpoint: FilePath) -> FilePath:
+    """Renames a checkpoint from before the run went back, so that it is not taken for its newest.
+
+    Returns:
+      What it is now.
+    """
+    n = 0
+    while (to := checkpoint.with_name(f"{checkpoint.name}.replaced{n or ''}")).exists():
+        n += 1
+    return checkpoint.rename(to)

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 from mmnnx.train import TrainConfig, eval_cli
-from mmnnx.train.checkpoint import CheckpointError, Checkpoints, DamagedError
+from mmnnx.train.checkpoint import CheckpointError, Checkpoints, DamagedError, write
 from mmnnx.train.checkpoint.contents import contents_of
 from mmnnx.train.errors import UserError
 from mmnnx.train.run_folder import RunFolder, read_run
@@ -119,6 +119,22 @@ def test_going_back_keeps_what_came_later_under_another_name(objects):
         assert checkpoints.restore(build(0), step=10).step == 10
         checkpoints.save(15, build(15))
     assert checkpoints.steps == [10, 15] and steps_of(objects) == ["10", "15", "20.replaced"]
+
+
+def test_what_a_failed_write_would_have_replaced_is_named(objects, monkeypatch):
+    """It is not renamed back: that is file by file, and the bucket has just failed."""
+    with Checkpoints("gs://bucket/run", keep=2) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, build(step))
+
+    async def fail(folder, named):
+        raise OSError("the bucket is gone")
+
+    monkeypatch.setattr(write, "_write", fail)
+    says = "step 10 is the latest; 20.replaced was set aside: to restore it rename it to 20$"
+    with pytest.raises(CheckpointError, match=says):
+        Checkpoints("gs://bucket/run").save(15, build(15))
+    assert checkpoints.steps == [10]
 
 
 def test_copied_from_a_file_system_and_back(objects, tmp_path):

@@ -17,6 +17,7 @@ from flax import nnx
 
 import mmnnx as mm
 from mmnnx.train.checkpoint import CheckpointError, Checkpoints, write
+from mmnnx.train.checkpoint import checkpoints as module
 from tests.train.states import assert_equal, values
 
 
@@ -279,6 +280,42 @@ def test_an_error_while_writing_is_raised_later(tmp_path, monkeypatch):
     with checkpoints:
         checkpoints.save(4, nodes)  # there is room again
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "4"]
+
+
+def test_what_a_failed_write_would_have_replaced_is_there_again(tmp_path, monkeypatch):
+    """Whether it fails at once, or later in the background."""
+    nodes = build(0)
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for number in (10, 20, 30):
+            checkpoints.save(number, nodes)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    async def fill(folder, named):
+        full()
+
+    says = "step 20 .* was not written: No space left on device; that of step 30 is the latest$"
+    for where, name, failing in (
+        (write, "_write", fill),
+        (module, "set_aside", full),
+        (module, "clear", full),
+    ):
+        with monkeypatch.context() as patch, checkpoints:
+            patch.setattr(where, name, failing)
+            with pytest.raises(CheckpointError, match=says):
+                checkpoints.save(20, nodes)
+                assert checkpoints.steps == [10], "it is being written"
+                checkpoints.wait()
+        assert checkpoints.steps == [10, 20, 30] and checkpoints.restore(nodes).step == 30
+        assert not [*tmp_path.glob("*.replaced*")]
+    with checkpoints:
+        checkpoints.save(20, nodes)
+        checkpoints.wait()
+        monkeypatch.setattr(module, "claim", full)
+        with pytest.raises(CheckpointError, match="step 25 .* was not written"):
+            checkpoints.save(25, nodes)
+    assert checkpoints.steps == [10, 20], "nothing was set aside for that"
 
 
 def test_a_disk_that_takes_no_more(tmp_path):
