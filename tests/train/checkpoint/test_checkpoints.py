@@ -158,6 +158,17 @@ def test_going_back_keeps_what_came_later_under_another_name(tmp_path):
     assert Checkpoints(tmp_path).restore(nodes).step == 30
 
 
+@pytest.mark.parametrize("parameters", [lambda m: nnx.state(m), lambda m: nnx.to_pure_dict(nnx.state(m))])
+def test_a_pytree_in_a_variable(parameters, tmp_path):
+    """As the message says that refuses the pytree itself: state of optax, whose tuples cannot be set."""
+    make = lambda seed: nnx.Dict(state=nnx.Variable(optax.adam(1e-2).init(parameters(Small(seed)))))
+    with Checkpoints(tmp_path) as checkpoints:
+        saved, other = make(0), jax.tree.map(lambda x: x + 1, make(1))
+        checkpoints.save(1, {"optimizer": saved})
+        checkpoints.restore({"optimizer": other})
+    jax.tree.map(np.testing.assert_array_equal, other, saved)
+
+
 def test_what_cannot_be_saved(tmp_path, monkeypatch):
     checkpoints, model = Checkpoints(tmp_path / "none"), Small(0)
     with pytest.raises(TypeError, match="data= is saved as JSON"):
