@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import jax
+
 TERA, GIGA, GIBI = 1e12, 1e9, 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The published figures of one device, as JAX counts devices: of TPU v4 and TPU7x a core, half a chip.
+    """The published figures of one device, as JAX counts devices: of TPU7x, and of TPU v4 as `mm.target`
+    describes it, a core, half a chip.
 
     Attributes:
       name: as in a target: "v5p", "h100".
@@ -168,6 +171,15 @@ CHIPS: dict[str, Chip] = {
     )
 }
 
+# On a real TPU v4 the two cores of a chip are one device by default ("megacore"), whose `device_kind` is that
+# of a core alone.
+_V4_CHIP = dataclasses.replace(
+    CHIPS["v4"],
+    memory=int(30.75 * GIBI),
+    flops={dtype: 2 * flops for dtype, flops in CHIPS["v4"].flops.items()},
+    bandwidth=2 * CHIPS["v4"].bandwidth,
+)
+
 # What the devices of these say that they are.
 _KINDS = {
     "TPU v4": "v4",
@@ -183,6 +195,7 @@ _KINDS = {
 }
 
 
-def chip_of(device_kind: str) -> Chip | None:
-    """The figures of a device by its `device_kind`; None if there are none, as of a CPU."""
-    return CHIPS.get(_KINDS.get(device_kind, ""))
+def chip_of(device: jax.Device) -> Chip | None:
+    """The figures of a device; None if there are none, as of a CPU."""
+    chip = CHIPS.get(_KINDS.get(device.device_kind, ""))
+    return _V4_CHIP if chip is CHIPS["v4"] and device.num_cores == 2 else chip

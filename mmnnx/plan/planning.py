@@ -186,8 +186,8 @@ def _plan(name: str, program: Program, fragments: Sequence[FragmentCost] = (), *
 
 
 def _chip(program: Program) -> Chip | None:
-    kinds = {d.device_kind for mesh in program.names for d in mesh.devices.flat}
-    return chip_of(kinds.pop()) if len(kinds) == 1 else None
+    first, *others = (chip_of(d) for mesh in program.names for d in mesh.devices.flat)
+    return first if all(chip is first for chip in others) else None
 
 
 def _simulated(program: Program, seconds: Mapping[Fragment, float], between: Costs) -> Timeline:

@@ -19,7 +19,7 @@ from mmnnx.train.step import model_config
 def work(run: Run) -> Work:
     """What a step does, for its metrics."""
     config, data, mesh = run.config, run.data, run.mesh
-    chip = chip_of(mesh.devices.flat[0].device_kind)
+    chip = chip_of(mesh.devices.flat[0])
     return Work(
         tokens=config.batch * config.sequence * data.rows.used,
         flops=flops_of_token(model_config(config), config.sequence),

@@ -23,7 +23,7 @@ from tests.plan.conftest import plan_here, small
 def on_tpu():
     """The same as on `plan`'s CPU devices, as if they were TPUs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "chip_of", lambda kind: CHIPS["v5e"])
+        patch.setattr(planning, "chip_of", lambda device: CHIPS["v5e"])
         yield plan_here(small(batch=8))
 
 

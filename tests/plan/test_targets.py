@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -47,7 +48,20 @@ def test_figures_are_complete():
         assert {"bfloat16", "float32"} <= chip.flops.keys()
         assert chip.seconds({"bfloat16": chip.flops["bfloat16"], "float8_e4m3fn": 0}) == pytest.approx(1)
         assert chip.seconds({"float16": 1e12}) == chip.seconds({"bfloat16": 1e12})
-    assert chip_of("TPU v5 lite") is CHIPS["v5e"] and chip_of("cpu") is None
+
+
+def test_figures_are_those_of_a_device():
+    assert chip_of(mm.target("v5e:2x2")[0]) is CHIPS["v5e"] and chip_of(jax.devices()[0]) is None
+
+
+@pytest.mark.parametrize("config, count", [("default", 8), ("megacore", 4)])
+def test_the_cores_of_a_v4_may_be_one_device(config, count):
+    """Four chips of 32 GiB and 275 TFLOP/s; of either kind of devices `device_kind` is the same."""
+    devices = topologies.get_topology_desc("v4:2x2x1", "tpu", chip_config_name=config).devices
+    assert len(devices) == count and {d.device_kind for d in devices} == {"TPU v4"}
+    found = chip_of(devices[0])
+    assert count * found.flops["bfloat16"] == 4 * 275e12 and count * found.bandwidth == 4 * 1228e9
+    assert 30 <= count / 4 * found.memory / 2**30 < 32
 
 
 def test_a_gpu_in_the_words_of_xla():
