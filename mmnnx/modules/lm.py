@@ -113,11 +113,20 @@ class LMConfig:
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads are not divisible by {self.kv_heads} key-value heads")
-        if isinstance(self.window, tuple):
-            if len(self.window) != self.layers:
-                raise ValueError(f"there are {len(self.window)} windows for {self.layers} blocks")
-            if self.scan and len(set(self.window)) > 1:
-                raise ValueError(f"scan stacks blocks of one kind, and these have windows {self.window}")
+        if len(self.windows) != self.layers:
+            raise ValueError(f"there are {len(self.windows)} windows for {self.layers} blocks")
+        if self.scan and len(set(self.windows)) > 1:
+            raise ValueError(f"scan stacks blocks of one kind, and these have windows {self.windows}")
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each block.
+
+        Example:
+          >>> LMConfig(layers=2, window=512).windows
+          (512, 512)
+        """
+        return self.window if isinstance(self.window, tuple) else (self.window,) * self.layers
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -368,7 +377,7 @@ def causal_attention(config: LMConfig, rngs: nnx.Rngs, **options: Any) -> Attent
     """The attention of a block, with other options of `Attention`."""
     usual: dict[str, Any] = dict(
         causal=True,
-        window=config.window[0] if isinstance(config.window, tuple) else config.window,
+        window=config.windows[0],
         rotary_base=config.rotary_base,
         rotary_scaling=config.rotary_scaling,
         qk_norm=config.qk_norm,

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from mmnnx.inspect.schedules import by_name
-from mmnnx.modules import LM, LMConfig
+from mmnnx.modules import LM, LMConfig, lora
 from mmnnx.modules.build import build
 from mmnnx.modules.moe_lm import MoELMConfig
 from mmnnx.mpmd.frontend.microbatch import microbatch
@@ -248,11 +248,21 @@ def rules_of(config: LMConfig, axes: Mapping[str, int], fsdp: bool) -> LogicalRu
     return logical_rules(*presets, **rules)
 
 
-def flops_of_token(config: LMConfig, sequence: int) -> float:
-    """Operations of forward and backward for a token, without recomputation: 6 for each weight that it meets,
-    and 12 x layers x width x sequence for attention, halved by its mask (arXiv:2204.02311)."""
-    attention = 6 * config.layers * config.heads * (config.head_dim or config.width // config.heads)
-    return 6.0 * active_parameters(config) + attention * sequence
+def flops_of_token(config: LMConfig, sequence: int, rank: int = 0) -> float:
+    """Operations of forward and backward for a token, without recomputation (arXiv:2204.02311).
+
+    6 for each weight that it meets, and 12 x width of the heads for each token that it sees in a layer, of
+    which there are half a sequence on average, fewer with a window. With `rank`, that of LoRA's additions,
+    they alone are trained: 4 for each other weight, which has no gradient.
+    """
+    heads = config.heads * (config.head_dim or config.width // config.heads)
+    sizes = [sequence if w is None else min(w, sequence) for w in config.windows]
+    seen = sum(size - size**2 / (2 * sequence) for size in sizes)  # the first tokens see less than a window
+    weights = 6 * active_parameters(config)
+    if rank:
+        added = nnx.state(lora(nnx.eval_shape(lambda: build(config)), rank), nnx.LoRAParam)
+        weights = 4 * active_parameters(config) + 6 * sum(leaf.size for leaf in jax.tree.leaves(added))
+    return weights + 12 * heads * seen
 
 
 def active_parameters(config: LMConfig) -> int:

@@ -22,7 +22,7 @@ def work(run: Run) -> Work:
     chip = chip_of(mesh.devices.flat[0])
     return Work(
         tokens=config.batch * config.sequence * data.rows.used,
-        flops=flops_of_token(model_config(config), config.sequence),
+        flops=flops_of_token(model_config(config), config.sequence, config.lora),
         devices=config.devices,
         peak=None if chip is None else chip.flops[config.precision],
         bytes_per_token=data.corpus.bytes_per_token,

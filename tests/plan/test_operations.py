@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx.modules import LMConfig, lora
+from mmnnx.modules.build import build
 from mmnnx.modules.flash_attention import flash_attention
-from mmnnx.mpmd.ir.flops import count_kernels
+from mmnnx.mpmd.ir.flops import count_flops, count_kernels
 from mmnnx.plan import operations as read
 from mmnnx.plan.hlo import parse
+from mmnnx.plan.language_models import flops_of_token
 from mmnnx.plan.operations import largest_values, operations
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -211,3 +216,30 @@ def test_large_values_are_named():
     assert found and found[0].nbytes == 512 * 512 * 4 and found[0].shape == "f32[512,512]"
     assert all("attention" in value.name for value in found)
     assert largest_values(compiled(f, ((512, 8), F32)), 2**30) == []
+
+
+def products_of_training(config, sequence, rank):
+    """For a token, as JAX traces a step: all weights are trained, or LoRA's additions alone."""
+    model = nnx.eval_shape(lambda: build(config))
+    graphdef, trained, kept = nnx.split(
+        lora(model, rank) if rank else model, nnx.LoRAParam if rank else nnx.Param, ...
+    )
+    grad = jax.grad(lambda trained, kept, tokens: nnx.merge(graphdef, trained, kept).loss(tokens))
+    jaxpr = jax.make_jaxpr(grad)(trained, kept, jax.ShapeDtypeStruct((1, sequence + 1), jnp.int32))
+    return count_flops(jaxpr).total() / sequence
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_operations_for_a_token_are_those_of_its_products(rank):
+    """But for scores above the diagonal, few here, which JAX computes and the model does not need."""
+    sequence, config = 64, LMConfig(width=256, mlp=768, scan=True)
+    found = flops_of_token(config, sequence, rank)
+    assert found == pytest.approx(products_of_training(config, sequence, rank), rel=0.03)
+
+
+def test_operations_of_attention_are_those_of_what_its_window_shows():
+    sequence, config = 1024, LMConfig(layers=3, heads=4, width=128, window=(64, 768, None))
+    none = flops_of_token(dataclasses.replace(config, window=1), sequence) - 3 * 12 * 128
+    seen = [min(n + 1, w or sequence) for w in config.windows for n in range(sequence)]
+    found = flops_of_token(config, sequence) - none
+    assert found == pytest.approx(12 * 128 * sum(seen) / sequence, rel=0.01)
