@@ -94,9 +94,11 @@ def estimate(job: TrainingJob) -> Estimate:
     kept = weights / job.data if job.fsdp else weights
     moments = kept * (1 + jnp.dtype(job.moments).itemsize / 4)
     once = 2 * (weights + kept + moments) / chip.bandwidth / chip.of_bandwidth
-    once += (
-        2 * weights * _others(job.data * job.context * job.expert) / _link(job, "data", "context", "expert")
-    )
+    # Gradients of experts are summed over the devices that have the same ones.
+    experts = layers * layer.experts / job.expert / job.tensor if job.expert > 1 else 0.0
+    copies = job.data * job.context
+    once += 2 * (weights - experts) * _others(copies * job.expert) / _link(job, "data", "context", "expert")
+    once += 2 * experts * _others(copies) / _link(job, "data", "context")
     casts = weights * jnp.dtype(config.dtype).itemsize / 4 if config.dtype != config.param_dtype else 0.0
     within = OF_RESIDUALS * layer.saved(job)
     kept_by_block = layer.saved(job) if config.scan else within  # a scan keeps all

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from flax import nnx
 
 from mmnnx.cli import main
+from mmnnx.modules.build import build
 from mmnnx.plan import search as searches
 from mmnnx.plan.chips import CHIPS
 from mmnnx.plan.estimate import estimate
-from mmnnx.plan.language_models import TrainingJob
+from mmnnx.plan.language_models import TrainingJob, is_of_experts
 from mmnnx.plan.search import search
 
 TINY = TrainingJob("tiny", "v5e:2x4", stages=1, batch=32, sequence=128)
@@ -72,6 +74,19 @@ def test_schedules_by_their_simulation():
 def test_experts_are_counted_by_what_is_computed():
     dense, sparse = (estimate(dataclasses.replace(TINY, model=name)) for name in ("tiny", "tiny-moe"))
     assert sparse.computing > dense.computing and sparse.memory > dense.memory
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_gradients_of_experts_are_summed_over_the_devices_that_have_the_same(data):
+    """Each of four devices has two of mixtral's eight experts, and all have the other weights."""
+    job = TrainingJob("mixtral-8x7b", "v5p:2x2x2", stages=1, data=data, expert=4, layers=4)
+    state = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: build(job.config)), nnx.Param))
+    experts = sum(4 * v.size for _, v in state if is_of_experts(v, job.config))
+    others = sum(4 * v.size for _, v in state) - experts
+    chip = CHIPS["v5p"]
+    written = 8 * (others + experts / 4) / chip.bandwidth / chip.of_bandwidth  # weights, gradients, moments
+    summed = others * (1 - 1 / (4 * data)) + experts / 4 * (1 - 1 / data)
+    assert estimate(job).once == pytest.approx(written + 2 * summed / chip.link)
 
 
 def test_all_divisions_are_ranked(eight_devices):
