@@ -126,8 +126,8 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
 
     Raises:
       TypeError: a tuple, a list or a name where an array has a PartitionSpec.
-      ValueError: a rule of the task names an axis its mesh lacks, or what
-        `jax.lax.with_sharding_constraint` refuses.
+      ValueError: a rule of the task names an axis its mesh lacks; more entries than an array has dimensions,
+        of which one beyond stands for a mesh axis; or what `jax.lax.with_sharding_constraint` refuses.
 
     Example:
       >>> from mmnnx.sharding import task
@@ -157,20 +157,29 @@ def _constrain(spec: Any, x: Any) -> Any:
 
 
 def _constrain_logically(names: tuple[Any, ...], task: Task | None, x: Any) -> Any:
-    names = names[: jnp.ndim(x)]  # names without an axis may be more than `x` has dimensions
     if task is None:
         whole = current_multimesh()
-        default = None if whole is None else logical_sharding(names, None, whole.mesh)
+        default = None if whole is None else logical_sharding(names, None, whole.mesh, jnp.ndim(x))
         return logical_constraint(x, names, default)
     if not splitting.get():
         return x
     mesh = scope_mesh(task)
-    return constrain_on(mesh, x, tuple(logical_sharding(names, task, mesh).spec))
+    return constrain_on(mesh, x, tuple(logical_sharding(names, task, mesh, jnp.ndim(x)).spec))
 
 
-def logical_sharding(names: Iterable[Any], task: Task | None, mesh: Mesh) -> NamedSharding:
-    """`to_spec` as a sharding, without the dimensions at the end that are whole."""
+def logical_sharding(names: Sequence[Any], task: Task | None, mesh: Mesh, ndim: int) -> NamedSharding:
+    """`to_spec` as a sharding of an array of `ndim` dimensions, without those at the end that are whole.
+
+    There may be more names than dimensions, of those that no mesh axis is for; ValueError for others.
+    """
     entries = list(to_spec(names, task, mesh))
+    for name, axes in zip(names[ndim:], entries[ndim:]):
+        if axes is not None and axes is not PartitionSpec.UNCONSTRAINED:
+            raise ValueError(
+                f"{PartitionSpec(*names)} is too long for an array with ndim={ndim}: there is no dimension "
+                f"to shard over {axes!r}, which {name!r} stands for{f' in {task}' if task else ''}"
+            )
+    entries = entries[:ndim]
     while entries and entries[-1] is None:
         entries.pop()
     return NamedSharding(mesh, PartitionSpec(*entries))

@@ -22,7 +22,7 @@ def logical_constraint(x: Any, names: tuple[Any, ...], default: NamedSharding | 
 
     Args:
       x: an array.
-      names: one entry for each dimension, as in `to_spec`.
+      names: one entry for each dimension, as in `to_spec`; what more there are no mesh axis is for.
       default: its sharding where no task reads or makes it; None for no constraint.
     """
     return logical_constraint_p.bind(x, names=names, default=default)

@@ -59,6 +59,17 @@ def expected(params, x):
     return (second(params[1], first(params[0], x)) ** 2).mean()
 
 
+def test_an_entry_beyond_the_dimensions():
+    """It is refused by the mesh of the task that reads the array."""
+    (one, _), name = task_meshes()
+
+    def loss(params, x):
+        return one(params[0], with_sharding_constraint(x, P(None, None, name))).mean()
+
+    with pytest.raises(ValueError, match="there is no dimension to shard over 'x', which 'model' stands for"):
+        parallelize(loss, init_params=init, get_input_batch=batch)
+
+
 ROWS = {d: (slice(2 * d, 2 * d + 2, 1), slice(0, 8, 1)) for d in range(4)}
 COLUMNS = {d + 4: (slice(0, 8, 1), slice(2 * d, 2 * d + 2, 1)) for d in range(4)}
 

@@ -194,6 +194,19 @@ class TestConstraint:
             np.testing.assert_allclose(jax.jit(jax.grad(f))(x), jnp.cos(x), rtol=1e-6)
             np.testing.assert_allclose(jax.vmap(jax.jit(f))(x[None]), jnp.sum(jnp.sin(x))[None], rtol=1e-6)
 
+    def test_an_entry_beyond_the_dimensions_of_an_array(self):
+        """As JAX does it refuses one for which there is a mesh axis."""
+        constrained = task(lambda x, spec: with_sharding_constraint(x, spec), task=self.STAGE)
+        said = (
+            r"P\('batch', 'mlp'\) is too long for an array with ndim=1: there is no dimension to shard over "
+        )
+        with self.make_mesh() as multimesh, tracing_for_mm_jit():
+            assert self.constraints(lambda x: constrained(x, P("mlp", "batch", None)), jnp.ones(4)) == [
+                NamedSharding(multimesh.slice(stage=1), P("model"))
+            ]
+            with pytest.raises(ValueError, match=said + "'model', which 'mlp' stands for in task 'stage1'"):
+                constrained(jnp.ones(4), P("batch", "mlp"))
+
     @pytest.mark.parametrize("spec", ["mlp", ("mlp",), ["mlp"]])
     def test_what_is_no_spec(self, spec):
         with pytest.raises(TypeError, match=r"a PartitionSpec, not .*'mlp'.*: write P\("):

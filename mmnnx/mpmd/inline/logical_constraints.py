@@ -41,7 +41,7 @@ def resolve_logical_constraints(flat: Flat, task_of: TaskOf) -> Flat:
     """The same function with constraints that name axes of meshes alone.
 
     Raises:
-      ValueError: a rule of a task names an axis that its mesh lacks.
+      ValueError: a rule of a task names an axis that its mesh lacks, or an array has no dimension for one.
     """
     if not any(isinstance(n, Equation) and holds(n.eqn, _NAME) for n in with_bodies(flat.nodes)):
         return flat
@@ -166,7 +166,7 @@ def _hand_on(tasks: dict[Var, Task], pairs: Iterable[tuple[Atom, Iterable[Atom]]
 def _sharding(eqn: Any, task: Task | None) -> NamedSharding | None:
     if task is None:
         return eqn.params["default"]
-    return logical_sharding(eqn.params["names"], task, task.to_mesh())
+    return logical_sharding(eqn.params["names"], task, task.to_mesh(), eqn.invars[0].aval.ndim)
 
 
 def _constraint(x: Atom, sharding: Any, scope: str) -> tuple[list[Equation], list[Var]]:
