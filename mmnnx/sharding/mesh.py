@@ -6,6 +6,7 @@ import logging
 import math
 import operator
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -318,7 +319,7 @@ def _global_mesh(
             raise ValueError(
                 f"a MultiMesh of {_sizes(sizes, names)} needs {needed} devices, and devices= has {len(flat)}"
             )
-        repeated = sorted({str(device) for device in flat if flat.count(device) > 1})
+        repeated = sorted({str(device) for device, count in Counter(flat).items() if count > 1})
         if repeated:
             raise ValueError(f"devices= of a MultiMesh repeats {', '.join(repeated)}")
     return Mesh(_array(flat, sizes), names)
@@ -334,7 +335,7 @@ def _device_numbers(devices: Sequence[int]) -> tuple[int, ...]:
         ) from None
     if not numbers:
         raise ValueError("a TaskMesh needs at least one device")
-    overlapping = sorted({n for n in numbers if numbers.count(n) > 1})
+    overlapping = sorted(n for n, count in Counter(numbers).items() if count > 1)
     if overlapping:
         raise ValueError(f"overlapping devices in a TaskMesh: {overlapping} each appear more than once")
     if min(numbers) < 0:

@@ -88,6 +88,22 @@ class TestMultiMesh:
         with pytest.raises(ValueError, match="repeats"):
             make(axis_sizes=(2, 1), devices=[jax.devices()[0]] * 2)
 
+    def test_devices_are_not_compared_each_with_each(self):
+        compared = 0
+
+        class Device:
+            def __eq__(self, other):
+                nonlocal compared
+                compared += 1
+                return self is other
+
+            __hash__ = object.__hash__
+
+        devices = [Device() for _ in range(100)]
+        with pytest.raises(ValueError, match="repeats"):
+            make(axis_sizes=(101, 1), devices=[*devices, devices[0]])
+        assert compared < 1000
+
     def test_slice_keeps_all_axes(self):
         multimesh = make()
         one = multimesh.slice(stage=2)
