@@ -57,13 +57,10 @@ class Rule:
 
 
 class Registry:
-    """Rules in the order they were registered; the first that matches a name wins.
-
-    `content` is all that it holds, as a key for caches: registries of equal content give equal answers.
-    """
+    """Rules in the order they were registered; the first that matches a name wins."""
 
     def __init__(self) -> None:
-        self.content: Hashable = ()
+        self._content: Hashable | None = None  # made when it is asked for: most changes come many at a time
         self._rules: list[Rule] = []
         self._placed: dict[tuple[Any, ...], dict[str | None, Any]] = {}  # by the shape and devices of a mesh
         self._owners: dict[tuple[Any, ...], dict[Path, str | None]] = {}  # the same, by path: the name
@@ -133,21 +130,27 @@ class Registry:
         self._placed.clear()
         self._owners.clear()
         self._reasons.clear()
-        self._found.clear()
-        self.content = ()
+        self._changed()
 
     def _changed(self) -> None:
         self._found.clear()
-        # Whose state is where makes a difference to a program where one mesh has that of several tasks.
-        self.content = (
-            *self._rules,
-            *((where, *tasks.values()) for where, tasks in self._placed.items()),
-            *(
-                (where, *self._owners[where].items())
-                for where, tasks in self._placed.items()
-                if len(tasks) > 1
-            ),
-        )
+        self._content = None
+
+    @property
+    def content(self) -> Hashable:
+        """All that it holds, as a key for caches: registries of equal content give equal answers."""
+        if self._content is None:
+            # Whose state is where makes a difference to a program where one mesh has that of several tasks.
+            self._content = (
+                *self._rules,
+                *((where, *tasks.values()) for where, tasks in self._placed.items()),
+                *(
+                    (where, *self._owners[where].items())
+                    for where, tasks in self._placed.items()
+                    if len(tasks) > 1
+                ),
+            )
+        return self._content
 
     def find(self, name: str) -> Rule | None:
         """The first rule that matches `name`."""

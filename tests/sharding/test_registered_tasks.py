@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mmnnx.sharding import MultiMesh, Task, TaskMesh, clear_tasks, register_task
+from mmnnx.sharding.registry import Registry
 from mmnnx.sharding.task_scope import find_task, scope_name
 
 P = PartitionSpec
@@ -76,6 +77,23 @@ class TestRegister:
         assert find_task("late") == Task("late")
         clear_tasks()
         assert find_task("late") is None
+
+    def test_the_key_for_caches_is_gathered_once_for_many_paths(self):
+        class Counted(dict):
+            gathered = 0
+
+            def items(self):
+                self.gathered += 1
+                return super().items()
+
+        registry, owners = Registry(), Counted()
+        registry._owners["mesh",] = owners
+        for n in range(100):
+            registry.place(("mesh",), Task(f"task{n % 2}"), [("blocks", n)])
+        before = registry.content
+        assert owners.gathered == 1 and registry.content == before
+        registry.place(("mesh",), Task("task0"), [("blocks", 1)])
+        assert registry.content != before
 
     @pytest.mark.parametrize("answer", [None, "stage0", TaskMesh(devices=[0])])
     def test_a_callback_must_give_a_task(self, answer):
