@@ -45,7 +45,7 @@ class Piece:
         """What each home has of it: itself, or its pieces if it is divided between tasks."""
         if self.placed is None or not self.placed.pieces:
             return [self]
-        each = self.bytes // self.size
+        each = self.bytes // max(self.size, 1)  # an array without elements has no bytes
         return [
             dataclasses.replace(self, size=size, bytes=size * each, placed=placed)
             for placed, size in self.placed.pieces

@@ -720,6 +720,15 @@ def test_several_tasks_on_one_mesh():
     assert table.by_device == abstract_table.by_device
 
 
+def test_an_empty_array_that_is_divided_between_tasks():
+    stages = [mm.Task(f"stage{n}", mesh_slice={"stage": n}) for n in range(4)]
+    model = weights(w=(jnp.zeros((4, 0, 3)), None), b=(jnp.zeros((4, 2)), None))
+    with make_mesh(stage=4):
+        table = tabulate(model, sharding=mm.TaskSharding({...: stages}))
+    assert [home[0] for home in tasks_of(table)] == [f"stage{n}" for n in range(4)]
+    assert table.by_device == dict.fromkeys(range(4), 8)
+
+
 def test_scalars_without_a_multimesh_are_on_the_devices_of_all_tasks():
     one, two = (mm.Task(f"t{n}", mesh=mm.TaskMesh(devices=[n, n + 4])) for n in range(2))
     table = tabulate(
