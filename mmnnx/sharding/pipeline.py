@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import warnings
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -173,30 +174,41 @@ def balance(sizes: Sequence[Any], stages: int, holding: Sequence[bool] | None = 
     """
     count = len(sizes)
     kept = list(accumulate(holding or [True] * count, initial=0))
-    totals = {(i, j): t for i in range(count) for j, t in enumerate(accumulate(sizes[i:]), i + 1)}
+    totals = [list(accumulate(sizes[i:])) for i in range(count)]  # from each item, of 1, 2, ... of them
 
-    def best(cost: Any, join: Any) -> tuple[Any, list[int]]:
-        """The least total cost and the ends of the runs, by dynamic programming over the number of runs."""
-        table = [math.inf] * (count + 1)
-        table[0] = -math.inf if join is max else 0
-        starts: list[list[int]] = []
-        for _ in range(stages):
-            start = [
-                min(range(j), key=lambda i: join(table[i], cost(i, j)), default=0) for j in range(count + 1)
-            ]
-            table = [math.inf] + [join(table[start[j]], cost(start[j], j)) for j in range(1, count + 1)]
-            starts.append(start)
-        ends = [count]
-        for start in reversed(starts[1:]):
-            ends.append(start[ends[-1]])
-        return table[count], ends[::-1]
+    def starts(limit: Any) -> list[slice]:
+        """For each end, where a run may start that ends there and is not larger than `limit`."""
+        found, first = [slice(0, 0)], 0
+        for j in range(1, count + 1):
+            while first < j and totals[first][j - first - 1] > limit:
+                first += 1
+            found.append(slice(first, bisect_left(kept, kept[j])))
+        return found
 
-    def size(i: int, j: int) -> Any:
-        return totals[i, j] if kept[j] > kept[i] else math.inf
+    def enough(limit: Any) -> bool:
+        """Whether the runs are enough for none to be larger; fewer that are could be cut further."""
+        runs: list[Any] = [0]
+        for start in starts(limit)[1:]:
+            runs.append(1 + min(runs[start], default=math.inf))
+        return runs[count] <= stages
 
-    limit, _ = best(size, max)
-    _, ends = best(lambda i, j: size(i, j) ** 2 if size(i, j) <= limit else math.inf, lambda a, b: a + b)
-    return ends
+    candidates = sorted({total for row in totals for total in row})
+    limit = candidates[bisect_left(candidates, True, key=enough)]
+
+    # The least sum of squares, by dynamic programming over the number of runs: for each end the start of the
+    # last one.
+    allowed = starts(limit)
+    squares = [[totals[i][j - i - 1] ** 2 for i in range(count)[start]] for j, start in enumerate(allowed)]
+    table: list[Any] = [0] + [math.inf] * count
+    last: list[list[int]] = []
+    for _ in range(stages):
+        sums = [list(map(operator.add, table[start], costs)) for start, costs in zip(allowed, squares)]
+        table = [min(row, default=math.inf) for row in sums]
+        last.append([s.start + row.index(t) if row else 0 for s, row, t in zip(allowed, sums, table)])
+    ends = [count]
+    for start_of in reversed(last[1:]):
+        ends.append(start_of[ends[-1]])
+    return ends[::-1]
 
 
 # -------------------------------------------------------------------------------------- parts of the model

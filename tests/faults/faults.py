@@ -779,8 +779,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="runs-not-even",
         file="mmnnx/sharding/pipeline.py",
-        old="best(lambda i, j: size(i, j) ** 2 if size(i, j) <= limit",
-        new="best(lambda i, j: size(i, j) if size(i, j) <= limit",
+        old="totals[i][j - i - 1] ** 2",
+        new="totals[i][j - i - 1]",
         what=("Of the ways to cut a stack whose largest stage is smallest, not the most even one is taken."),
         tests=(
             "tests/sharding/test_pipeline.py::TestBalance::test_is_best_of_all_splits",

@@ -105,8 +105,21 @@ class TestBalance:
         assert balance([9, 1, 1, 1, 1], 3) == [1, 3, 5]
 
     def test_a_deep_model_over_many_stages_is_soon_done(self):
-        ends = balance([1] * 126, 16)
+        """Sizes of runs are squared once, not for each number of runs, and only of those that are allowed."""
+
+        class Size(int):
+            squared = 0
+
+            def __add__(self, other):
+                return Size(int(self) + other)
+
+            def __pow__(self, exponent):
+                Size.squared += 1
+                return int(self) ** exponent
+
+        ends = balance([Size(1)] * 126, 16)
         assert set(np.diff([0, *ends])) == {7, 8}
+        assert Size.squared <= 126 * 8
 
 
 class TestPlaces:
