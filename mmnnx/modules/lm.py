@@ -128,11 +128,6 @@ class LMConfig:
         """
         return self.window if isinstance(self.window, tuple) else (self.window,) * self.layers
 
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The window of each block."""
-        return self.window if isinstance(self.window, tuple) else (self.window,) * self.layers
-
     def of_block(self, index: int) -> Self:
         """The config that block number `index` is made with: its own window."""
         if isinstance(self.window, tuple):
