@@ -66,8 +66,8 @@ def _trees(nodes: Mapping[str, Any]) -> dict[str, Any]:
     for name, node in nodes.items():
         if not nnx.graph.is_graph_node(node) or isinstance(node, nnx.Variable):
             raise TypeError(
-                f"{name!r} must be an NNX object (a Module, Optimizer, Rngs, ...), not {type(node).__name__}. "
-                "One holds any pytree, such as state of optax: nnx.Dict(state=nnx.Variable(pytree))"
+                f"{name!r} must be an NNX object (a Module, Optimizer, Rngs, ...), not "
+                f"{type(node).__name__}. One that holds any pytree: nnx.Dict(state=nnx.Variable(pytree))"
             )
     return {name: nnx.to_pure_dict(nnx.state(node), _as_kept) for name, node in nodes.items()}
 
