@@ -4,6 +4,9 @@ A train step may call a model twice on one batch: for its loss, and for a metric
 XLA makes one forward of the two, where it sees both. It cannot once they are cut, and every activation would
 be sent twice. So they become one before anything is placed.
 
+Where layers of two meshes do the same to one value, such as a norm without weights, it stays twice: each mesh
+makes its own, and what they would share may be larger than the value.
+
 What no weight is in (masks, positions) stays: each mesh that reads it makes it itself. So does what backwards
 alone read: they may compute a forward again on purpose (`jax.checkpoint`), each in a position of its own.
 """
@@ -35,7 +38,8 @@ def merge_common_subexpressions(
       task_of: the task of a name stack, if any: equal equations of two tasks stay two.
     """
     merger = _Merger(task_of)
-    merger.weighted.update(v for v, home in zip(flat.invars, homes) if home is not None and _is_float(v))
+    merger.home.update((v, home) for v, home in zip(flat.invars, homes) if home is not None and _is_float(v))
+    merger.weighted.update(merger.home)
     return dataclasses.replace(flat, nodes=tuple(merger.merged(flat.nodes, flat.outvars)))
 
 
@@ -47,6 +51,8 @@ class _Merger:
       shared: for that of the earliest, the results that are read in place of all equal ones.
       instead: for results that are not read any more, what is.
       weighted: values that weights are in.
+      home: of weights, and of what is made of those of one mesh alone.
+      met: for each value, the homes of the weights that it meets first in the forward.
     """
 
     def __init__(self, task_of: Callable[[str], Hashable]):
@@ -55,6 +61,8 @@ class _Merger:
         self.shared: dict[Var, Sequence[Var]] = {}
         self.instead: dict[Var, Var] = {}
         self.weighted: set[Var] = set()
+        self.home: dict[Var, Mesh] = {}
+        self.met: dict[Var, set[Mesh]] = {}
         self._seen: dict[Hashable, Equation] = {}
 
     def merged(self, nodes: Sequence[Node], results: Iterable[Atom]) -> list[Node]:
@@ -71,6 +79,7 @@ class _Merger:
                 kept.update(filter(is_var, node.init))
             elif not is_backward(node.scope):
                 read_forward.update(filter(is_var, node.invars))
+        self._meet(nodes)
         merged: list[Node] = []
         for node in nodes:
             if isinstance(node, Equation):
@@ -79,6 +88,29 @@ class _Merger:
             else:
                 merged.append(self._loop(node))
         return prune(merged, kept) if self.instead else merged
+
+    def _meet(self, nodes: Sequence[Node]) -> None:
+        """Finds the homes of weights, and which of them each value meets first in the forward."""
+        forward = [node for node in nodes if isinstance(node, Equation) and not is_backward(node.scope)]
+        reads = {e: [a for a in e.invars if is_var(a)] for e in forward}
+        for e in forward:
+            homes = {self.home.get(a) for a in reads[e]}
+            if len(homes) == 1 and (home := homes.pop()) is not None:
+                self.home.update(dict.fromkeys(e.outvars, home))
+        for e in reversed(forward):
+            own = {self.home[a] for a in reads[e] if a in self.home}
+            first = own or set().union(*(self.met.get(v, ()) for v in e.outvars))
+            for a in reads[e]:
+                if a not in self.home and first:
+                    self.met.setdefault(a, set()).update(first)
+
+    def _are_apart(self, e: Equation, shared: Sequence[Var]) -> bool:
+        """Whether an equation that reads no weights, and the one that it equals, are for layers of two
+        meshes."""
+        if any(a in self.home for a in e.invars if is_var(a)):
+            return False
+        here, there = (set().union(*(self.met.get(v, ()) for v in own)) for own in (e.outvars, shared))
+        return bool(here) and bool(there) and here.isdisjoint(there)
 
     def _merge(self, e: Equation, kept: set[Var], read_forward: set[Var]) -> None:
         if not self.weighted.isdisjoint(filter(is_var, e.invars)):
@@ -90,7 +122,7 @@ class _Merger:
             return
         v = e.outvars[0]
         shared = self.shared.setdefault(self.first.get(v, v), e.outvars)
-        if shared is not e.outvars and kept.isdisjoint(e.outvars):
+        if shared is not e.outvars and kept.isdisjoint(e.outvars) and not self._are_apart(e, shared):
             self.instead.update(zip(e.outvars, shared))
 
     def _number(self, e: Equation) -> None:
@@ -112,12 +144,14 @@ class _Merger:
     def _loop(self, loop: Loop | While) -> Loop | While:
         inside = _Merger(self.task_of)
         inside.first, inside.instead, inside.weighted = {**self.first}, {**self.instead}, {*self.weighted}
+        inside.home.update(self.home)
         given = [(v, a) for v, a in zip(loop.carry_in, loop.init)]
         results = [*loop.carry_out]
         if isinstance(loop, Loop):
             given += ((v, row[0]) for v, row in zip(loop.slice_vars, loop.slices))
             results += loop.ys
         inside.weighted.update(v for v, a in given if is_var(a) and a in self.weighted)
+        inside.home.update((v, self.home[a]) for v, a in given if is_var(a) and a in self.home)
         body: Any = inside.merged(loop.body, results)
         made = [*zip(loop.carries, loop.carry_out)]
         if isinstance(loop, Loop):

@@ -20,6 +20,7 @@ def place_forward(region: Region, e: Equation) -> None:
     )
     scoped, homes, renewed = region.task_of(e.scope), region.state_homes(e), region.renewed_homes(e)
     homes = homes or renewed
+    moves = False
     reason = Reason.READS_STATE if homes else Reason.FOLLOWS_OPERANDS
     if scoped is not None:
         task, mesh = scoped
@@ -35,7 +36,10 @@ def place_forward(region: Region, e: Equation) -> None:
         if here is not None:
             for root in roots:
                 region.read_from.setdefault(root, set()).add(here)
-        if (again and not region.returning) or (here not in (None, mesh) and roots & region.shared):
+        moves = here is not None and not roots.isdisjoint(region.moving) and region.combines_state(e)
+        if moves:
+            position, reason = before, Reason.STATE_IS_SENT
+        elif (again and not region.returning) or (here not in (None, mesh) and roots & region.shared):
             # Shared state used again further on: it is sent there, rather than the flow sent back. (A
             # scalar is sent back: such as the norm of all weights, which scales each of them.)
             region.sent |= roots or {a for a in e.invars if is_var(a) and a in region.renewed}
@@ -46,7 +50,8 @@ def place_forward(region: Region, e: Equation) -> None:
     else:
         position = max(before, 0)
     if scoped is not None or homes:
-        region.tied.add(e)
+        if not moves:
+            region.tied.add(e)
         region.used_state |= region.roots_of(e)
     region.put(e, Location(region.positions[position].mesh, position), region.forward_phase, reason)
     if e in region.roles.after_inner:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from jax.sharding import Mesh
@@ -101,7 +102,8 @@ def _cheapest(problem: Problem, loop: Loop | None = None) -> Placement:
 
     The others begin with what is not trained; and, if the flow comes to a mesh or to state again, they have
     it go back to the state, or begin later what can begin later, or count no bytes for what a mesh made when
-    the flow was there before; or, after an inner gradient, they take nothing for new state. In a loop, a
+    the flow was there before; or, after an inner gradient, they take nothing for new state; or state that
+    several layers combine with what they read may be sent to where they read it. In a loop, a
     single array that is used again, such as an embedding, is sent once for all microbatches, and adds no
     stage; and state that is read from several meshes, such as a head that all stages share, may be sent to
     each.
@@ -133,6 +135,8 @@ def _ways(problem: Problem, loop: Loop | None, *, apart: bool) -> tuple[list[Reg
     shared = frozenset(v for v, meshes in first.read_from.items() if len(meshes) > 1)
     if loop is not None and shared:
         found.append(_solved(Region(problem, returning=False, apart=apart, shared=shared)))
+    if moving := _combined_again(first):
+        found.append(_solved(Region(problem, returning=False, apart=apart, moving=moving)))
     few = 1 if loop is None else 2
     again = [r for r in regions if len(r.sent) >= few]
     returning = [Region(problem, returning=True, apart=apart, order=r.order) for r in again]
@@ -144,6 +148,16 @@ def _ways(problem: Problem, loop: Loop | None, *, apart: bool) -> tuple[list[Reg
         if r.comes_back
     ]
     return regions + by_mesh, found + [_solved(r) for r in by_mesh]
+
+
+def _combined_again(region: Region) -> frozenset[Var]:
+    """State that several equations combine with the flow, such as positions that each layer adds."""
+    readers = Counter(v for e in region.forward if region.combines_state(e) for v in region.roots_of(e))
+    return (
+        frozenset(v for v, count in readers.items() if count > 1)
+        if len(region.positions) > 1
+        else frozenset()
+    )
 
 
 def _best(problem: Problem, loop: Loop | None, found: Sequence[Placement]) -> Placement:

@@ -63,6 +63,7 @@ class Region:
       apart: whether the state of each task has positions of its own; else neighbours on a mesh share one.
       order: in which the forward is placed.
       shared: state that is sent to the flow wherever it is read.
+      moving: state whose elementwise readers go wherever fewest bytes cross, and the state with them.
       by_mesh: whether minimum cuts count no bytes for what a mesh made when the flow was there before.
       renewing: whether what is combined with state after an inner gradient is taken for its next value.
       out: the placement, as far as it is known.
@@ -92,6 +93,7 @@ class Region:
         apart: bool = False,
         order: Sequence[Equation] | None = None,
         shared: frozenset[Var] = frozenset(),
+        moving: frozenset[Var] = frozenset(),
         by_mesh: bool = False,
         renewing: bool = True,
     ):
@@ -108,7 +110,8 @@ class Region:
             for a in dict.fromkeys(filter(is_var, node.invars)):
                 self.users.setdefault(a, []).append(node)
         self.roles = classify(self.nodes, self.users)
-        self.order, self.shared, self.by_mesh, self.renewing = order, shared, by_mesh, renewing
+        self.order, self.shared, self.moving = order, shared, moving
+        self.by_mesh, self.renewing = by_mesh, renewing
         self.forward = list(order or self.roles.all(Role.FORWARD))
         autodiff = self.in_loop or Role.BACKWARD in self.roles.of.values()
         self.forward_phase = "forward" if autodiff else "none"
@@ -140,6 +143,16 @@ class Region:
     def roots_of(self, e: Node) -> frozenset[Var]:
         """The state that an equation's operands of state alone are made of."""
         return frozenset().union(*(self.roots.get(a, ()) for a in e.invars if is_var(a)))
+
+    def combines_state(self, e: Node) -> bool:
+        """Whether an equation combines state with activations entry by entry, such as learned positions."""
+        if not isinstance(e, Equation) or e.name in PRODUCTS or len(e.outvars) != 1 or not self.roots_of(e):
+            return False
+        shape, shapes = e.outvars[0].aval.shape, [a.aval.shape for a in e.invars if a.aval.shape]
+        entry_by_entry = all(
+            len(own) == len(shape) and all(n in (1, size) for n, size in zip(own, shape)) for own in shapes
+        )
+        return entry_by_entry and any(self.origin_of(a).kind is Kind.ACTIVATION for a in e.invars)
 
     def put(
         self, e: Equation, location: Location, phase: str, reason: Reason, kind: Kind = Kind.ACTIVATION

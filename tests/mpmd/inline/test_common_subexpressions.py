@@ -147,6 +147,27 @@ def test_two_tasks_compute_one_each():
     assert sorted(products(program)) == ["stage0", "stage1"]
 
 
+NARROW = {
+    "repeat": (lambda h: jnp.repeat(h[:, :2], 4, axis=1), 2),
+    "norm": (lambda h: h * lax.rsqrt((h * h).mean(-1, keepdims=True)), 8),
+}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_layers_of_two_meshes_do_the_same_to_a_value(kind):
+    """Keys of fewer heads, which each layer repeats; or a norm without weights. The value is sent, and not
+    what both make of it, which is as large or larger."""
+    widen, features = NARROW[kind]
+
+    def loss_fn(model, x):
+        h = model.a(x)
+        return (jnp.sin(model.a(widen(h))) + h).mean() + (jnp.sin(model.b(widen(h))) + h).mean()
+
+    program, _ = ran(nnx.grad(loss_fn))
+    shapes = [t.shape for t in program.transfers if len(t.shape) == 2]
+    assert shapes == [(4, features)] * 2  # there, and its gradient back
+
+
 def test_what_a_barrier_keeps_apart():
     def forward_twice(model, x):
         y, z = (lax.optimization_barrier(model.a(x)) for _ in range(2))

@@ -105,6 +105,54 @@ def several_heads(model, x):
     return loss
 
 
+class Positions(Net):
+    """Each layer adds the same learned positions to what it reads, as in DETR (Carion et al. 2020)."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nnx.Param(np.linspace(-1, 1, WIDTH, dtype=np.float32))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x + self.shared[...]))
+        return x
+
+
+class OneNorm(Net):
+    """Each layer begins with the same norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(self.shared(x)))
+        return x
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+@pytest.mark.parametrize("make", [Positions, OneNorm])
+def test_what_each_layer_begins_with_goes_to_the_layers(make, schedule):
+    """Not what it makes of the activations, which would be sent beside them."""
+    step = train(lambda model, x: (model(x) ** 2).mean(), schedule)
+    many = np.tile(X, (16, 1))
+    reference = make()
+    references = reference, nnx.Optimizer(reference, MOMENTUM, wrt=nnx.Param)
+    owned = [[("layers", n), *(["shared"] if n == 0 else [])] for n in range(STAGES)]
+    with MESH:
+        model = born(make, place(TASKS, *owned))
+        state = model, mm.jit(lambda m: nnx.Optimizer(m, MOMENTUM, wrt=nnx.Param))(model)
+        split = mm.jit(step)
+        assert_same(split(*state, many), nnx.jit(step)(*references, many), 1e-4)
+        assert_same(nnx.state(state), nnx.state(references), 1e-4)
+        sent = split.program(*state, many).transfers
+    entries = sum(np.prod(t.shape, dtype=int) for t in sent if len(t.shape) == 2)
+    assert entries == 2 * (STAGES - 1) * many.size
+    shared = [t for t in sent if t.shape == (WIDTH,)]
+    assert len(shared) == 2 * (STAGES - 1)  # there, and its gradients back
+
+
 @pytest.mark.parametrize("where", range(STAGES))
 def test_a_head_of_every_stage_is_sent_once(where):
     class Exits(Net):
