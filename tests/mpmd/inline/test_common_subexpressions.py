@@ -161,10 +161,11 @@ def test_layers_of_two_meshes_do_the_same_to_a_value(kind):
 
     def loss_fn(model, x):
         h = model.a(x)
-        return (jnp.sin(model.a(widen(h))) + h).mean() + (jnp.sin(model.b(widen(h))) + h).mean()
+        after = model.b(widen(h)) + (h if features == 8 else 0)
+        return (model.a(widen(h)) ** 2).mean() + (after**2).mean()
 
     program, _ = ran(nnx.grad(loss_fn))
-    shapes = [t.shape for t in program.transfers if len(t.shape) == 2]
+    shapes = [t.shape for t in program.transfers if np.prod(t.shape) > 4]  # not what is made of each row
     assert shapes == [(4, features)] * 2  # there, and its gradient back
 
 
