@@ -883,4 +883,38 @@ FAULTS: tuple[Fault, ...] = (
             "tests/mpmd/place/test_inner_gradients.py::test_an_activation_as_large_as_state_is_no_new_value_of_it",
         ),
     ),
+    Fault(
+        name="shared-gradients-go-home-each-time",
+        file="mmnnx/mpmd/inline/shared_backward.py",
+        old="node.spec.length >= _MANY",
+        new="node.spec.length < 0",
+        what="The gradient of a bias that all stages use is sent home in every microbatch.",
+        tests=("tests/mpmd/inline/test_shared_backward.py::test_a_bias_by_relative_positions",),
+    ),
+    Fault(
+        name="two-meshes-share-what-they-make",
+        file="mmnnx/mpmd/inline/common_subexpressions.py",
+        old="and here.isdisjoint(there)",
+        new="and here is there",
+        what="Layers of two meshes that repeat the same keys have them sent repeated.",
+        tests=(
+            "tests/mpmd/inline/test_common_subexpressions.py::test_layers_of_two_meshes_do_the_same_to_a_value",
+        ),
+    ),
+    Fault(
+        name="positions-are-added-before-they-are-sent",
+        file="mmnnx/mpmd/place/place.py",
+        old="if moving := _combined_again(first):",
+        new="if moving := frozenset():",
+        what="What a layer adds to what it reads is added on the mesh before it, and both are sent.",
+        tests=("tests/mpmd/place/test_reused_state.py::test_what_each_layer_begins_with_goes_to_the_layers",),
+    ),
+    Fault(
+        name="optax-state-is-no-optimizer-state",
+        file="mmnnx/mpmd/frontend/graph.py",
+        old="return isinstance(x, tuple) and type(x)",
+        new="return x is None and type(x)",
+        what="Rows of Adafactor that no nnx.Optimizer holds are on the first mesh.",
+        tests=("tests/mpmd/frontend/test_optimizer_shardings.py::test_state_of_optax_itself",),
+    ),
 )

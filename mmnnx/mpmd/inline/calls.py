@@ -20,6 +20,7 @@ from mmnnx.mpmd.inline.common_subexpressions import merge_common_subexpressions
 from mmnnx.mpmd.inline.conds import write_cond
 from mmnnx.mpmd.inline.logical_constraints import resolve_logical_constraints
 from mmnnx.mpmd.inline.scans import write_scan
+from mmnnx.mpmd.inline.shared_backward import distribute_shared_backward
 from mmnnx.mpmd.inline.whiles import write_cond_as_whiles, write_while
 from mmnnx.mpmd.inline.writer import HoldsLoop, InLoop, Writer
 from mmnnx.mpmd.ir.equations import (
@@ -52,6 +53,7 @@ def inline(function: Function) -> Flat:
     shardings, names = function.shardings, function.meshes.labels()
     flat = inline_calls(function.jaxpr, shardings.homes, function.task_mesh, names, shardings.follows)
     flat = merge_common_subexpressions(flat, shardings.homes, function.task_of)
+    flat = distribute_shared_backward(flat, shardings.homes)
     flat = resolve_logical_constraints(flat, function.task_of)
     for loop in (node for node in with_bodies(flat.nodes) if isinstance(node, Loop)):
         for mesh_of in function.meshes.moving.values():
