@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.ir.dataflow import sum_terms
@@ -87,7 +88,7 @@ class _Body:
                 found, adds = sum_terms(last, enters, self.maker, uses)
                 terms.update(filter(is_var, found))
                 added.update(adds)
-        for e in reversed(self.loop.body):
+        for e in self.loop.body:  # the first sum that all the rest is made of, and not one on the way
             if isinstance(e, Equation) and e.name == "add_any" and e not in added:
                 self._distribute(e, terms)
         if not self.instead:
@@ -175,7 +176,7 @@ class _Body:
         if is_var(a):
             e = self.maker.get(a)
             return e is not None and e.name == "broadcast_in_dim" and self._is_zero(e.invars[0])
-        return isinstance(a, jex.Literal) and bool(jnp.all(a.val == 0))
+        return isinstance(a, jex.Literal) and bool(np.all(a.val == 0))
 
 
 def _sum(*xs):
