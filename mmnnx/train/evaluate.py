@@ -12,9 +12,8 @@ import mmnnx as mm
 from mmnnx.modules import LM
 from mmnnx.train.rows import Row
 
-IN_FLIGHT = (
-    8  # batches that are under way at once: devices never wait for one, and hold the inputs of no more
-)
+# Batches that are under way at once: devices never wait for one, and hold the inputs of no more.
+IN_FLIGHT = 8
 
 
 def make_evaluate() -> Callable[[LM, Iterable[Row]], tuple[float, float]]:

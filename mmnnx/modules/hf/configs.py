@@ -242,7 +242,8 @@ def _stored_dtype(folder: Path) -> Any:
         weights = Weights(folder)
     except FileNotFoundError:
         return jnp.dtype("float32")
-    return weights.dtype(next(iter(weights.files)))
+    first = next(iter(weights.files), None)
+    return jnp.dtype("float32") if first is None else weights.dtype(first)
 
 
 def _shared(

@@ -24,7 +24,7 @@ from mmnnx.mpmd.ir.equations import LAYOUT, Atom, Equation, Flat, Loop, Node, Va
 from mmnnx.mpmd.ir.rewrite import name_results, rename, trace_equations
 
 _ADDS = {"add_any", "neg", "reduce_sum"} | LAYOUT
-_OF_ANY = _ADDS - {"transpose"}  # what the backward of a bias may be, too, which is no value that is shared
+_OF_A_BIAS = _ADDS - {"transpose"}  # what the backward of a bias of one layer is made of, too
 _FEW = 8  # gradients whose backwards are taken one by one
 _MANY = 3  # microbatches for which it is worth it: what the backward reads is sent once to each mesh
 
@@ -99,10 +99,12 @@ class _Body:
     def _distribute(self, total: Equation, terms: set[Var]) -> None:
         """Takes the backward of a sum of gradients apart, if it is linear and one of a shared value."""
         backward = self._backward(total.outvars[0], terms)
-        if total in self.instead or all(e.name in _OF_ANY for e in backward):
+        if total in self.instead or all(e.name in _OF_A_BIAS for e in backward):
             return
         adds, gradients = self._gradients(total)
-        groups: dict[Any, list[Var]] = {}
+        if not all(map(is_var, gradients)):
+            return
+        groups: dict[Any, list[Atom]] = {}
         for v in gradients:
             # Whether two come from one mesh is not known yet. Of many, those are taken together that met the
             # same state, though on some ways the same is met from several meshes.
@@ -124,12 +126,14 @@ class _Body:
                 copies += name_results(equations, whole, [v])
             self.instead[e] = copies
 
-    def _gradients(self, total: Equation) -> tuple[list[Equation], list[Var]]:
+    def _gradients(self, total: Equation) -> tuple[list[Equation], list[Atom]]:
         """The additions that a sum of gradients is made of, but for the last, and the gradients."""
-        adds, found, queue = [], [], list(total.invars)
+        adds: list[Equation] = []
+        found: list[Atom] = []
+        queue = list(total.invars)
         while queue:
             v = queue.pop(0)
-            e = self.maker.get(v)
+            e = self.maker.get(v) if is_var(v) else None
             if e is not None and e.name == "add_any" and len(self.users[v]) == 1:
                 adds.append(e)
                 queue += e.invars
