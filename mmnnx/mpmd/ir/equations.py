@@ -78,7 +78,7 @@ class Loop:
     @property
     def captured(self) -> list[Var]:
         """Outer variables that the body names."""
-        return _captured(self.body, [*self.carry_in, *self.slice_vars], [*self.carry_out, *self.ys])
+        return captured_by(self.body, [*self.carry_in, *self.slice_vars], [*self.carry_out, *self.ys])
 
     @property
     def invars(self) -> list[Atom]:
@@ -112,7 +112,7 @@ class While:
     @property
     def captured(self) -> list[Var]:
         """Outer variables that the body names."""
-        return _captured(self.body, self.carry_in, self.carry_out)
+        return captured_by(self.body, self.carry_in, self.carry_out)
 
     @property
     def invars(self) -> list[Atom]:
@@ -126,7 +126,7 @@ class While:
 Node = Equation | Loop | While
 
 
-def _captured(body: Sequence[Node], given: Sequence[Var], results: Sequence[Var]) -> list[Var]:
+def captured_by(body: Sequence[Node], given: Sequence[Var], results: Sequence[Var]) -> list[Var]:
     """What a body reads or returns and is neither given nor makes."""
     own = {*given, *(v for e in body for v in e.outvars)}
     used = [a for e in body for a in e.invars if is_var(a)]
@@ -188,6 +188,15 @@ CHEAP = LAYOUT | {
     "one_minus_square", "or", "pow", "reduce_max", "reduce_min", "reduce_sum", "rem", "round", "rsqrt",
     "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
+
+# What is computed again of state where it is read, if that is fewer bytes to send.
+_REPEATED = CHEAP | {*SCATTERS, "gather", "dynamic_slice", "concatenate", "pad", "argmax", "argmin"}
+
+
+def is_repeated(e: Equation) -> bool:
+    """Whether an equation is computed again on another mesh, rather than its results sent, if what it is made
+    of has fewer bytes."""
+    return all(inner.primitive.name in _REPEATED for inner in with_inner(e.eqn))
 
 
 def equations_in(jaxpr: Any) -> Iterator[Any]:

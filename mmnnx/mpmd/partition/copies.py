@@ -13,17 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.ir.equations import (
-    CHEAP,
     LAYOUT,
     PRODUCTS,
     REMAT,
-    SCATTERS,
     Equation,
     Node,
     Var,
+    is_repeated,
     is_var,
     nbytes,
-    with_inner,
 )
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement
@@ -35,7 +33,6 @@ _COSTLY = {
     "cumprod", "cumlogsumexp", "cummax", "cummin", "reduce_window_sum", "top_k", "fft", "cholesky", "eigh",
     "svd", "qr", "lu", "triangular_solve", "shard_map", REMAT,
 }  # fmt: skip
-_REPEATED = CHEAP | {*SCATTERS, "gather", "dynamic_slice", "concatenate", "pad", "argmax", "argmin"}
 _SMALL = 1024  # bytes: results of no more are made again where they are read, whatever that costs
 
 
@@ -123,7 +120,7 @@ class Copies:
 
         def made_of(v: Var) -> list[Var] | None:
             maker = self.maker.get(v)
-            if isinstance(maker, Equation) and maker not in self._once and _is_repeated(maker):
+            if isinstance(maker, Equation) and maker not in self._once and is_repeated(maker):
                 return self._state(maker)
             return None
 
@@ -132,10 +129,6 @@ class Copies:
     def _state(self, node: Node) -> list[Var]:
         """What an equation reads that is made of nothing but state."""
         return [a for a in node.invars if is_var(a) and self.placement.where[a].kind is Kind.STATE]
-
-
-def _is_repeated(node: Equation) -> bool:
-    return all(e.primitive.name in _REPEATED for e in with_inner(node.eqn))
 
 
 def _expands(node: Equation) -> bool:

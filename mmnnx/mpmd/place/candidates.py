@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_var, nbytes
+from mmnnx.mpmd.ir.equations import Equation, Loop, Node, Var, is_repeated, is_var, nbytes
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Placement
 from mmnnx.mpmd.place.classify import Role
@@ -25,9 +25,28 @@ def bytes_sent(nodes: Sequence[Node], placement: Placement, times: int) -> int:
             for a in filter(is_var, n.invars):
                 if placement.where[a].home not in (None, mesh):
                     readers.setdefault(a, set()).add(mesh)
+    sent = _sent_instead(nodes, placement)
+    received: dict[Var, set[Mesh]] = {}
     for a, meshes in readers.items():
+        for v in sent.get(a, [a]):
+            received.setdefault(v, set()).update(meshes)
+    for a, meshes in received.items():
         total += nbytes(a) * len(meshes) * (1 if placement.where[a].kind is Kind.STATE else times)
     return total
+
+
+def _sent_instead(nodes: Sequence[Node], placement: Placement) -> dict[Var, list[Var]]:
+    """What is sent of values that are made of state alone, where that has fewer bytes, such as labels for a
+    mask that is made of them: they are computed again where they are read."""
+    found: dict[Var, list[Var]] = {}
+    for n in nodes:
+        if isinstance(n, Equation) and n in placement.locations and is_repeated(n):
+            (*made, v), read = n.outvars, [a for a in n.invars if is_var(a) and placement.where[a].home]
+            if not made and placement.where[v].kind is Kind.STATE:
+                of = list(dict.fromkeys(o for a in read for o in found.get(a, [a])))
+                if sum(map(nbytes, of)) < nbytes(v):
+                    found[v] = of
+    return found
 
 
 def latest_order(region: Region) -> list[Equation] | None:

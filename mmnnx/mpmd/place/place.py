@@ -15,7 +15,8 @@ tried, and the one that sends fewer bytes is taken.
 
 Backward equations go where the activations are that they read; those that read none follow their operands,
 again up to a minimum cut. What comes after the backward (the optimizer) goes to the state it updates, and
-what uses new values of state (a second loss) to those.
+what uses new values of state (a second loss) to those; but a second pass over them is placed as a function of
+its own if fewer bytes are sent then.
 Work that depends on no placed state gets no place: it is done wherever it is needed (unless that is switched
 off: then it is done where it is needed first, and sent).
 """
@@ -42,6 +43,7 @@ from mmnnx.mpmd.place.forward import bring_home, place_forward
 from mmnnx.mpmd.place.gradient_sums import group_sums, separate_sums
 from mmnnx.mpmd.place.options import recomputing
 from mmnnx.mpmd.place.region import Fits, Problem, Region, activation
+from mmnnx.mpmd.place.second_pass import second_pass, with_second_pass
 from mmnnx.mpmd.place.sums_by_mesh import sum_by_mesh
 from mmnnx.mpmd.place.task_options import with_task_options
 from mmnnx.mpmd.place.unplaced import place_effects, place_free
@@ -114,14 +116,24 @@ def _cheapest(problem: Problem, loop: Loop | None = None) -> Placement:
     sharing = {task.name for region in tried for task in region.sharing()}
     if loop is not None and sharing:
         named = {task for name in loop.spec.named for task in (name, name.rpartition(" ")[0])}
-        if named & sharing or not any(problem.fits(loop, p) for p in found):
+        if named & sharing or not any(problem.fits(loop, r.out) for r in found):
             found = _ways(problem, loop, apart=True)[1]
-    return _best(problem, loop, found)
+    best = _best(problem, loop, found)
+    return best.out if loop is not None else _with_second_pass(problem, best)
 
 
-def _ways(problem: Problem, loop: Loop | None, *, apart: bool) -> tuple[list[Region], list[Placement]]:
-    """The regions that differ in the order in which the flow comes to state, or in what it does where it
-    comes to it again, solved; the simplest first."""
+def _with_second_pass(problem: Problem, region: Region) -> Placement:
+    """The placement of a region, with that of a second pass in it as a function of its own if fewer bytes are
+    sent then."""
+    if (second := second_pass(region)) is None:
+        return region.out
+    ways = [region.out, with_second_pass(region.out, second.nodes, _cheapest(second))]
+    return min(ways, key=lambda p: bytes_sent(problem.nodes, p, 1))
+
+
+def _ways(problem: Problem, loop: Loop | None, *, apart: bool) -> tuple[list[Region], list[Region]]:
+    """The regions that differ in the order in which the flow comes to state, and these and others that differ
+    in what it does where it comes to it again; solved, the simplest first."""
     regions = [first := Region(problem, returning=False, apart=apart)]
     found = [_solved(first)]
     meshes = [p.mesh for p in first.positions]
@@ -160,15 +172,15 @@ def _combined_again(region: Region) -> frozenset[Var]:
     )
 
 
-def _best(problem: Problem, loop: Loop | None, found: Sequence[Placement]) -> Placement:
+def _best(problem: Problem, loop: Loop | None, found: Sequence[Region]) -> Region:
     """Of these, the one that sends the fewest bytes: the first, or another that can have the schedule."""
-    allowed = [found[0], *(p for p in found[1:] if loop is None or problem.fits(loop, p))]
-    cost = lambda p: (bytes_sent(problem.nodes, p, problem.microbatches or 1), len(p.positions))
+    allowed = [found[0], *(r for r in found[1:] if loop is None or problem.fits(loop, r.out))]
+    cost = lambda r: (bytes_sent(problem.nodes, r.out, problem.microbatches or 1), len(r.positions))
     return min(allowed, key=cost) if len(allowed) > 1 else found[0]
 
 
-def _solved(region: Region) -> Placement:
-    """The placement of all nodes of a region: forward, then backward, loops and updates, then the rest."""
+def _solved(region: Region) -> Region:
+    """The region, with all its nodes placed: forward, then backward, loops and updates, then the rest."""
     for e in region.forward:
         place_forward(region, e)
     move_across_boundaries(region, region.forward)
@@ -195,7 +207,7 @@ def _solved(region: Region) -> Placement:
         place_free(region)
     place_effects(region)
     region.name_positions()
-    return region.out
+    return region
 
 
 def _note_state_uses(region: Region) -> None:

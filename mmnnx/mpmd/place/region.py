@@ -130,7 +130,7 @@ class Region:
         self.loose: set[Node] = set()
         self.replicated: set[Equation] = set()
         self.comes_back = False
-        is_state = lambda a: a if is_var(a) and a in state else None
+        is_state = lambda a: a if is_var(a) and a in state and a not in self.of_batch else None
         # First what is combined with state: then a result may take another's place, as of a population.
         follow_back(self.roles.all(Role.UPDATE), self.out.follows, is_state)
         self.out.follows.update(problem.follows)
@@ -281,10 +281,8 @@ class Region:
         if e in self.roles.after_inner and not self.renewing:
             return
         out, arrays = e.outvars[0], [a for a in e.invars if a.aval.shape]
-        weights = [a for a in arrays if a in self.renewed or self.origin_of(a).kind is Kind.STATE]
-        at_home = any(
-            a not in self.of_batch and self.origin_of(a).home == self.where[out].home for a in weights
-        )
+        weights = [a for a in arrays if a in self.renewed or self.is_weight(a)]
+        at_home = any(self.origin_of(a).home == self.where[out].home for a in weights)
         # One state has several next values where the inner gradients are those of a vmap.
         of_each = all(a in weights or self._is_inner_gradient(a) for a in arrays)
         if at_home and (of_each or all(a.aval.size == out.aval.size for a in arrays)):
@@ -292,6 +290,10 @@ class Region:
             owners = set().union(*map(self.owners, filter(is_var, weights)))
             if len(owners) == 1:
                 self.tasks[out] = owners.pop()
+
+    def is_weight(self, a: Atom) -> bool:
+        """Whether a value is made of state alone, and not of the batch."""
+        return self.origin_of(a).kind is Kind.STATE and a not in self.of_batch
 
     def _is_inner_gradient(self, a: Atom) -> bool:
         """Whether a value is what an inner backward made, in another layout or scaled by a scalar."""

@@ -81,6 +81,39 @@ def test_labels_go_to_where_the_loss_is(kept):
     assert shapes <= {(2, 16), (2,), (2, 1)}
 
 
+class Tied(nnx.Module):
+    """A table of fewer bytes than the activations, which the last layer reads as well."""
+
+    def __init__(self):
+        self.table = nnx.Param(jnp.asarray(np.random.default_rng(0).normal(size=(24, 16)), jnp.float32))
+        self.layers = nnx.List(nnx.Linear(16, 16, rngs=nnx.Rngs(n)) for n in range(2))
+
+    def __call__(self, tokens):
+        x = self.table[...][tokens]
+        for layer in self.layers:
+            x = x + jnp.sin(layer(x))
+        return x @ self.table[...].T
+
+
+def test_what_is_made_of_labels_counts_as_the_labels():
+    """Where a step sends the fewest bytes is the same with tokens on the first stage, but for these."""
+
+    def loss_fn(model, tokens):
+        wanted = jax.nn.one_hot(jnp.roll(tokens, -1, 1), 24)
+        return -(jax.nn.log_softmax(model(tokens)) * wanted).mean()
+
+    mesh, tasks = pipeline(2)
+    tokens = jnp.arange(64, dtype=jnp.int32).reshape(4, 16) % 24
+    with mesh:
+        model = born(Tied, place(tasks, ["table", ("layers", 0)], [("layers", 1)]))
+        step = mm.jit(nnx.value_and_grad(loss_fn))
+        there = jax.device_put(tokens, model.table.get_raw_value().sharding)
+        alone = [t.shape for t in step.program(model, tokens).transfers]
+        placed = [t.shape for t in step.program(model, there).transfers]
+        assert_same(step(model, there), nnx.jit(nnx.value_and_grad(loss_fn))(Tied(), tokens))
+    assert sorted(placed) == sorted([*alone, tokens.shape]) and (24, 16) in alone
+
+
 def test_averages_in_plain_arrays_stay_with_their_weights():
     mesh, model = two_stages()
     average = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model)))

@@ -89,6 +89,40 @@ def test_activations_alone_are_sent(step, rows):
     assert sent == [(rows, WIDTH)] * passes * (STAGES - 1)
 
 
+class Residual(Net):
+    def __call__(self, x):
+        for layer in self.layers:
+            normal = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+            x = x + jnp.sin(layer(normal))
+        return x
+
+
+def three_times(model, optimizer, x):
+    return [updated(model, optimizer, x) for _ in range(3)]
+
+
+RESIDUAL = {"evaluated": (evaluated, 3), "sharpness": (sharpness_aware, 4), "three": (three_times, 6)}
+
+
+@pytest.mark.parametrize("name, is_placed", grid(list(RESIDUAL), [False, True]))
+def test_a_second_pass_flows_as_the_first_does(name, is_placed):
+    """From stage to stage, where each layer adds to what it reads."""
+    step, passes = RESIDUAL[name]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, WIDTH)).astype(np.float32))
+    model = Residual()
+    whole = model, nnx.Optimizer(model, MOMENTUM, wrt=nnx.Param)
+    mesh, tasks = pipeline(STAGES)
+    with mesh:
+        placement = place(tasks, *[[("layers", n)] for n in range(STAGES)])
+        split = born_with_optimizer(Residual, placement, MOMENTUM)
+        batch = jax.device_put(x, split[0].layers[0].kernel.sharding) if is_placed else x
+        run = mm.jit(step)
+        sent = [t.shape for t in run.program(*split, batch).transfers if t.shape]
+        expected = values((nnx.jit(step)(*whole, x), *map(nnx.state, whole)))
+        assert_same(values((run(*split, batch), *map(nnx.state, split))), expected, 1e-4)
+    assert sent == [x.shape] * passes * (STAGES - 1)
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
