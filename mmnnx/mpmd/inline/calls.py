@@ -26,6 +26,7 @@ from mmnnx.mpmd.inline.writer import HoldsLoop, InLoop, Writer
 from mmnnx.mpmd.ir.equations import (
     CALLS,
     CUSTOM_GRADIENTS,
+    REMAT,
     Atom,
     Equation,
     Flat,
@@ -95,6 +96,11 @@ def inline_calls(
     return Flat(tuple(fresh), tuple(inliner.constants), tuple(prune(nodes, out)), tuple(out))
 
 
+# Equations that compute a jaxpr as it stands, too, but are inlined only where that is of several meshes. (A
+# jaxpr can be something else: how a scatter or a reduction combines two entries, or a kernel.)
+_CALLED = {REMAT, "custom_vmap_call", "custom_transpose_call", "composite", "remat_opt"}
+
+
 class _Inliner(Writer):
     def write_equation(
         self, eqn: Any, destinations: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop
@@ -102,7 +108,7 @@ class _Inliner(Writer):
         name, bodies = eqn.primitive.name, _compat.subjaxprs(eqn)
         if name in CALLS | CUSTOM_GRADIENTS:
             return self.write_jaxpr(bodies[0], eqn.invars, scope, out, in_loop, destinations)
-        if name == "device_put":  # of arrays that may be on different meshes
+        if name in ("device_put", "optimization_barrier"):  # of arrays that may be on different meshes
             return [self._write_whole(one, scope, out)[0] for one in _compat.one_by_one(eqn)]
         if name == "scan" and in_loop is InLoop.NO and loop_spec(scope) is not None:
             return write_scan(self, eqn, scope, out, in_loop)
@@ -126,9 +132,9 @@ class _Inliner(Writer):
             raise ValueError(_several_tasks(eqn, scope, [self.names[m] for m in meshes]))
         if name == "custom_linear_solve" and in_loop is InLoop.NO:
             return self.write_jaxpr(*_compat.solve_of(eqn), scope, out, in_loop)
-        if len(bodies) != 1:
-            return self._write_whole(eqn, scope, out)
-        return self.write_jaxpr(bodies[0], eqn.invars, scope, out, in_loop)
+        if name in _CALLED:
+            return self.write_jaxpr(bodies[0], eqn.invars, scope, out, in_loop)
+        return self._write_whole(eqn, scope, out)
 
     def _write_cond(
         self, eqn: Any, destinations: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop

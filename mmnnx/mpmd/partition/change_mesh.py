@@ -49,6 +49,9 @@ def _same_devices(over: Mesh | AbstractMesh, mesh: Mesh) -> bool:
 
 
 def _moved(value: Any, mesh: Mesh) -> Any:
+    if type(value) is tuple and any(isinstance(v, NamedSharding) for v in value):
+        new = tuple(_moved(v, mesh) for v in value)
+        return value if all(a is b for a, b in zip(new, value)) else new
     if isinstance(value, NamedSharding) and value.mesh not in (mesh, mesh.abstract_mesh):
         if isinstance(value.mesh, Mesh) and value.mesh.devices.tolist() == mesh.devices.tolist():
             return transferred(value, mesh)  # the same devices, by axes of other names

@@ -36,7 +36,7 @@ def second_pass(region: Region) -> Problem | None:
     if not nodes:
         return None
     follows = {v: state for v, state in region.problem.follows.items() if v in after}
-    given = captured_by(nodes, (), follows.values())
+    given = captured_by(nodes, (), list(follows.values()))
     return dataclasses.replace(
         region.problem,
         nodes=nodes,

@@ -32,3 +32,20 @@ def mapped(over: Mesh):
 def test_a_shard_map_over_an_axis_of_another_size_is_refused(sizes, words):
     with pytest.raises(ValueError, match=words):
         change_mesh(mapped(mesh(0, x=4)), mesh(4, **sizes))
+
+
+@pytest.mark.parametrize("kind", ["device_put", "jit"])
+def test_shardings_for_several_arrays_move_with_their_equation(kind):
+    """Those that are parameters in a tuple: in a loop these equations stay as they were traced."""
+    other = jax.sharding.NamedSharding(mesh(0, data=2), P("data"))
+    put = {
+        "device_put": lambda x: jax.device_put(x, other),
+        "jit": jax.jit(jnp.sin, in_shardings=other, out_shardings=other),
+    }[kind]
+    (eqn,) = jax.make_jaxpr(put)(jnp.ones(4)).eqns
+    here = mesh(4, data=2)
+    moved = change_mesh(eqn, here)
+    found = [s for v in moved.params.values() if type(v) is tuple for s in v]
+    found = [s for s in found if isinstance(s, jax.sharding.NamedSharding)]
+    assert found and all(s == jax.sharding.NamedSharding(here, P("data")) for s in found)
+    assert change_mesh(moved, here) is moved
