@@ -190,8 +190,8 @@ def solve_of(eqn: Any) -> tuple[Any, list[Any]]:
 
 
 def one_by_one(eqn: Any) -> list[Any]:
-    """A `device_put` or `optimization_barrier` of several arrays, as one of each: all parameters have an entry
-    for each."""
+    """A `device_put` of several arrays, as one of each: all of its parameters have an entry for each. An
+    `optimization_barrier` has none."""
     return [
         eqn.replace(invars=[a], outvars=[v], params={key: (each[n],) for key, each in eqn.params.items()})
         for n, (a, v) in enumerate(zip(eqn.invars, eqn.outvars))

@@ -20,13 +20,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.ir.dataflow import sum_terms
-from mmnnx.mpmd.ir.equations import LAYOUT, Atom, Equation, Flat, Loop, Node, Var, is_var
+from mmnnx.mpmd.ir.equations import LAYOUT, Atom, Equation, Flat, Loop, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.rewrite import name_results, rename, trace_equations
 
 _ADDS = {"add_any", "neg", "reduce_sum"} | LAYOUT
 _OF_A_BIAS = _ADDS - {"transpose"}  # what the backward of a bias of one layer is made of, too
 _FEW = 8  # gradients whose backwards are taken one by one
-_MANY = 3  # microbatches for which it is worth it: what the backward reads is sent once to each mesh
 
 
 def distribute_shared_backward(flat: Flat, homes: Sequence[Mesh | None]) -> Flat:
@@ -42,7 +41,7 @@ def distribute_shared_backward(flat: Flat, homes: Sequence[Mesh | None]) -> Flat
             found = {home.get(a) for a in node.invars if is_var(a)}
             if len(found) == 1 and (mesh := found.pop()) is not None:  # made of state of one mesh
                 home.update(dict.fromkeys(node.outvars, mesh))
-        elif isinstance(node, Loop) and node.spec.length >= _MANY:
+        elif isinstance(node, Loop):
             node = _Body(node, home).distributed()
         nodes.append(node)
     return dataclasses.replace(flat, nodes=tuple(nodes))
@@ -55,6 +54,8 @@ class _Body:
       maker, users: of each variable; a result of the body has a user None.
       varying: variables that differ between microbatches.
       met: for each variable, the homes of the state that was met last on the ways to it.
+      terms: of running sums; `added` are the equations that add them up.
+      not_linear: variables of which something is made that is not linear in them.
       instead: what replaces an equation.
     """
 
@@ -76,40 +77,52 @@ class _Body:
             own = frozenset(home[a] for a in reads if a in home)
             before = (self.met.get(a, frozenset()) for a in reads)
             self.met.update(dict.fromkeys(e.outvars, own or frozenset().union(*before)))
+        self.terms: set[Var] = set()
+        self.added: set[Equation] = set()
+        self._find_sums()
+        self.not_linear: set[Var] = set()
+        self._find_not_linear()
         self.instead: dict[Node, list[Equation]] = {}
 
     def distributed(self) -> Loop:
         """The loop, with a backward for the gradients that come from each group of meshes."""
-        uses = Counter({v: len(users) for v, users in self.users.items()})
-        terms: set[Var] = set()
-        added: set[Equation] = set()
-        for enters, leaves in zip(self.loop.carry_in, self.loop.carry_out):
-            if (last := self.maker.get(leaves)) is not None and uses[leaves] == 1:
-                found, adds = sum_terms(last, enters, self.maker, uses)
-                terms.update(filter(is_var, found))
-                added.update(adds)
         for e in self.loop.body:  # the first sum that all the rest is made of, and not one on the way
-            if isinstance(e, Equation) and e.name == "add_any" and e not in added:
-                self._distribute(e, terms)
+            if isinstance(e, Equation) and e.name == "add_any" and e not in self.added:
+                self._distribute(e)
         if not self.instead:
             return self.loop
         body = tuple(new for e in self.loop.body for new in self.instead.get(e, [e]))
         return dataclasses.replace(self.loop, body=body)
 
-    def _distribute(self, total: Equation, terms: set[Var]) -> None:
+    def _find_sums(self) -> None:
+        uses = Counter({v: len(users) for v, users in self.users.items()})
+        for enters, leaves in zip(self.loop.carry_in, self.loop.carry_out):
+            if (last := self.maker.get(leaves)) is not None and uses[leaves] == 1:
+                found, adds = sum_terms(last, enters, self.maker, uses)
+                self.terms.update(filter(is_var, found))
+                self.added.update(adds)
+
+    def _find_not_linear(self) -> None:
+        self.not_linear.update(v for v, users in self.users.items() if None in users and v not in self.terms)
+        for e in reversed(self.loop.body):
+            whole = not isinstance(e, Equation) or len(e.outvars) != 1 or not self._is_linear(e, self.varying)
+            if whole or not self.not_linear.isdisjoint(e.outvars):
+                self.not_linear.update(a for a in e.invars if is_var(a) and a not in self.terms)
+
+    def _distribute(self, total: Equation) -> None:
         """Takes the backward of a sum of gradients apart, if it is linear and one of a shared value."""
-        backward = self._backward(total.outvars[0], terms)
+        backward = self._backward(total.outvars[0])
         if total in self.instead or all(e.name in _OF_A_BIAS for e in backward):
             return
         adds, gradients = self._gradients(total)
-        if not all(map(is_var, gradients)):
+        if not all(map(is_var, gradients)) or not self._sends_less(total, backward):
             return
         groups: dict[Any, list[Atom]] = {}
         for v in gradients:
-            # Whether two come from one mesh is not known yet. Of many, those are taken together that met the
-            # same state, though on some ways the same is met from several meshes.
-            key = v if len(gradients) <= _FEW else self.met.get(v, frozenset())
-            groups.setdefault(key, []).append(v)
+            # Whether two come from one mesh is not known yet, unless they met no state of another. Of many,
+            # those are taken together that met the same, though on some ways that is met from several meshes.
+            met = self.met.get(v, frozenset())
+            groups.setdefault(met if len(met) == 1 or len(gradients) > _FEW else v, []).append(v)
         if len(groups) < 2:
             return
         self.instead.update({e: [] for e in (*adds, total)})
@@ -121,10 +134,17 @@ class _Body:
         for e in backward:
             copies = [dataclasses.replace(e, eqn=rename(e.eqn, names)) for names in named]
             (v,) = e.outvars
-            if v in terms:
+            if v in self.terms:
                 equations, whole = trace_equations(_sum, *(names[v] for names in named), scope=e.scope)
                 copies += name_results(equations, whole, [v])
             self.instead[e] = copies
+
+    def _sends_less(self, total: Equation, backward: Sequence[Equation]) -> bool:
+        """Whether what the backward reads and makes has fewer bytes than all gradients that would be sent."""
+        made = {*total.outvars, *(v for e in backward for v in e.outvars)}
+        read = {a for e in backward for a in e.invars if is_var(a)} - made
+        once = sum(map(nbytes, read)) + sum(nbytes(v) for v in made & self.terms)
+        return once < self.loop.spec.length * nbytes(total.outvars[0])
 
     def _gradients(self, total: Equation) -> tuple[list[Equation], list[Atom]]:
         """The additions that a sum of gradients is made of, but for the last, and the gradients."""
@@ -141,9 +161,11 @@ class _Body:
                 found.append(v)
         return adds, found
 
-    def _backward(self, v: Var, terms: set[Var]) -> list[Equation]:
+    def _backward(self, v: Var) -> list[Equation]:
         """The equations from a variable to terms of running sums, in order; none if others read it, or one is
         not linear in what is made of it alone."""
+        if v in self.not_linear:
+            return []
         made, found, queue = {v}, set[Equation](), [v]
         while queue:
             for e in self.users.get(queue.pop(), ()):
@@ -152,7 +174,7 @@ class _Body:
                 if e not in found:
                     found.add(e)
                     made.update(e.outvars)
-                    queue += [o for o in e.outvars if o not in terms]
+                    queue += [o for o in e.outvars if o not in self.terms]
         if not all(self._is_linear(e, made) for e in found):
             return []
         return [e for e in self.loop.body if e in found]

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.mpmd.parity import MOMENTUM, assert_parity, pipeline, place
+import mmnnx as mm
+from mmnnx.mpmd.ir.flops import count_flops
+from tests.mpmd.parity import MOMENTUM, assert_parity, born, pipeline, place
 from tests.slow import grid
 
 STAGES, WIDTH, ROWS, COUNT = 3, 8, 12, 4
@@ -92,6 +94,41 @@ def test_a_gradient_of_few_microbatches_is_left_whole():
     """It would be sent as often as what its backward reads."""
     whole = sent(lambda: Tied("normalised"), microbatch=len(X) // 2)
     assert whole[ROWS, WIDTH] <= 2 * 2 * (STAGES - 1)
+
+
+class Product(nnx.Module):
+    """The table is the product of two, of more bytes than all of its gradients."""
+
+    def __init__(self, everywhere: bool):
+        rngs = nnx.Rngs(0)
+        self.a = nnx.Param(0.1 * jax.random.normal(rngs(), (WIDTH, 512)))
+        self.b = nnx.Param(0.1 * jax.random.normal(rngs(), (512, WIDTH)))
+        self.layers = nnx.List(nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(STAGES))
+        self.everywhere = everywhere
+
+    def __call__(self, x):
+        table = self.a[...] @ self.b[...]
+        for layer in self.layers:
+            x = x + jnp.sin(x @ table) if self.everywhere else x
+            x = jnp.sin(layer(x))
+        for _ in range(0 if self.everywhere else STAGES):
+            x = x + jnp.sin(x @ table)
+        return x
+
+
+@pytest.mark.parametrize("everywhere", [True, False])  # read by all stages, or by its own, though often
+def test_a_backward_that_saves_no_bytes_is_taken_once(everywhere):
+    owned = [[("layers", n), *(["a", "b"] if n == 0 else [])] for n in range(STAGES)]
+    step = mm.microbatch(
+        nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean()), dim=0, count=4, argnum=1, schedule="1f1b"
+    )
+    flops = []
+    for tasks in (TASKS, [TASKS[0]] * STAGES):
+        with MESH:
+            model = born(lambda: Product(everywhere), place(tasks, *owned))
+            program = mm.jit(lambda model, x: step(model, x)).program(model, X)
+        flops.append(sum(count_flops(call.fragment.jaxpr).total() for call in program.calls))
+    assert flops[0] < 1.1 * flops[1]
 
 
 def test_what_is_not_linear_is_left_whole():
