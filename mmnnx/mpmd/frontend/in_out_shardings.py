@@ -71,6 +71,8 @@ def find_in_out_shardings(
       ValueError: for a rule that is no NamedSharding, or that names another kind of memory.
     """
     in_shardings = [_in_sharding(x, leaf, meshes) for x, leaf in zip(leaves, record.inputs)]
+    for n, device in _on_single_devices(leaves, record.inputs, in_shardings).items():
+        in_shardings[n] = _on_device(device, meshes)
     rules = [_rule(leaf, meshes) for leaf in record.results]
     divided = functools.cache(lambda s: None if s is None else meshes.divided(s))
     divided_arguments = [
@@ -168,6 +170,26 @@ def _in_sharding(x: Any, leaf: Leaf | None, meshes: Meshes) -> NamedSharding | N
     return meshes.sharding(own) if isinstance(own, NamedSharding) else None
 
 
+def _on_single_devices(
+    leaves: Sequence[Any], inputs: Sequence[Leaf | None], in_shardings: Sequence[NamedSharding | None]
+) -> dict[int, jax.Device]:
+    """The devices of state that `jax.device_put` has put on one that has no other state, where there are
+    several devices; else it is unplaced, as what is all on one device is."""
+    meshes = {d for s in in_shardings if s is not None for d in s.mesh.devices.flat}
+    found = {
+        n: x.sharding.device_set
+        for n, (x, leaf, own) in enumerate(zip(leaves, inputs, in_shardings))
+        if own is None and leaf is not None and leaf.is_variable and jnp.ndim(x) and is_committed(x)
+    }
+    single = {n: device for n, devices in found.items() if len(devices) == 1 for device in devices}
+    elsewhere = {n: device for n, device in single.items() if device not in meshes}
+    return elsewhere if len({*meshes, *elsewhere.values()}) > 1 else {}
+
+
+def _on_device(device: jax.Device, meshes: Meshes) -> NamedSharding:
+    return NamedSharding(meshes.canonical(Mesh([device], ("device",))), PartitionSpec())
+
+
 def _rule(leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
     """The sharding that in_shardings or out_shardings ask for, on one of the meshes."""
     if leaf is None or leaf.rule is None:
@@ -187,4 +209,4 @@ def _rule(leaf: Leaf | None, meshes: Meshes) -> NamedSharding | None:
         raise ValueError(
             f"{leaf}: mm.jit places arrays by NamedSharding, PartitionSpec or TaskSharding, not {sharding}"
         )
-    return NamedSharding(meshes.canonical(Mesh(devices, ("device",))), PartitionSpec())
+    return _on_device(devices[0], meshes)

@@ -72,7 +72,7 @@ def run_loop(
     state = [x for n, x in enumerate(held) if n not in references]
     call = _Call(fun, argnum, arg_shardings, leaves, treedef, graphdef, state_def, references)
     slices = jax.tree.map(lambda x: slice_batch(x, dim, size, count), args[argnum])
-    body = _trace(call, state, slices)
+    body = (_try if _compat.jit_is_disabled() else _trace)(call, state, slices)
     reduced = reductions(reduce, body.results)
     after, accumulators, stacks = _scan(body, state, slices, count, reduced, spec)
     if any(body.changes):  # a model that a transformation of JAX closes over can only be read
@@ -137,7 +137,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """A microbatch, traced once.
+    """What a loop does for each microbatch.
 
     Attributes:
       run: from state and a slice to (flat results, state after it).
@@ -168,14 +168,24 @@ def _trace(call: _Call, state: Sequence[Any], slices: Any) -> _Body:
     count = len(jax.tree.leaves(results))
 
     def run(state: Sequence[Any], piece: Any) -> tuple[list[Any], list[Any]]:
-        if _compat.jit_is_disabled():  # whoever asks for that wants to see values in `fun`
-            made = jax.tree.leaves(call(state, piece))
-        else:
-            made = jex.jaxpr_as_fun(jaxpr)(*jax.tree.leaves((state, piece)))
+        made = jex.jaxpr_as_fun(jaxpr)(*jax.tree.leaves((state, piece)))
         return made[:count], made[count:]
 
     changes = [source != n for n, source in enumerate(forwarded(jaxpr)[count:])]
     return _Body(run, results, changes)
+
+
+def _try(call: _Call, state: Sequence[Any], slices: Any) -> _Body:
+    """Calls the function for the first slice, to see what it returns: under `jax.disable_jit` it may look at
+    values, which a trace has not."""
+    results, after = call(state, jax.tree.map(lambda x: x[0], slices))
+
+    def run(state: Sequence[Any], piece: Any) -> tuple[list[Any], list[Any]]:
+        results, after = call(state, piece)
+        return jax.tree.leaves(results), after
+
+    changes = [new is not old for new, old in zip(after, state)]
+    return _Body(run, jax.eval_shape(lambda: results), changes)
 
 
 def _scan(

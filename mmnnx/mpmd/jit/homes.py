@@ -43,7 +43,7 @@ def bring_home(variables: Iterable[nnx.Variable]) -> bool:
             continue
         leaves, tree = jax.tree.flatten(variable.get_raw_value())
         if len(leaves) == len(homes) and any(map(_is_away, leaves, homes)):
-            found = [_put(x, home[1]) if _is_away(x, home) else x for x, home in zip(leaves, homes)]
+            found = [put_home(x, home[1]) if _is_away(x, home) else x for x, home in zip(leaves, homes)]
             variable.set_raw_value(jax.tree.unflatten(tree, found))
             moved = True
     return moved
@@ -61,7 +61,8 @@ def _home(x: Any) -> Home | None:
     return (x.shape, x.sharding) if placed else None
 
 
-def _put(x: Any, home: NamedSharding | PiecewiseSharding) -> jax.Array:
+def put_home(x: Any, home: NamedSharding | PiecewiseSharding) -> jax.Array:
+    """An array with the sharding of placed state."""
     return put(x, home) if isinstance(home, NamedSharding) else divide_array(x, home, put)
 
 

@@ -6,17 +6,19 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from mmnnx import _compat
 from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.frontend.observe import Observer
 from mmnnx.mpmd.frontend.record import Record
+from mmnnx.mpmd.ir.shardings import entering, mesh_of
 from mmnnx.mpmd.jit.argument_types import (
     avals_of,
     explain,
@@ -26,11 +28,13 @@ from mmnnx.mpmd.jit.argument_types import (
     typed_mesh,
 )
 from mmnnx.mpmd.jit.cache_key import program_key, trace_key
+from mmnnx.mpmd.jit.homes import put_home
 from mmnnx.mpmd.jit.lowered import FlatLowered
 from mmnnx.mpmd.jit.stages import FlatTraced, Trace, Variant, XlaOptions
 from mmnnx.mpmd.jit.static_arguments import StaticArguments, restore
 from mmnnx.mpmd.runtime.prepare import OUTERMOST, Run
 from mmnnx.mpmd.runtime.references import put_on_device, take_back
+from mmnnx.sharding.divided_array import PiecewiseSharding
 from mmnnx.sharding.incompatible_devices import advise
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
 from mmnnx.sharding.task_scope import ignoring, tracing
@@ -76,9 +80,11 @@ class FlatJit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         dynamic, static = self.static.separate(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if _compat.under_jit() or any(isinstance(x, jax.core.Tracer) for x in leaves):
+            self._warn_of_shardings()
             try:
-                return self.nested(*args, **kwargs)
+                with self.context():
+                    return self.nested(*args, **kwargs)
             except Exception as error:
                 advise(error, OUTERMOST)
                 raise
@@ -94,6 +100,15 @@ class FlatJit:
             results = run(leaves)
             self.finished.call = FinishedCall(leaves, run, variant.record)
             return jax.tree.unflatten(variant.out_tree, results)
+
+    def _warn_of_shardings(self) -> None:
+        for name in ("in_shardings", "out_shardings"):
+            if getattr(self.observer, name) is not None:
+                warnings.warn(
+                    f"{name}= of mm.jit({self.observed.__name__}) does nothing inside another "
+                    "transformation: give it to the outermost mm.jit, or use mm.with_sharding_constraint",
+                    stacklevel=3,
+                )
 
     def take_call(self) -> FinishedCall | None:
         """The call that this thread just made, once; None if it made none here."""
@@ -120,16 +135,25 @@ class FlatJit:
 
     def _on_one_device(self, args: tuple, kwargs: dict) -> Any:
         """Runs the function as it is on the first device; state then goes back to where it was."""
-        traced = self.trace(*args, **kwargs)
-        leaves = traced.leaves
+        dynamic, static = self.static.separate(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
         here = put_on_device(leaves, jax.devices()[0])
-        results = traced.run_as_it_is()(here)
+        if _compat.jit_is_disabled():  # it may look at values, which a trace has not
+            with self.context():
+                positional, named = restore(jax.tree.unflatten(tree, here), static)
+                out = self.observed(*positional, **named)
+            results, out_tree = jax.tree.flatten(out)
+            record = self.observer.take_record()
+        else:
+            with self.context():
+                traced = self._trace(leaves, tree, static)
+            results, out_tree, record = traced.run_as_it_is()(here), traced.out_tree, traced.record
         take_back(leaves, here)
-        for number, leaf in enumerate(traced.record.results):
+        for number, leaf in enumerate(record.results):
             old = leaves[leaf.updates] if leaf is not None and leaf.updates is not None else None
             if isinstance(old, jax.Array):
-                results[number] = jax.device_put(results[number], old.sharding)
-        return jax.tree.unflatten(traced.out_tree, results)
+                results[number] = _taken_back(results[number], old)
+        return jax.tree.unflatten(out_tree, results)
 
     def _trace(self, leaves: list[Any], tree: Any, static: Any) -> FlatTraced:
         """The function traced for arguments like these, if that has not been done."""
@@ -191,6 +215,16 @@ class FlatJit:
             traced = jitted.trace(*args, **kwargs)
         done.append(traced)
         return Trace(jitted, traced, self.observer.take_record())
+
+
+def _taken_back(x: jax.Array, old: jax.Array) -> jax.Array:
+    """A new value of state where the old one is; of another shape, as far as its sharding fits."""
+    sharding = old.sharding
+    if isinstance(sharding, PiecewiseSharding):
+        return put_home(x, sharding) if x.shape == old.shape else x
+    if isinstance(sharding, NamedSharding) and x.shape != old.shape:
+        sharding = entering(x, mesh_of(sharding), sharding)
+    return jax.device_put(x, sharding)
 
 
 def _device(device: jax.Device | None, backend: str | None) -> jax.Device | None:

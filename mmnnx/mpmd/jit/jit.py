@@ -184,7 +184,7 @@ class Jit(Generic[P, R]):
         self._fast_paths = FastPaths()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        as_it_is = ignoring.get() or _compat.jit_is_disabled()
+        as_it_is = ignoring.get() or _compat.jit_is_disabled() or _compat.under_jit()
         if as_it_is or _compat.in_cached_partial():
             try:
                 with hijax_refused((args, kwargs)):

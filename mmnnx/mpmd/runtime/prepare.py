@@ -210,15 +210,15 @@ def _measured(
 
 
 def _check_widths(bound: BoundProgram) -> None:
-    """Raises ValueError for what several meshes cannot be given yet."""
+    """Raises ValueError for what a mesh cannot be given yet."""
     program = bound.program
-    if _compat.compiled_takes_sub_byte_types() or len({f.mesh for f in program.fragments}) < 2:
+    if _compat.compiled_takes_sub_byte_types():
         return
     for call in program.calls:
         for buffer in call.inputs:
             if program.values[buffer][0].aval.dtype.name in _SUB_BYTE:
                 raise ValueError(
-                    f"{bound.name}: {call.name!r} reads {value_text(program, buffer)}: over several "
+                    f"{bound.name}: {call.name!r} reads {value_text(program, buffer)}: on "
                     "submeshes, types of less than a byte need JAX 0.12. Keep it as int8"
                 )
 

@@ -156,3 +156,26 @@ def test_arrays_are_not_kept():
     evaluate(model, x)
     gc.collect()
     assert not any(ref() is not None for ref in old)
+
+
+def test_state_that_device_put_has_put_on_devices_stays_there():
+    """A pipeline over devices, without a mesh."""
+
+    class Two(nnx.Module):
+        def __init__(self, where):
+            put = lambda n: jax.device_put(jnp.full(4, n + 1.0), where[n])
+            self.a, self.b = nnx.Param(put(0)), nnx.Param(put(1))
+
+    def step(model, x):
+        loss, grads = nnx.value_and_grad(lambda model: ((x * model.a[...]) * model.b[...]).sum())(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model), grads))
+        return loss
+
+    devices = jax.devices()
+    model, alone = Two([devices[3], devices[5]]), Two([devices[0], devices[0]])
+    found, expected = mm.jit(step)(model, jnp.ones(4)), nnx.jit(step)(alone, jnp.ones(4))
+    assert_same((found, nnx.state(model)), (expected, nnx.state(alone)))
+    assert [model.a.get_raw_value().devices(), model.b.get_raw_value().devices()] == [
+        {devices[3]},
+        {devices[5]},
+    ]

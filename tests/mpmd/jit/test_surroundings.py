@@ -250,6 +250,36 @@ def test_without_compiling(mode):
     assert homes(model) == at_birth
 
 
+def test_without_compiling_a_function_may_look_at_values(mode):
+    def f(model, x):
+        return descend(model, x if float(x.sum()) < 1e9 else 2 * x)
+
+    model, alone = mode.make(Pair), Pair()
+    with jax.disable_jit():
+        loss = mode.jit(f)(model, X)
+    assert_same((loss, nnx.state(model)), (nnx.jit(descend)(alone, X), nnx.state(alone)))
+
+
+@pytest.mark.parametrize("layers", [4, 5])  # 2 + 2, 3 + 2
+def test_stacked_layers_go_back_to_their_tasks(layers):
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((layers, 2)))
+
+    def double(model):
+        model.w[...] *= 2
+
+    mesh, tasks = pipeline(2)
+    with mesh:
+        model = mm.jit(Stack, out_shardings=mm.TaskSharding({mm.path("w"): (tasks, P())}))()
+        before = model.w.get_raw_value().sharding
+        with mm.ignore_transforms():
+            mm.jit(double)(model)
+    now = model.w.get_raw_value()
+    assert now.sharding == before
+    np.testing.assert_array_equal(np.asarray(now), 2 * np.ones((layers, 2)))
+
+
 def test_what_goes_between_meshes_was_asked_for(mode):
     """`jax.transfer_guard` finds copies that nobody asked for; those of a program are no such."""
     table = np.ones((4, 4), np.float32)
