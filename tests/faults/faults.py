@@ -732,8 +732,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="fewer-processes-are-welcome",
         file="mmnnx/mpmd/distributed/rendezvous.py",
-        old='if said["count"] != count:',
-        new='if said["count"] > count:',
+        old="if its_count != count:",
+        new="if its_count > count:",
         what="A process that was started as one of fewer is not refused.",
         tests=("tests/processes/test_start.py::test_processes_of_different_counts_do_not_start",),
     ),

@@ -98,6 +98,31 @@ def test_a_process_may_be_started_again_while_the_others_wait():
     assert [len(members) for members in asyncio.run(scene())] == [3, 3, 3]
 
 
+def test_as_many_hosts_as_there_may_be(monkeypatch):
+    """Process 0 names all of them in one line, here two with names as long as those of a thousand."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 50_000)
+    assert [len(members) for members in meet((0, 2), (1, 2), timeout=20)] == [2, 2]
+
+
+@pytest.mark.parametrize("said", ["5", '{"process": 1, "host": "h", "pid": 7}'], ids=["number", "no count"])
+def test_a_stranger_that_speaks_json(caplog, said):
+    """It is shown the door, and nobody is shown a traceback."""
+
+    async def scene():
+        port = free_port()
+        zero = asyncio.create_task(host(f"127.0.0.1:{port}", 2, 20))
+        await asyncio.sleep(0.1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(said.encode() + b"\n")
+        closed = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        return closed, await asyncio.gather(zero, join(f"127.0.0.1:{port}", 1, 2, 20))
+
+    closed, found = asyncio.run(scene())
+    assert closed == b"" and not caplog.records
+    assert [len(members) for members in found] == [2, 2]
+
+
 def test_strangers_are_not_taken_for_processes():
     async def scene():
         port = free_port()

@@ -16,6 +16,7 @@ from typing import Any
 from mmnnx.mpmd.distributed.member import Member, this_process
 
 _RETRY = 0.05  # seconds between two tries to reach process 0
+_LONGEST = 2**24  # bytes of a line: one of them names all hosts, and 900 are more than asyncio's 64 KiB
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -56,11 +57,11 @@ async def host(bind: str, count: int, timeout: float) -> list[Member]:
         try:
             said = await visitor.receive() or {}
             visitor.number, visitor.host, visitor.pid = said["process"], said["host"], said["pid"]
-        except (ValueError, KeyError):  # not one of ours
+            other, its_count = members.get(visitor.number), said["count"]
+        except (ValueError, KeyError, TypeError):  # not one of ours
             return writer.close()
-        other = members.get(visitor.number)
-        if said["count"] != count:
-            told = f"{visitor} was started as one of {said['count']} processes"
+        if its_count != count:
+            told = f"{visitor} was started as one of {its_count} processes"
             wrong = f"{told}, and {members[0]} as one of {count}"
         elif other is not None and not other.is_gone():
             wrong = f"process {visitor.number} was started twice: {other} and {visitor}"
@@ -78,7 +79,7 @@ async def host(bind: str, count: int, timeout: float) -> list[Member]:
     listener = socket.create_server(
         ("" if where == "::" else where, port), family=family, dualstack_ipv6=dual, backlog=count
     )
-    server = await asyncio.start_server(welcome, sock=listener)
+    server = await asyncio.start_server(welcome, sock=listener, limit=_LONGEST)
     error: Exception | None = None
     try:
         await asyncio.wait_for(done, timeout)
@@ -118,7 +119,7 @@ async def join(address: str, number: int, count: int, timeout: float) -> list[Me
         nonlocal found
         while True:
             try:
-                zero.streams = await asyncio.open_connection(where, port)
+                zero.streams = await asyncio.open_connection(where, port, limit=_LONGEST)
                 found = f"no answer at {address}"
                 zero.send(process=number, count=count, host=me.host, pid=me.pid)
                 return await zero.receive()
