@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import jax
@@ -67,6 +68,24 @@ def test_a_wait_for_work_is_not_timed(monkeypatch):
         for _ in range(21):
             watchdog._check(wait)
     assert reports == [(0, STALLED)]
+
+
+def test_a_forked_copy_of_a_process_ends_without_the_others(monkeypatch):
+    """It has no thread that would tell it that all have ended."""
+
+    def end(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    watchdog, shown = Watchdog(0, failure_timeout=4, timeout=5), []
+    watchdog.members = [Member(0, "host0", os.getppid())]  # as who forked this process noted itself
+    hook = watchdog.except_hook(lambda *raised: shown.append(raised))
+    with pytest.raises(SystemExit, match="1"):
+        hook(ValueError, ValueError("x"), None)
+    assert len(shown) == 1
+    watchdog._all_ended.set()  # else it would wait for ever, if it waited
+    with pytest.raises(SystemExit, match="0"):
+        watchdog.leave()
 
 
 @pytest.mark.parametrize(

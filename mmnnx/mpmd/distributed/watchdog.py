@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import sys
 import threading
 import traceback
@@ -77,6 +78,7 @@ class Watchdog:
 
         A thread that is in JAX when Python goes away would end the process with SIGABRT.
         """
+        self._end_if_forked(0)
 
         def tell() -> None:
             self._note_end(self.number, dict(transport.sent))
@@ -100,6 +102,7 @@ class Watchdog:
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if hasattr(sys, "ps1") or self._all_ended.is_set():
                 return before(kind, error, trace)  # an interactive session goes on
+            self._end_if_forked(1, lambda: before(kind, error, trace))
             if issubclass(kind, KeyboardInterrupt):
                 self._exit.status = 130
             what = failure_text.raised(error)
@@ -109,6 +112,15 @@ class Watchdog:
             self._all_ended.wait()  # the thread ends the process
 
         return hook
+
+    def _end_if_forked(self, status: int, show_error: Callable[[], None] = lambda: None) -> None:
+        """Ends a copy of this process that `os.fork` made: it has no such thread, and JAX's exit handlers
+        would close there what the run of this process needs."""
+        if os.getpid() != self.members[self.number].pid:
+            show_error()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
 
     # What follows runs in the thread.
 
