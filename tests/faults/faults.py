@@ -762,8 +762,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="timeout-in-milliseconds",
         file="mmnnx/mpmd/distributed/watchdog.py",
-        old="elif wait.timed and wait.beats * BEAT > self.timeout:",
-        new="elif wait.timed and wait.beats * BEAT > self.timeout * 1000:",
+        old="elif wait.timed and min(wait.beats, self._quiet()) * BEAT > self.timeout:",
+        new="elif wait.timed and min(wait.beats, self._quiet()) * BEAT > self.timeout * 1000:",
         what="A process that waits for an array for ever is not ended after the timeout.",
         tests=("tests/processes/test_faults.py::test_a_transfer_that_is_cut_names_its_ends",),
     ),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from mmnnx.mpmd.distributed import failure_text, waits
+from mmnnx.mpmd.distributed import failure_text, progress, transport, waits
+from mmnnx.mpmd.distributed import watchdog as watchdog_module
 from mmnnx.mpmd.distributed.failures import STALLED
 from mmnnx.mpmd.distributed.member import Member
 from mmnnx.mpmd.distributed.watchdog import Watchdog
@@ -68,6 +72,100 @@ def test_a_wait_for_work_is_not_timed(monkeypatch):
         for _ in range(21):
             watchdog._check(wait)
     assert reports == [(0, STALLED)]
+
+
+class Coming:
+    """Something like an array that comes after so many looks at the clock."""
+
+    def __init__(self, clock, beat, taken_over=False):
+        self.clock, self.beat, self.taken_over, self.aval = clock, beat, taken_over, jnp.ones(3).aval
+
+    def is_ready(self):
+        return self.clock["beat"] >= self.beat
+
+    def is_deleted(self):
+        return self.taken_over
+
+    def block_until_ready(self):
+        assert self.is_ready()
+
+
+def beats_until_stalled(monkeypatch, ask, heard=lambda watchdog, beat: None):
+    """After how many beats process 1 of three reports that it waits too long, with a timeout of 20 beats.
+
+    Args:
+      ask: asks for what the process waits for, given the clock that arrays come by.
+      heard: what is heard of process 0 at a beat.
+    """
+    clock = {"beat": 0}
+    monkeypatch.setattr(waits, "pending", {})
+    monkeypatch.setattr(watchdog_module, "BEAT", 1e-4)
+    watchdog = Watchdog(1, failure_timeout=4, timeout=20e-4)
+    watchdog.members = members(None, None, None)
+
+    def beat(**_):
+        clock["beat"] += 1
+        heard(watchdog, clock["beat"])
+        if clock["beat"] > 500:
+            watchdog._all_ended.set()
+
+    def report(about, what):
+        assert (about, what) == (1, STALLED)
+        watchdog._all_ended.set()
+
+    watchdog._send_to_all, watchdog._failures = beat, SimpleNamespace(report=report)
+    with contextlib.ExitStack() as asked:
+        ask(clock, asked)
+        asyncio.run(watchdog._beat())
+    return clock["beat"]
+
+
+def ask_in_calls(monkeypatch, *arrays, first=0):
+    """Asks process 0 for an array in each of several calls of a program, which are dispatched at once."""
+    monkeypatch.setattr(transport, "_received", Counter())
+    for call, array in enumerate(arrays, first):
+        monkeypatch.setattr(progress.current, "call", (1, call))
+        transport._expect(0, [array])
+
+
+def test_a_wait_is_late_when_nothing_has_come_for_the_timeout(monkeypatch):
+    """However far the host is ahead: here it asks for the arrays of three calls, of 15 beats each."""
+
+    def ask(clock, _):
+        ask_in_calls(monkeypatch, *(Coming(clock, beat) for beat in (15, 30, 10**9)))
+
+    assert 50 <= beats_until_stalled(monkeypatch, ask) <= 52
+
+
+def test_an_array_whose_buffer_a_result_has_taken_over_tells_nothing(monkeypatch):
+    def ask(clock, _):
+        ask_in_calls(monkeypatch, Coming(clock, 0, taken_over=True), Coming(clock, 10**9))
+
+    assert 20 <= beats_until_stalled(monkeypatch, ask) <= 22
+
+
+def test_a_value_is_not_late_while_arrays_come(monkeypatch):
+    """As where a loss is fetched that the last of many calls computes. Process 0 says what comes to all."""
+
+    def ask(clock, asked):
+        asked.enter_context(waits.waiting(2, lambda: "its 'fetch/0/0'"))
+        ask_in_calls(monkeypatch, Coming(clock, 15))
+
+    def heard(watchdog, beat):  # to one came an array at each of the first 30 beats
+        watchdog.members[0].quiet = max(0, beat - 30)
+
+    assert 35 <= beats_until_stalled(monkeypatch, ask) <= 37
+    assert 50 <= beats_until_stalled(monkeypatch, ask, heard) <= 52
+
+
+def test_arrays_that_have_come_are_forgotten_by_the_next_call(monkeypatch):
+    monkeypatch.setattr(waits, "pending", {})
+    clock = {"beat": 1}
+    ask_in_calls(monkeypatch, Coming(clock, 0), Coming(clock, 9))
+    for wait in waits.pending.values():
+        wait.poll()
+    ask_in_calls(monkeypatch, Coming(clock, 9), first=2)
+    assert [call for _, call in waits.pending] == [(1, 1), (1, 2)]
 
 
 def test_a_forked_copy_of_a_process_ends_without_the_others(monkeypatch):

@@ -58,7 +58,8 @@ def initialize(
         loopback where that is on this machine.
       initialization_timeout: seconds to wait for all processes to come.
       failure_timeout: seconds of silence, 2 or more, after which a process counts as failed.
-      timeout: seconds to wait for an array, or for anything else from another process.
+      timeout: seconds to wait for an array, or for anything else from another process, while no array comes
+        to any.
       **options: more of `jax.distributed.initialize`, such as `partition_index`.
 
     Raises:

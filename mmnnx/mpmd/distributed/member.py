@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import socket
 from typing import Any
@@ -22,6 +23,7 @@ class Member:
       place: where in the run it said it was.
       waits: for whom it said it waits, and for what: (process, words, whether it is an array).
       silent: how many beats ago it was heard of.
+      quiet: how many beats ago an array last came to it; process 0 says it of all processes together.
       sent: how many arrays it had sent to each process when it ended; None while it runs.
     """
 
@@ -33,6 +35,7 @@ class Member:
     place: str = "the start"
     waits: tuple[int, str, bool] | None = None
     silent: int = 0
+    quiet: float = math.inf
     sent: dict[int, int] | None = None
 
     def __str__(self) -> str:

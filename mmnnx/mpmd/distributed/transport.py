@@ -95,14 +95,14 @@ def _ticket(process: int, count: int) -> int:
 
 
 def _expect(process: int, arrays: list[jax.Array]) -> None:
-    """Lets the watchdog know what was asked for last: as long as it does not come, something does not."""
+    """Lets the watchdog know what was asked for: as long as it does not come, something does not."""
     _received[process] += 1
     aval, step, describe = arrays[-1].aval, progress.current.step, progress.current.describe
 
     def what() -> str:  # keeps no array
         return f"an array {aval.str_short()} ({describe(step)})"
 
-    waits.pending["array", process] = waits.Wait(process, what, _received[process], arrays[-1])
+    waits.expect(progress.current.call, waits.Wait(process, what, _received[process], arrays[-1]))
 
 
 @functools.cache

@@ -48,17 +48,40 @@ class Wait:
     def is_over(self) -> bool:
         return self.is_for_array and self.array is None
 
-    def poll(self) -> Exception | None:
-        """Forgets the array if it has come; the error if it never will."""
+    def poll(self) -> bool:
+        """Whether the array has come, and is forgotten; so is one whose buffer another has taken over.
+
+        Raises:
+          Exception: if it never will.
+        """
         array: Any = self.array  # the stubs of jax.Array do not know is_ready
         if array is None or not (array.is_deleted() or array.is_ready()):
-            return None
+            return False
         self.array = None
         try:
             array.block_until_ready()  # it is through; what went wrong is raised
-        except Exception as error:
-            return None if array.is_deleted() else error
-        return None
+        except Exception:
+            if array.is_deleted():
+                return False
+            raise
+        return not array.is_deleted()
+
+
+def expect(call: tuple[int, int], wait: Wait) -> None:
+    """This process has asked for an array, and goes on.
+
+    Of what a process sends in a call of a program the last array is kept, until it comes: to keep all would
+    take memory.
+
+    Args:
+      call: the call.
+      wait: for the array.
+    """
+    key = wait.process, call
+    if key not in pending:
+        for old in [key for key, other in list(pending.items()) if other.is_over]:
+            pending.pop(old, None)  # another thread may have done so
+    pending[key] = wait
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ class Watchdog:
       number: of this process.
       failure_timeout: seconds of silence after which a process counts as failed. They are counted in beats of
         this one, so that nothing fails when all were asleep.
-      timeout: seconds for which a thread may wait for another process.
+      timeout: seconds for which a thread may wait for another process while no array comes to any.
 
     Attributes:
       members: all processes, once they have met.
@@ -151,6 +151,7 @@ class Watchdog:
             member.silent = 0
             if "place" in message:
                 member.place, member.waits = message["place"], message["waits"]
+                member.quiet = message["quiet"]
             elif "ended" in message:
                 self._note_end(message["ended"], dict(message["sent"]))
                 if self.number == 0:
@@ -169,19 +170,32 @@ class Watchdog:
             wait = waits.longest()
             me.place = str(progress.current)
             me.waits = (wait.process, wait.what(), wait.is_for_array) if wait else None
-            self._send_to_all(place=me.place, waits=me.waits)
+            quiet = self._quiet() if self.number == 0 else me.quiet
+            self._send_to_all(place=me.place, waits=me.waits, quiet=quiet)
             await asyncio.sleep(BEAT)
             for member in self.members:
                 if member.streams is not None:
                     member.silent += 1
                 if member.silent * BEAT > self.failure_timeout:
                     await self._failures.decide(failure_text.silent(member, self.failure_timeout))
+            me.quiet += 1
             for wait in list(waits.pending.values()):
                 self._check(wait)
 
+    def _quiet(self) -> float:
+        """How many beats ago an array last came to any process, as far as this one has heard.
+
+        A host may be many calls ahead of its devices: as long as arrays come, what it waits for is not late.
+        """
+        return min(member.quiet for member in self.members)
+
     def _check(self, wait: waits.Wait) -> None:
         """Reports a wait that is in vain or takes too long."""
-        if (error := wait.poll()) is not None:
+        me = self.members[self.number]
+        try:
+            if wait.poll():
+                me.quiet = 0
+        except Exception as error:
             self._failures.report(wait.process, f"did not deliver {wait.what()}: {error}")
         if wait.is_over:
             return
@@ -190,9 +204,8 @@ class Watchdog:
         if sent is not None and wait.number > sent.get(self.number, 0):
             wait.beats_since_end += 1
         if wait.beats_since_end > 2:
-            me = self.members[self.number]
             self._failures.report(wait.process, f"has ended, and {me} still waits for {wait.what()}")
-        elif wait.timed and wait.beats * BEAT > self.timeout:
+        elif wait.timed and min(wait.beats, self._quiet()) * BEAT > self.timeout:
             self._failures.report(self.number, STALLED)
 
     def _note_end(self, number: int, sent: dict[int, int]) -> None:
