@@ -88,6 +88,11 @@ keep(joined=mm.jit(lambda x: joined(empty(x), x))(X))
 draw = mm.task(lambda key: jax.random.split(key)[0], task=second)
 keep(key=mm.jit(draw)(jax.random.key(3)))
 
+# What is placed nowhere each process computes itself.
+metric = nnx.metrics.Average()
+mm.jit(lambda metric: metric.update(values=X))(metric)
+values["metric"] = np.asarray(metric.compute())
+
 # What is on JAX's default device each process has itself.
 keep(rate=optax.linear_schedule(1e-2, 0.0, 100)(jnp.asarray(3)), loss=loss)
 np.savez(f"{OUT}.{NUMBER}", **values)

@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import mmnnx as mm
 from mmnnx.mpmd.distributed import agreement
 from mmnnx.mpmd.distributed.agreement import EXCERPT, _difference, _fingerprint
 
@@ -39,6 +42,19 @@ def test_the_first_line_that_differs_is_named_with_what_is_around_it(text, other
     """The first line of all counts what a program has: it is named only if no other differs."""
     message = _difference(text, other, 2)
     assert said in message and len(message) < 400
+
+
+def test_what_is_placed_nowhere_each_process_runs_by_itself(monkeypatch):
+    """As under `nnx.jit`: its results are whole in each. What reads something placed is a program."""
+    placed = jax.device_put(np.ones(3), NamedSharding(Mesh(jax.devices()[:1], ("x",)), PartitionSpec()))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def is_program(f, *args):
+        return mm.jit(f)._flat_traced(*args).split().prepare is not None
+
+    assert not is_program(lambda rngs: jax.random.normal(rngs.params(), (2,)), nnx.Rngs(0))
+    assert is_program(lambda x: x + 1, placed)
+    assert is_program(lambda x: x + placed, np.ones(3))
 
 
 def are_same(x, y):

@@ -23,8 +23,10 @@ def runs_as_it_is(function: Function, flat: Flat, mesh: Mesh) -> bool:
     if not function.traced.typed and any(explicit_mesh(jax.typeof(x)) is not None for x in function.leaves):
         return False  # JAX would trace it with shardings in types
     groups = {frozenset(x.sharding.device_set) for x in function.leaves if is_committed(x)}
-    if len(groups) > 1 or len(holders(mesh)) < jax.process_count():  # every process decides alike
+    if len(groups) > 1:
         return False
+    if len(holders(mesh)) < jax.process_count() and not _is_anywhere(function, flat):
+        return False  # every process decides alike
     if is_described(mesh.devices.flat[0]):
         return False
     if any(leaf is not None and leaf.rule for leaf in (*record.inputs, *record.results)):
@@ -48,6 +50,12 @@ def runs_as_it_is(function: Function, flat: Flat, mesh: Mesh) -> bool:
         )
         if is_var(v) and v in made and by_type is None
     )
+
+
+def _is_anywhere(function: Function, flat: Flat) -> bool:
+    """Whether nothing says where a function runs: each process does it by itself, on its default device."""
+    placed = function.is_placed or constrains(function.jaxpr)
+    return not (placed or any(is_committed(c) for _, c in flat.constants))
 
 
 def _reads_one(function: Function, flat: Flat) -> bool:
