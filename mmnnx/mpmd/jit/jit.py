@@ -235,6 +235,9 @@ class Jit(Generic[P, R]):
     def __repr__(self) -> str:
         return f"mm.jit({getattr(self, '__qualname__', 'function')})"
 
+    def __deepcopy__(self, memo: Any) -> Jit[P, R]:
+        return self  # as of a function
+
     @overload
     def __get__(self, obj: None, objtype: type | None = None) -> Jit[P, R]: ...
 

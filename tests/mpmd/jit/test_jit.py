@@ -3,6 +3,7 @@ and with mm.jit over a model whose layers live on two meshes."""
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import jax
@@ -326,6 +327,11 @@ def test_bound_methods_are_refused(mode, model):
         mode.jit(model.__call__)
     with pytest.raises(ValueError, match="bound method"):
         mode.jit(functools.partial(model.__call__))
+
+
+def test_a_model_that_holds_a_function_is_copied(mode, model):
+    model.shifted = mode.jit(lambda x: x + 1)
+    np.testing.assert_array_equal(copy.deepcopy(model).shifted(X), X + 1)
 
 
 def test_donation(mode, model):
