@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -150,7 +150,7 @@ class _Trace:
         self.results = self._leaves((out,), rules, origins=origins)
         leaves = jax.tree.leaves(out, is_leaf=is_node)
         self.returned = set(map(id, leaves))
-        if not any(map(is_node, leaves)) and self._same_structure(args, kwargs):
+        if self._are_new(filter(is_node, leaves)) and self._same_structure(args, kwargs):
             self.out_tree = jax.tree.structure(out)
 
     def record(self, inputs: Sequence[Any], results: Sequence[Any]) -> Record:
@@ -174,6 +174,16 @@ class _Trace:
                 rule = made.rule if made is not None else None
                 references[n] = dataclasses.replace(leaf, updates=n, rule=rule)
         return Record(known, found, references, self.out_tree)
+
+    def _are_new(self, found: Iterable[Any]) -> bool:
+        """Whether nodes are Variables that the structure of a pytree makes anew: none of an argument, and
+        none that is there twice."""
+        seen = {id(value) for _, value in self._nodes}
+        for x in found:
+            if not isinstance(x, nnx.Variable) or id(x) in seen:
+                return False
+            seen.add(id(x))
+        return True
 
     def _same_structure(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the arguments have the structure that they had before the call."""

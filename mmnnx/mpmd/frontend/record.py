@@ -65,8 +65,8 @@ class Record:
     Attributes:
       inputs, results: every input and every result, in flat order.
       references: for each input that is a reference, by number, what is known of what it holds in the end.
-      out_tree: structure of what the function returned, if that is arrays alone and its arguments are of the
-        same Variables and modules as before; else None.
+      out_tree: structure of what the function returned, if that is arrays and new Variables alone and its
+        arguments are of the same Variables and modules as before; else None.
     """
 
     inputs: list[Leaf | None] = dataclasses.field(default_factory=list)

@@ -236,6 +236,11 @@ def variables_in(*trees: Any) -> Collection[nnx.Variable]:
     return [value for _, value in nnx.iter_graph(trees) if isinstance(value, nnx.Variable)]
 
 
+def variables_among(tree: Any) -> list[nnx.Variable]:
+    """Every Variable in a pytree that has no modules in it."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_walked) if _is_walked(x)]
+
+
 _VARIABLE, _MODULE, _OTHER = "Variable", "module", "other"
 _ARRAY, _REFERENCE, _NUMBER = "array", "reference", "number"
 

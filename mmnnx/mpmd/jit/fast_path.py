@@ -1,9 +1,9 @@
 """The fast path: calls like an earlier one do not go through `nnx.jit` again.
 
 `nnx.jit` in graph mode spends about 20 ms on the graph of a 32-layer model and its optimizer before anything
-is dispatched, at every call. Where a call changed no structure and returned plain arrays, the next one needs
-only to know that its arguments have equal keys: a walk through them, and a comparison with each layout that
-is known, the last used first.
+is dispatched, at every call. Where a call changed no structure and returned arrays and new Variables alone,
+the next one needs only to know that its arguments have equal keys: a walk through them, and a comparison with
+each layout that is known, the last used first.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 
 from mmnnx import _compat
-from mmnnx.mpmd.jit.arguments import Arguments, Layout, describe
+from mmnnx.mpmd.jit.arguments import Arguments, Layout, describe, variables_among
 from mmnnx.mpmd.jit.cache_key import surroundings
-from mmnnx.mpmd.jit.homes import is_homeless
+from mmnnx.mpmd.jit.homes import is_homeless, note_homes
 from mmnnx.mpmd.runtime.pick import picker
 
 
@@ -47,7 +47,9 @@ class FastPath:
         _compat.set_values(
             [(variables[n], new) for r, n in self.updates if (new := results[r]) is not values[n]]
         )
-        return jax.tree.unflatten(self.out_tree, results[self.out])
+        out = jax.tree.unflatten(self.out_tree, results[self.out])
+        note_homes(variables_among(out))
+        return out
 
 
 class Known(NamedTuple):

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx import _compat
 from mmnnx.mpmd.jit import jit as jit_module
 from mmnnx.mpmd.jit.fast_path import FastPath
 from tests.mpmd.parity import assert_same, born, pipeline
@@ -349,8 +350,13 @@ def test_under_a_transformation_it_is_not_taken(model, taken):
 
 @pytest.mark.parametrize(
     "fun",
-    [lambda m, x: (m, m(x)), lambda m, x: m.first, lambda m, x: {"bias": m.second.bias, "y": m(x)}],
-    ids=["the model", "a submodule", "a Variable"],
+    [
+        lambda m, x: (m, m(x)),
+        lambda m, x: m.first,
+        lambda m, x: {"bias": m.second.bias, "y": m(x)},
+        lambda m, x: nnx.state(m.second, nnx.PathContains("bias")),
+    ],
+    ids=["the model", "a submodule", "a Variable", "a State"],
 )
 def test_results_that_are_nodes_do_not_use_it(model, taken, fun):
     """What is returned is the caller's own object, by identity, at every call."""
@@ -360,6 +366,42 @@ def test_results_that_are_nodes_do_not_use_it(model, taken, fun):
     for _ in range(3):
         nodes = [x for x in jax.tree.leaves(f(model, X), is_leaf=is_node) if is_node(x)]
         assert len(nodes) == 1 and any(nodes[0] is node for node in own)
+    assert not taken
+
+
+class Scale(nnx.Param):
+    """A type of Variable of one's own."""
+
+
+def gradients(model, x):
+    return nnx.value_and_grad(lambda model: jnp.sum(model(x)))(model)
+
+
+def several(model, x):
+    made = Scale(x, out_sharding=("rows", None), note="mine"), nnx.Variable({"x": x + 1, "none": None})
+    return {"made": made, "none": None, "number": 3, "plain": x}
+
+
+@pytest.mark.parametrize("modes", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
+@pytest.mark.parametrize("fun", [gradients, several])
+def test_results_that_are_new_variables(model, taken, fun, modes):
+    """They have the types, metadata and homes of the first ones, and no two calls give the same."""
+    f = mm.jit(fun, **modes)
+    first, second, third = outs = [f(model, n * X) for n in (1, 1, 2)]
+    assert len(taken) == 2
+    assert jax.tree.structure(first) == jax.tree.structure(second) == jax.tree.structure(third)
+    assert_same(second, first)
+    found = [[v for _, v in nnx.iter_graph(out) if isinstance(v, nnx.Variable)] for out in (model, *outs)]
+    assert len({id(v) for row in found for v in row}) == sum(map(len, found))
+    for row in found[1:]:
+        assert [*map(_compat.note, row)] == [*map(_compat.note, found[1])]
+
+
+def test_a_new_variable_that_is_returned_twice(model, taken):
+    f = mm.jit(lambda model, x: [nnx.Param(model(x))] * 2)
+    for _ in range(3):
+        one, other = f(model, X)
+        assert one is other
     assert not taken
 
 
