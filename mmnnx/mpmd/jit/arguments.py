@@ -8,7 +8,7 @@ optimizer takes as long as dozens of calls of XLA.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -229,7 +229,7 @@ def _is_walked(x: Any) -> bool:
     return _KINDS[type(x)] in (_MODULE, _VARIABLE)
 
 
-def variables_in(*trees: Any) -> Collection[nnx.Variable]:
+def variables_in(*trees: Any) -> Sequence[nnx.Variable]:
     """Every Variable in arguments or results."""
     if (arguments := describe(trees, None)) is not None:
         return arguments.variables

@@ -196,7 +196,8 @@ class Jit(Generic[P, R]):
             if path is None or path.homeless:
                 variables = variables_in(args, kwargs) if arguments is None else arguments.variables
                 if self._updates_graphs:
-                    self._check_trace(variables)
+                    # To ask each takes longer than all the rest of a call like an earlier one.
+                    self._check_trace(variables if path is None else variables[:1])
                 if bring_home(variables):
                     arguments, path = self._find(args, kwargs)
             if arguments is not None and path is not None:

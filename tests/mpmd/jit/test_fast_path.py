@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -706,6 +707,23 @@ def test_a_call_keeps_nothing_alive(graph, split):
             f(model)
         gc.collect()
         assert [ref() for ref in before] == [None] * 3
+
+
+def test_one_variable_is_asked_which_trace_it_is_of(monkeypatch, taken):
+    """To ask each takes longer than all else; what is refused at first is refused later as well."""
+
+    def count(model):
+        model.count[...] += 1
+        return model.count[...]
+
+    f, model, asked, can_update = mm.jit(count), Pair(), [], _compat.can_update
+    f(model)
+    monkeypatch.setattr(_compat, "can_update", lambda variable: asked.append(1) or can_update(variable))
+    f(model)
+    assert len(taken) == len(asked) == 1
+    with pytest.raises(TraceContextError, match="Put mm.jit around all of it"):
+        jax.jit(lambda: f(model))()
+    assert int(f(model)) == 3
 
 
 def test_metadata_that_may_change_in_place_is_looked_at_every_time(mesh, taken):
