@@ -14,6 +14,7 @@ import mmnnx.mpmd.divide.indexing  # noqa: F401  # rules of their own
 from mmnnx.mpmd.divide.loops import divide_jaxpr
 from mmnnx.mpmd.divide.values import Cut
 from mmnnx.mpmd.frontend.function import Function, function_text
+from mmnnx.mpmd.frontend.in_out_shardings import InOutShardings
 from mmnnx.mpmd.frontend.record import Leaf, Record
 from mmnnx.mpmd.ir.pieces import PieceMap
 from mmnnx.mpmd.ir.shardings import DividedSharding, mesh_of
@@ -29,8 +30,10 @@ def divide(function: Function) -> tuple[Function, PieceMap | None]:
       PlacementError: for an equation that would need a divided array whole.
     """
     shardings, avals, outs = function.shardings, function.jaxpr.in_avals, function.jaxpr.out_avals
+    known = [(d, aval.shape) for d, aval in zip(shardings.divided_arguments, avals) if d is not None]
     results = [
-        _like_its_module(function, n) if d is None else d for n, d in enumerate(shardings.divided_results)
+        _like_its_module(shardings, n, aval.shape, known) if d is None else d
+        for n, (d, aval) in enumerate(zip(shardings.divided_results, outs))
     ]
     if not any((*shardings.divided_arguments, *results)):
         return function, None
@@ -99,16 +102,26 @@ def _cut(divided: DividedSharding | None, shape: Sequence[int]) -> Cut | None:
     return None if divided is None else Cut(divided.dim, divided.sizes(shape))
 
 
-def _like_its_module(function: Function, n: int) -> DividedSharding | None:
+def _like_its_module(
+    shardings: InOutShardings,
+    n: int,
+    shape: Sequence[int],
+    arguments: Sequence[tuple[DividedSharding, Sequence[int]]],
+) -> DividedSharding | None:
     """How a result is divided whose module has state that is divided, and that has as many layers.
 
     An empty cache is such a result.
+
+    Args:
+      shardings: those of the function.
+      n: the number of the result.
+      shape: its shape.
+      arguments: how those are divided that are, with their shapes.
     """
-    shardings, shape = function.shardings, function.jaxpr.out_avals[n].shape
     if (mesh := shardings.module_meshes[n]) is None or shardings.out_shardings[n] is not None:
         return None
-    for d, aval in zip(shardings.divided_arguments, function.jaxpr.in_avals):
-        if d is not None and mesh_of(d.whole) == mesh and shape[d.dim : d.dim + 1] == (aval.shape[d.dim],):
+    for d, given in arguments:
+        if mesh_of(d.whole) == mesh and shape[d.dim : d.dim + 1] == (given[d.dim],):
             return d
     return None
 
