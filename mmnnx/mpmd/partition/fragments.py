@@ -149,11 +149,11 @@ def _plan_body(
         leaves = loop.carry_out if isinstance(loop, Loop) else ()  # iterations of a while do not overlap
         plan = _plan(nodes, placement, [*required, *results], names, in_loop=True, carried=leaves)
         grown = False
-        for v, meshes in zip(loop.carry_in, carried):
-            missing = [m for w, m in plan.needs if w is v and m not in meshes]
+        held_on = dict(zip(loop.carry_in, carried))
+        for v, mesh in plan.needs:
             # A counter is kept on every mesh that reads it; placed state has one home.
-            if placement.where[v].home is None and missing:
-                meshes.update(dict.fromkeys(missing))
+            if v in held_on and mesh not in held_on[v] and placement.where[v].home is None:
+                held_on[v][mesh] = None
                 grown = True
         if not grown:
             return plan
@@ -166,8 +166,9 @@ def _reads(
     outer: dict[Var, Sequence[Var]] = dict(zip(loop.carry_in, ([a] for a in loop.init)))
     outer.update(slices)
     reads: dict[PlacedVar, None] = {}
+    carries = {*loop.carry_in}
     for v, mesh in plan.needs:
-        if v in loop.carry_in:
+        if v in carries:
             mesh = placement.where[v].home or mesh
         reads.update({(a, mesh): None for a in outer.get(v, [v])})
     return reads
