@@ -128,6 +128,8 @@ class CompilePool:
     def __init__(self, threads: ThreadPoolExecutor, options: CompilerOptions = ()):
         self.waiting: dict[Fragment, tuple[Lowered, Callable[[], Lowered]]] = {}
         self._threads, self._options = threads, options
+        config: Any = jax.config  # mypy does not know its attributes
+        self._is_logged = config.jax_log_compiles  # which the threads do not know
         self._lowered: dict[Any, Lowered] = {}
         self._code: dict[Any, Future[Code]] = {}
 
@@ -180,7 +182,8 @@ class CompilePool:
                 return Code(mesh, compiled, key, saved)
         start, hits = time.perf_counter(), _compat.cache_hits()
         try:
-            compiled = compile_lowered(lowered, self._options)
+            with jax.log_compiles(self._is_logged):
+                compiled = compile_lowered(lowered, self._options)
             seconds = time.perf_counter() - start if _compat.cache_hits() == hits else None
             return Code(mesh, compiled, key, seconds=seconds)
         except Exception as error:

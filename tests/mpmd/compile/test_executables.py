@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import logging
 import os
 import re
 import subprocess
@@ -275,6 +276,16 @@ def test_on_one_device_each_nothing_waits(compiles):
     ready = BufferShardings(program, fixed).ready
     assert {call.fragment for call in ready} == set(program.fragments)
     assert len(ready) == len(program.fragments)
+
+
+def test_jax_logs_what_is_compiled(compiles, caplog):
+    """Also in the threads that compile, for which `jax.log_compiles` does not hold of itself."""
+    mesh, tasks = pipeline(2)
+    halves = [mm.task(fun, task=task) for fun, task in zip((jnp.sin, jnp.tanh), tasks)]
+    with mesh, caplog.at_level(logging.WARNING), jax.log_compiles():
+        mm.jit(lambda x: halves[1](halves[0](x)))(X)
+    finished = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
+    assert len(compiles) == 2 and {*compiles} <= {*finished}
 
 
 def test_what_xla_refuses_is_raised(monkeypatch, compiled_anew):
