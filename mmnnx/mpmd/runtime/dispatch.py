@@ -28,8 +28,8 @@ def runner(
 
     It empties the list that it is given.
 
-    Nothing in it waits for a device, but a while for its condition (`whiles`), and on CPU where several
-    processes share a mesh (`collective_order`).
+    Nothing in it waits for a device, but a while for its condition (`whiles`), and each step on CPU where
+    several processes share a mesh (`collective_order`) and where results are looked at (`debug_nans`).
     What is decided per program is decided here, once.
 
     Args:
@@ -86,14 +86,15 @@ def runner(
         if jumps:
             order = ((own[n], watched[n]) for n in walk(len(own), jumps, kept))
         try:
-            for here.step, (execute, read, start, end, frees) in order:  # the watchdog looks at it
+            for step, (execute, read, start, end, frees) in order:
+                here.step = step  # the watchdog looks at it; other threads set it too
                 kept[start:end] = execute(*read(kept))
                 for n in frees:
                     kept[n] = None
         except FloatingPointError as error:
             if not is_checked:
                 raise
-            raise FloatingPointError(f"invalid value ({error}) made by {where(call, here.step)}") from None
+            raise FloatingPointError(f"invalid value ({error}) made by {where(call, step)}") from None
         here.step = len(groups)
         return results(kept)
 

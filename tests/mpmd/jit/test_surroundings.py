@@ -18,6 +18,7 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx.mpmd.runtime import debug_nans
 from mmnnx.sharding.mesh import current_multimesh
 from tests import models
 from tests.models import make
@@ -217,15 +218,30 @@ def test_nans_are_found(mode, what):
         assert not np.isfinite(np.asarray(f(model, x, not_fine))).any()
 
 
-def test_where_a_nan_was_made():
-    """The message names the call and the part of the program, with its task."""
+def test_where_a_nan_was_made(monkeypatch):
+    """The message names the call and the part of the program, with its task; whatever other threads run."""
     mesh, tasks = pipeline(2)
-    f = mm.jit(lambda model, x: model.second(jnp.log(model.first(x) - 1000)))
+    f = mm.jit(lambda model, x: model.second(jnp.log(model.first(x) - 1000)), mesh=mesh)
     with mesh:
         model = born(Pair, mm.TaskSharding({mm.path("first"): tasks[0], mm.path(...): tasks[1]}))
+    f(model, X)
+    whole = debug_nans.checked
+
+    def checked(execute):
+        """Before results are looked at, another thread runs all of it."""
+
+        def run(*arrays):
+            results = execute(*arrays)
+            other = threading.Thread(target=f, args=(model, X))
+            other.start()
+            other.join()
+            return results
+
+        return whole(run)
+
+    monkeypatch.setattr(debug_nans, "checked", checked)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as error:
         f(model, X)
-        with jax.debug_nans(True), pytest.raises(FloatingPointError) as error:
-            f(model, X)
     found = re.match(
         r"invalid value \(nan\) made by instruction \d+ of call 2 of <lambda>: (.*)", str(error.value)
     )
