@@ -113,10 +113,25 @@ def _devices(mesh: Mesh) -> tuple[Any, ...]:
     return mesh.devices.shape, *devices_key(mesh)
 
 
-def registrations() -> Hashable:
+def registered_rules() -> Hashable:
     """A key for caches: while it is equal, `find_task` finds the same tasks."""
+    return tuple(registry.rules for registry in _registries())
+
+
+def registrations() -> Hashable:
+    """A key for caches: while it is equal, so are all answers about tasks and placed state."""
+    return tuple(registry.content for registry in _registries())
+
+
+def registrations_for(paths: Iterable[Path]) -> Hashable:
+    """A key for caches: while it is equal, so are all answers about tasks and about state of these paths."""
+    texts = {_text(path) for path in paths}
+    return tuple(registry.content_for(texts) for registry in _registries())
+
+
+def _registries() -> tuple[Registry, ...]:
     multimesh = current_multimesh()
-    return global_registry.content, () if multimesh is None else multimesh.registry.content
+    return (global_registry,) if multimesh is None else (global_registry, multimesh.registry)
 
 
 def registered_task(name: str, backward: bool, multimesh: MultiMesh | None) -> Task | None:

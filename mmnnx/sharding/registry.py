@@ -111,6 +111,11 @@ class Registry:
                 return part, self._reasons[part][1]
         return None
 
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules."""
+        return tuple(self._rules)
+
     def patterns(self) -> list[str]:
         """The matchers as text."""
         return [rule.pattern for rule in self._rules]
@@ -140,17 +145,26 @@ class Registry:
     def content(self) -> Hashable:
         """All that it holds, as a key for caches: registries of equal content give equal answers."""
         if self._content is None:
-            # Whose state is where makes a difference to a program where one mesh has that of several tasks.
-            self._content = (
-                *self._rules,
-                *((where, *tasks.values()) for where, tasks in self._placed.items()),
-                *(
-                    (where, *self._owners[where].items())
-                    for where, tasks in self._placed.items()
-                    if len(tasks) > 1
-                ),
-            )
+            self._content = self._gathered(lambda path: True)
         return self._content
+
+    def content_for(self, paths: Iterable[Path]) -> Hashable:
+        """The same without state that has no part in a function whose state has these paths."""
+        parts = {(), *(part for path in paths for part in parts_of(path))}
+        # The path of a piece of divided state is longer by one.
+        return self._gathered(lambda path: path in parts or path[:-1] in parts)
+
+    def _gathered(self, counts: Callable[[Path], bool]) -> Hashable:
+        # Whose state is where makes a difference to a program where one mesh has that of several tasks.
+        return (
+            *self._rules,
+            *((where, *tasks.values()) for where, tasks in self._placed.items()),
+            *(
+                (where, *(owned for owned in self._owners[where].items() if counts(owned[0])))
+                for where, tasks in self._placed.items()
+                if len(tasks) > 1
+            ),
+        )
 
     def find(self, name: str) -> Rule | None:
         """The first rule that matches `name`."""

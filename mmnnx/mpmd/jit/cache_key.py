@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,24 +14,36 @@ from mmnnx.mpmd.jit.argument_types import avals_of
 from mmnnx.mpmd.place.options import fusing, recomputing
 from mmnnx.sharding.logical import autosharding
 from mmnnx.sharding.mesh import current_multimesh
-from mmnnx.sharding.registered_tasks import registrations
+from mmnnx.sharding.registered_tasks import registered_rules, registrations
 from mmnnx.sharding.task_scope import ignoring
 
 
 def trace_key(tree: Any, static: Any, leaves: Sequence[Any]) -> Any:
     """What a trace depends on: structure, static arguments, surroundings, shapes and dtypes."""
-    return (tree, static, surroundings(), *avals_of(leaves))
+    return (tree, static, _around(registered_rules()), *avals_of(leaves))
 
 
-def program_key(tree: Any, static: Any, leaves: Sequence[Any]) -> Any:
-    """What a program depends on: all that a trace does, and where the arguments live."""
-    return (tree, static, surroundings(), *map(_placed_aval, leaves, avals_of(leaves)))
+def program_key(tree: Any, static: Any, leaves: Sequence[Any], registered: Hashable = None) -> Any:
+    """What a program depends on: all that a trace does, placed state, and where the arguments live.
+
+    Args:
+      registered: tasks and placed state. Default: all of them.
+    """
+    around = _around(registered or registrations())
+    return (tree, static, around, *map(_placed_aval, leaves, avals_of(leaves)))
 
 
 def surroundings() -> Any:
-    """What a trace depends on beside its arguments: the mesh, registered tasks, contexts, configuration."""
+    """What a call depends on beside its arguments: the mesh, tasks and their state, contexts, configuration.
+
+    Of placed state it has all: whose of it a function has is known only once that is traced.
+    """
+    return _around(registrations())
+
+
+def _around(registered: Hashable) -> Any:
     contexts = ignoring.get(), recomputing.get(), fusing.get(), autosharding.get()
-    return current_multimesh(), registrations(), contexts, _compat.context_mesh(), _compat.trace_context()
+    return current_multimesh(), registered, contexts, _compat.context_mesh(), _compat.trace_context()
 
 
 def with_shardings(leaves: Sequence[Any], shardings: Mapping[int, Sharding]) -> list[Any]:

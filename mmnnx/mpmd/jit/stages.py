@@ -15,7 +15,7 @@ from mmnnx.mpmd.compile.executables import CompilerOptions
 from mmnnx.mpmd.compile.gc_pause import gc_paused
 from mmnnx.mpmd.frontend.function import register_tasks
 from mmnnx.mpmd.frontend.graph import is_node
-from mmnnx.mpmd.frontend.over_arrays import over_arrays
+from mmnnx.mpmd.frontend.over_arrays import OverArrays, over_arrays
 from mmnnx.mpmd.frontend.record import Record
 from mmnnx.mpmd.ir.equations import scopes_in
 from mmnnx.mpmd.ir.shardings import is_committed
@@ -28,6 +28,7 @@ from mmnnx.mpmd.runtime.collective_order import in_collective_order
 from mmnnx.mpmd.runtime.donated_arguments import check_shared
 from mmnnx.mpmd.runtime.prepare import Run, refuse_described
 from mmnnx.sharding.mesh import MultiMesh, current_multimesh
+from mmnnx.sharding.registered_tasks import registrations, registrations_for
 from mmnnx.sharding.task import Task
 from mmnnx.sharding.task_scope import find_task, ignoring
 
@@ -145,19 +146,27 @@ class FlatTraced:
                 register_tasks(*function)
                 key = program_key(self.tree, self.static, self.leaves)  # which tells what is registered
             if key not in variants:
-                with gc_paused():
-                    found = split(*function, self.leaves, self.multimesh, self.xla.device)
-                as_it_is = self.run_as_it_is()
-                if found.prepare is None and found.program.calls:
-                    as_it_is = in_collective_order(as_it_is, found.program.calls[0].mesh)
-                variant = Variant(found, as_it_is, self.traced.out_tree, self.record, self.traced.fun_name)
-                variants[key] = variant
-                if found.next_shardings:
-                    later = program_key(
-                        self.tree, self.static, with_shardings(self.leaves, found.next_shardings)
-                    )
-                    variants.setdefault(later, variant)
+                variants[key] = self._own_variant(*function)
             return variants[key].split
+
+    def _own_variant(self, traced: OverArrays, record: Record) -> Variant:
+        """The function split for these arguments, whatever state there is beside theirs."""
+        own = registrations_for(leaf.within for leaf in record.inputs if leaf is not None)
+        key = program_key(self.tree, self.static, self.leaves, own)
+        if key not in self.variants:
+            with gc_paused():
+                found = split(traced, record, self.leaves, self.multimesh, self.xla.device)
+            as_it_is = self.run_as_it_is()
+            if found.prepare is None and found.program.calls:
+                as_it_is = in_collective_order(as_it_is, found.program.calls[0].mesh)
+            variant = Variant(found, as_it_is, self.traced.out_tree, self.record, self.traced.fun_name)
+            self.variants[key] = variant
+            if found.next_shardings:
+                moved = with_shardings(self.leaves, found.next_shardings)
+                for registered in (own, registrations()):
+                    later = program_key(self.tree, self.static, moved, registered)
+                    self.variants.setdefault(later, variant)
+        return self.variants[key]
 
     def input_shardings(self) -> Any:
         """Where the arguments would best live, as `for_arguments` arranges them."""

@@ -237,7 +237,7 @@ def test_one_program_for_all_calls():
     f = mm.jit(loss_fn)
     for _ in range(2):
         f(layers, X)
-    assert len(f._inner.variants) == 1
+    assert len({id(variant) for variant in f._inner.variants.values()}) == 1
 
 
 def test_an_unreduced_result_is_refused():

@@ -76,7 +76,7 @@ def test_an_update_from_the_host(update):
             assert homes_of(model, optimizer) == homes
         assert_same(model, single)
         assert_same(optimizer, single_optimizer)
-    assert len(step._inner.variants) == 1
+    assert len({id(variant) for variant in step._inner.variants.values()}) == 1
 
 
 def evaluated(model: nnx.Module, x: np.ndarray) -> np.ndarray:

@@ -149,3 +149,32 @@ def test_functions_that_name_the_tasks_of_one_mesh_differently_are_split_once(mo
             for make in makers:
                 make(2.0)
     assert len(taken) == 2
+
+
+def test_state_of_others_on_the_same_mesh_changes_nothing(monkeypatch):
+    """Where a mesh has state of several tasks, as in interleaved schedules, whose it is makes a difference
+    to the functions with that state alone."""
+    mesh = mm.MultiMesh(axis_sizes=(2,), axis_names=("stage",), devices=jax.devices()[:2])
+    one, other = (mm.Task(name, mesh_slice={"stage": 0}) for name in ("one", "other"))
+    traced, taken, split = [], [], stages.split
+    monkeypatch.setattr(stages, "split", lambda *args: taken.append(args[0].fun_name) or split(*args))
+
+    def place(rules):
+        return mm.jit(lambda: TwoLayers(nnx.Rngs(0)), out_shardings=mm.TaskSharding(rules))()
+
+    @mm.jit
+    def forward(model, x):
+        traced.append(1)
+        return model(x)
+
+    with mesh:
+        model, x = place({mm.path("first"): one, mm.path("last"): other}), jnp.ones((2, 4))
+        forward(model, x)
+        for n in range(2):
+            make = lambda: nnx.Dict({f"probe{n}": nnx.Linear(4, 4, rngs=nnx.Rngs(0))})  # noqa: B023
+            mm.jit(make, out_shardings=mm.TaskSharding({...: other}))()
+            forward(model, x)
+        assert len(traced) == taken.count("forward") == 1
+        place({mm.path("first"): other, mm.path("last"): one})
+        forward(model, x)
+        assert len(traced) == 1 and taken.count("forward") == 2
