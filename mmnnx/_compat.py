@@ -339,6 +339,18 @@ def context_mesh() -> Mesh | None:
     return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
+def enter_mesh(mesh: Mesh) -> None:
+    """`mesh.__enter__()`, without the warning that `with mesh:` is deprecated.
+
+    To silence that is to change, at each entry, the filters of warnings, which are those of all threads.
+    """
+    env = thread_resources.stack[-1].with_mesh(mesh)
+    thread_resources.stack.append(env)
+    thread_resources.env = env
+    meshes = (each.physical_mesh for each in thread_resources.stack)
+    jax_config.mesh_context_manager.set_local(tuple(m for m in meshes if not m.empty))
+
+
 def trace_context() -> Any:
     """All configuration that a trace depends on (matmul precision, x64, ...), as `jax.jit` keys its cache."""
     return jax_config.trace_context()

@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +23,7 @@ import pytest
 from flax import errors, nnx
 from jax import lax
 from jax._src import monitoring
+from jax._src.mesh import thread_resources
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback, serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
@@ -912,6 +914,27 @@ def test_context_mesh():
         assert found == [mesh] and _compat.context_mesh() == mesh
     with pytest.warns(DeprecationWarning), mesh:
         assert _compat.context_mesh() == mesh
+
+
+def test_enter_mesh():
+    """It is what `with mesh:` is, and is left as that is, but does not warn."""
+
+    def around():
+        return _compat.context_mesh(), _compat.trace_context(), thread_resources.env.physical_mesh
+
+    outer, inner = (jax.make_mesh((2,), (name,), devices=jax.devices()[:2]) for name in "xy")
+    before = around()
+    with pytest.warns(DeprecationWarning), outer:
+        with inner:
+            expected = around()
+        outside = around()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _compat.enter_mesh(inner)
+        assert around() == expected != outside
+        inner.__exit__(None, None, None)
+        assert around() == outside
+    assert around() == before
 
 
 def test_rewrite_jaxpr(closed):

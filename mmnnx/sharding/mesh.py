@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import operator
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from mmnnx import _compat
 from mmnnx._shown import Shown
 from mmnnx.sharding.eager_sharding import advise_on_eager_sharding
 from mmnnx.sharding.incompatible_devices import advise
@@ -51,11 +51,9 @@ def resolve_specs_on(mesh: Mesh) -> Iterator[None]:
     """Make bare PartitionSpecs mean axes of `mesh`, and retrace functions that were traced for another mesh.
 
     `jax.set_mesh` is not used: under it JAX refuses arrays on fewer devices than the mesh has, and the arrays
-    of every task are. `with mesh:` allows them, but warns that it is deprecated.
+    of every task are. What `with mesh:` does allows them.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        mesh.__enter__()
+    _compat.enter_mesh(mesh)
     try:
         yield
     finally:

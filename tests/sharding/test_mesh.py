@@ -177,6 +177,16 @@ class TestCurrentMesh:
                 y = jax.lax.with_sharding_constraint(jnp.ones((4, 4)), P("model"))
         assert y.sharding == jax.sharding.NamedSharding(multimesh.mesh, P("model"))
 
+    def test_warnings_of_others_are_still_shown_once(self):
+        """Python forgets what it has shown when filters change, which are those of all threads."""
+        multimesh = make()
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("default")
+            for _ in range(2):
+                with multimesh:
+                    warnings.warn("of this line", stacklevel=1)
+        assert len(shown) == 1
+
     def test_arrays_of_a_slice_can_be_used_inside(self):
         multimesh = make()
         x = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(multimesh.slice(stage=1), P("model")))
