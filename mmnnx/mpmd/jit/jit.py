@@ -184,13 +184,18 @@ class Jit(Generic[P, R]):
         self._fast_paths = FastPaths()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        as_it_is = ignoring.get() or _compat.jit_is_disabled() or _compat.under_jit()
+        as_it_is = ignoring.get() or _compat.jit_is_disabled()
         if as_it_is or _compat.in_cached_partial():
             try:
                 with hijax_refused((args, kwargs)):
                     return self._nnx_jit(*args, **kwargs)
             finally:
                 self._inner.take_call()  # or it would keep the arguments alive
+        if _compat.under_jit():  # part of what is traced, whatever its arguments are
+            if self._updates_graphs:
+                self._check_trace(variables_in(args, kwargs))
+            with hijax_refused((args, kwargs)):
+                return self._nnx_jit(*args, **kwargs)
         with self._inner.context():
             arguments, path = self._find(args, kwargs)
             if path is None or path.homeless:
