@@ -560,7 +560,7 @@ def current_name_stack() -> str:
 
 
 def under_jit() -> bool:
-    """Whether what runs is traced by `jax.jit`, or by another that makes a jaxpr. A call is then part of that,
+    """Whether what runs is traced by `jax.jit` or another that makes a jaxpr. A call is part of that then,
     even if none of its arguments is traced. JAX has no other way to ask."""
     return jex.unsafe_am_i_under_a_jit_DO_NOT_USE()
 
