@@ -39,6 +39,8 @@ def _where(region: Region, e: Equation) -> tuple[Location, Reason]:
     if (scoped := region.task_of(e.scope)) is not None:
         return _in_task(region, e, *scoped, came), Reason.IN_TASK
     if residuals := _residuals(region, e):
+        if region.in_loop and incoming and all(_is_sent_before(region, a) for a in residuals):
+            return _with_fewest_bytes(region, e, residuals, incoming), Reason.READS_SAVED
         return _with_residuals(region, e, residuals, incoming, came)
     if (renewed := region.renewed_homes(e)) and None in (s.position for s in incoming):
         return Location(max(renewed, key=renewed.__getitem__)), Reason.READS_NEW_STATE
@@ -80,6 +82,40 @@ def _with_residuals(
         if there is not None:
             return there, Reason.ALL_HERE
     return location, Reason.READS_SAVED
+
+
+def _is_sent_before(region: Region, a: Var) -> bool:
+    """Whether a value is of state and no flow reads it, but perhaps what was made of it before the loop: to
+    wherever the backward reads it, it is sent once."""
+    return region.is_weight(a) and not _is_read(region, a)
+
+
+def _is_read(region: Region, a: Var) -> bool:
+    """Whether the forward reads a value of state, or what is made of it."""
+    ahead = (u for u in region.users.get(a, ()) if region.roles.of[u] is Role.FORWARD)
+    return any(
+        region.locations[u].position is not None or any(_is_read(region, v) for v in u.outvars)
+        for u in ahead
+        if u in region.locations
+    )
+
+
+def _with_fewest_bytes(
+    region: Region, e: Equation, residuals: Mapping[Var, set[Location]], incoming: Sequence[Location]
+) -> Location:
+    """Where state is, which is sent once, or where gradients are, which are sent in every microbatch."""
+    home, made = region.followed_home(e), sum(map(nbytes, e.outvars))
+    gradients = [a for a in e.invars if region.origin_of(a).kind is Kind.ACTIVATION]
+
+    def sent(location: Location) -> int:
+        here = location.mesh
+        once = sum(nbytes(a) for a in residuals if region.where[a].home != here)
+        once += made if home not in (None, here) else 0
+        return once + region.microbatches * sum(
+            nbytes(a) for a in gradients if region.origin_of(a).home != here
+        )
+
+    return min(_in_order({*incoming, *set().union(*residuals.values())}), key=sent)
 
 
 def _with_operands(region: Region, e: Equation, incoming: Sequence[Location], came: int | None) -> Location:

@@ -96,6 +96,44 @@ def test_a_gradient_of_few_microbatches_is_left_whole():
     assert whole[ROWS, WIDTH] <= 2 * 2 * (STAGES - 1)
 
 
+class Prefix(nnx.Module):
+    """Each layer reads a projection of its own of one small array (prefix tuning, Li and Liang 2021)."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.prefix = nnx.Param(jax.random.normal(rngs(), (1, WIDTH)))
+        linear = lambda: nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.layers = nnx.List(linear() for _ in range(STAGES))
+        self.projections = nnx.List(linear() for _ in range(STAGES))
+
+    def __call__(self, x):
+        prefix = jnp.sin(self.prefix[...])
+        for layer, projection in zip(self.layers, self.projections):
+            x = x + jnp.sin(layer(x)) * projection(prefix)
+        return x
+
+
+def test_what_a_layer_makes_of_it_by_weights_of_its_own():
+    """Gradients of these weights are made where they are."""
+    owned = [[("layers", n), ("projections", n)] for n in range(STAGES)]
+    owned[0].append("prefix")
+    program = assert_parity(
+        Prefix,
+        lambda model, x: (model(x) ** 2).mean(),
+        X,
+        place(TASKS, *owned),
+        mesh=MESH,
+        microbatch=2,
+        optimizer=MOMENTUM,
+        schedule="1f1b",
+        rtol=1e-4,
+    )
+    shapes = Counter(t.shape for t in program.transfers)
+    assert WIDTH not in {shape[0] for shape in shapes if shape}  # no kernel, nor its gradient
+    assert shapes[2, WIDTH] == 2 * COUNT * (STAGES - 1)  # activations and gradients
+    assert shapes[1, WIDTH] <= 3 * (STAGES - 1)  # the prefix, and what its backward reads and makes: once
+
+
 class Product(nnx.Module):
     """The table is the product of two, of more bytes than all of its gradients."""
 
