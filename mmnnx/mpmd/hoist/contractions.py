@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from mmnnx import _compat
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Known, dims_of
-from mmnnx.mpmd.ir.equations import Atom, Equation, Var, is_var
+from mmnnx.mpmd.ir.dataflow import is_zero
+from mmnnx.mpmd.ir.equations import Equation, Var, is_var
 
 Sizes = Mapping[Any, int]  # of the axes of a mesh
 
@@ -89,14 +90,6 @@ def over_parts(e: Equation, splits: Sequence[Contraction]) -> Any:
         return fun(*(laid(x, n) for n, x in enumerate(xs)))
 
     return parted
-
-
-def is_zero(atom: Atom, maker: Mapping[Var, Equation]) -> bool:
-    """Whether a value is all zeros, as seen from where it is made."""
-    if not is_var(atom):
-        return atom.val == 0
-    e = maker.get(atom)
-    return e is not None and e.name in ("broadcast_in_dim", "copy") and is_zero(e.invars[0], maker)
 
 
 def is_float(e: Equation) -> bool:

@@ -24,9 +24,10 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from mmnnx.mpmd.hoist.contractions import CannotHoist, is_zero
+from mmnnx.mpmd.hoist.contractions import CannotHoist
 from mmnnx.mpmd.hoist.partial_sums import Groups, PartialSums
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Known, follow, of_spec
+from mmnnx.mpmd.ir.dataflow import is_zero
 from mmnnx.mpmd.ir.equations import Atom, Equation, Loop, Node, Var, is_var
 from mmnnx.mpmd.ir.origin import CONST, Kind, Origin
 from mmnnx.mpmd.ir.placement import Location, Placed, Placement, Reason

@@ -14,12 +14,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from mmnnx.mpmd.ir.dataflow import sum_terms
+from mmnnx.mpmd.ir.dataflow import is_zero, sum_terms
 from mmnnx.mpmd.ir.equations import LAYOUT, Atom, Equation, Flat, Loop, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.rewrite import name_results, rename, trace_equations
 
@@ -190,19 +188,13 @@ class _Body:
             case "div":
                 return own == [True, False]
             case "pad":  # the backward of a slice
-                return own == [True, False] and self._is_zero(e.invars[1])
+                return own == [True, False] and is_zero(e.invars[1], self.maker)
             case "scatter-add":  # of a gather
-                return own == [False, False, True] and self._is_zero(e.invars[0])
+                return own == [False, False, True] and is_zero(e.invars[0], self.maker)
             case "convert_element_type":
                 return e.invars[0].aval.dtype == e.outvars[0].aval.dtype
             case _:
                 return e.name in _ADDS and all(own)
-
-    def _is_zero(self, a: Atom) -> bool:
-        if is_var(a):
-            e = self.maker.get(a)
-            return e is not None and e.name == "broadcast_in_dim" and self._is_zero(e.invars[0])
-        return isinstance(a, jex.Literal) and bool(np.all(a.val == 0))
 
 
 def _sum(*xs):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import CALLS, Atom, Equation, Loop, Var, is_var
+from mmnnx.mpmd.ir.equations import CALLS, Atom, Equation, Loop, Node, Var, is_var
 
 T = TypeVar("T")
 
@@ -107,3 +108,11 @@ def _widens(e: Equation) -> bool:
     narrow, wide = e.invars[0].aval.dtype, e.outvars[0].aval.dtype
     floats = jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(wide, jnp.floating)
     return floats and (narrow == wide or jnp.finfo(narrow).bits < jnp.finfo(wide).bits)
+
+
+def is_zero(atom: Atom, maker: Mapping[Var, Node]) -> bool:
+    """Whether a value is all zeros, as seen from where it is made."""
+    if not is_var(atom):
+        return bool(np.all(atom.val == 0))
+    e = maker.get(atom)
+    return isinstance(e, Equation) and e.name in ("broadcast_in_dim", "copy") and is_zero(e.invars[0], maker)

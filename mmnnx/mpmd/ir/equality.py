@@ -5,6 +5,7 @@ To compare keys is faster than to lower both and compare the text.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
@@ -12,6 +13,19 @@ import numpy as np
 
 from mmnnx import _compat
 from mmnnx.mpmd.ir.equations import is_var
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Same:
+    """A constant, equal to itself alone; it lives as long as a key does, so that no other has its id."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def jaxpr_key(jaxpr: Any) -> Hashable:
@@ -36,7 +50,7 @@ def jaxpr_key(jaxpr: Any) -> Hashable:
     for e in eqns:
         made = tuple((named(v), v.aval) for v in e.outvars)
         lines.append((e.primitive, tuple(map(read, e.invars)), _parameters(e), made, e.ctx))
-    key = takes, tuple(id(value) for _, value in consts), tuple(lines), tuple(map(read, outvars))
+    key = takes, tuple(_Same(value) for _, value in consts), tuple(lines), tuple(map(read, outvars))
     hash(key)
     return key
 

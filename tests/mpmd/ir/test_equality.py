@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,3 +95,18 @@ def test_an_unrolled_loop_is_lowered_once(kind, monkeypatch, no_folder):
     short, few = lowerings(kind, 4, monkeypatch)
     long, many = lowerings(kind, 6, monkeypatch)
     assert short == long < few < many
+
+
+def test_a_key_keeps_the_constants_that_it_is_for():
+    """Else another one could come to be where the first was, and be taken for it."""
+
+    def made(number):
+        table = np.full(3, number, np.float32)  # which jax keeps as it is, as a constant of the jaxpr
+        return weakref.ref(table), key(lambda x, y: x + table)
+
+    first, key_of_first = made(1)
+    gc.collect()
+    assert first() is not None and key_of_first != made(1)[1]
+    del key_of_first
+    gc.collect()
+    assert first() is None
