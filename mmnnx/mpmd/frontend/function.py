@@ -127,8 +127,8 @@ def enter(
         raise ValueError(
             f"{traced.fun_name} reads a value of another trace, which has ended or is around this call. An "
             "array that a Module made inside of a jit and keeps as a plain attribute: make it a Variable, or "
-            "a number. One that was kept from inside of a loop or mm.microbatch: return it from there. One of "
-            "a jax.grad around mm.jit: put mm.jit around all of it"
+            "a number. One that was kept from inside of a loop or mm.microbatch: return it from there. One "
+            "of a jax.grad around mm.jit: put mm.jit around all of it"
         )
     meshes = Meshes(multimesh)
     task_of = functools.cache(functools.partial(_task_of, multimesh, meshes))

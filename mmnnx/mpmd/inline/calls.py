@@ -11,8 +11,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.function import Function
@@ -107,7 +108,9 @@ class _Inliner(Writer):
     ) -> Sequence[Atom]:
         name, bodies = eqn.primitive.name, _compat.subjaxprs(eqn)
         if name in CALLS | CUSTOM_GRADIENTS:
-            return self.write_jaxpr(bodies[0], eqn.invars, scope, out, in_loop, destinations)
+            operands = self._constrained(eqn.invars, eqn.params.get("in_shardings", ()), scope, out)
+            made = self.write_jaxpr(bodies[0], operands, scope, out, in_loop, destinations)
+            return self._constrained(made, eqn.params.get("out_shardings", ()), scope, out)
         if name in ("device_put", "optimization_barrier"):  # of arrays that may be on different meshes
             return [self._write_whole(one, scope, out)[0] for one in _compat.one_by_one(eqn)]
         if name == "scan" and in_loop is InLoop.NO and loop_spec(scope) is not None:
@@ -135,6 +138,20 @@ class _Inliner(Writer):
         if name in _CALLED:
             return self.write_jaxpr(bodies[0], eqn.invars, scope, out, in_loop)
         return self._write_whole(eqn, scope, out)
+
+    def _constrained(
+        self, atoms: Sequence[Atom], shardings: Sequence[Any], scope: str, out: list[Node]
+    ) -> Sequence[Atom]:
+        """Writes what the shardings of a nested jit say of its operands or results."""
+        if not any(isinstance(s, NamedSharding) for s in shardings):
+            return atoms
+        constrain = jax.lax.with_sharding_constraint
+        return [
+            self.write(functools.partial(constrain, shardings=s), [a], scope, out)[0]
+            if isinstance(s, NamedSharding)
+            else a
+            for a, s in zip(atoms, shardings, strict=True)
+        ]
 
     def _write_cond(
         self, eqn: Any, destinations: Sequence[Mesh | None], scope: str, out: list[Node], in_loop: InLoop

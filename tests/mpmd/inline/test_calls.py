@@ -88,3 +88,15 @@ def test_a_barrier_for_several_arrays_leaves_each_where_it_is(of):
         sent = [t.shape for t in mm.jit(step).program(model, x).transfers]
         assert_same(mm.jit(step)(model, x), nnx.jit(step)(make(Layers)(), x))
     assert sent == [(2, 8)] * 8
+
+
+def test_shardings_of_a_nested_jit_hold():
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+    with mesh:
+        model = born(make(Layers), place(tasks, [("layers", 0)], [("layers", 1)]))
+        rows = jax.sharding.NamedSharding(
+            tasks[0].to_mesh(), jax.P("data")
+        )  # of any task: axes are what counts
+        nested = jax.jit(jnp.sin, out_shardings=rows)
+        found = mm.jit(lambda model, x: nested(model(x)))(model, jnp.ones((8, 8)))
+    assert found.sharding.spec == jax.P("data") and found.devices() == {*jax.devices()[2:4]}
