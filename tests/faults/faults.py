@@ -920,8 +920,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="a-second-pass-is-an-update",
         file="mmnnx/mpmd/place/place.py",
-        old="if (second := second_pass(region)) is None:",
-        new="if region is not None or (second := second_pass(region)) is None:",
+        old="if loop is not None or (second := second_pass(found[0])) is None:",
+        new="if found or (second := second_pass(found[0])) is None:",
         what="Of a second epoch in a step, activations go back to the first stage after each layer.",
         tests=("tests/mpmd/place/test_second_losses.py::test_a_second_pass_flows_as_the_first_does",),
     ),

@@ -118,17 +118,21 @@ def _cheapest(problem: Problem, loop: Loop | None = None) -> Placement:
         named = {task for name in loop.spec.named for task in (name, name.rpartition(" ")[0])}
         if named & sharing or not any(problem.fits(loop, r.out) for r in found):
             found = _ways(problem, loop, apart=True)[1]
-    best = _best(problem, loop, found)
-    return best.out if loop is not None else _with_second_pass(problem, best)
+    best = _best(problem, loop, found).out
+    if loop is not None or (second := second_pass(found[0])) is None:
+        return best
+    return min(
+        [best, *_with_second_pass(problem, found, second)], key=lambda p: bytes_sent(problem.nodes, p, 1)
+    )
 
 
-def _with_second_pass(problem: Problem, region: Region) -> Placement:
-    """The placement of a region, with that of a second pass in it as a function of its own if fewer bytes are
-    sent then."""
-    if (second := second_pass(region)) is None:
-        return region.out
-    ways = [region.out, with_second_pass(region.out, second.nodes, _cheapest(second))]
-    return min(ways, key=lambda p: bytes_sent(problem.nodes, p, 1))
+def _with_second_pass(problem: Problem, found: Sequence[Region], second: Problem) -> list[Placement]:
+    """The cheapest placement of what is before a second pass, and the pass as a function of its own."""
+    apart = set(second.nodes)
+    first = [n for n in problem.nodes if n not in apart]
+    region = _best(dataclasses.replace(problem, nodes=first), None, found)
+    rest = second_pass(region)
+    return [with_second_pass(region.out, rest.nodes, _cheapest(rest))] if rest is not None else []
 
 
 def _ways(problem: Problem, loop: Loop | None, *, apart: bool) -> tuple[list[Region], list[Region]]:
