@@ -72,7 +72,7 @@ def run_loop(
     state = [x for n, x in enumerate(held) if n not in references]
     call = _Call(fun, argnum, arg_shardings, leaves, treedef, graphdef, state_def, references)
     slices = jax.tree.map(lambda x: slice_batch(x, dim, size, count), args[argnum])
-    body = (_try if _compat.jit_is_disabled() else _trace)(call, state, slices)
+    body = (_call_once if _compat.jit_is_disabled() else _trace)(call, state, slices)
     reduced = reductions(reduce, body.results)
     after, accumulators, stacks = _scan(body, state, slices, count, reduced, spec)
     if any(body.changes):  # a model that a transformation of JAX closes over can only be read
@@ -175,9 +175,11 @@ def _trace(call: _Call, state: Sequence[Any], slices: Any) -> _Body:
     return _Body(run, results, changes)
 
 
-def _try(call: _Call, state: Sequence[Any], slices: Any) -> _Body:
-    """Calls the function for the first slice, to see what it returns: under `jax.disable_jit` it may look at
-    values, which a trace has not."""
+def _call_once(call: _Call, state: Sequence[Any], slices: Any) -> _Body:
+    """Calls the function for the first slice, to see what it returns; the loop calls it for that slice again.
+
+    Under `jax.disable_jit` the function may look at values, which a trace does not have.
+    """
     results, after = call(state, jax.tree.map(lambda x: x[0], slices))
 
     def run(state: Sequence[Any], piece: Any) -> tuple[list[Any], list[Any]]:

@@ -16,13 +16,13 @@ from mmnnx.mpmd.ir.equations import is_var
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Same:
+class _Identity:
     """A constant, equal to itself alone; it lives as long as a key does, so that no other has its id."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _Identity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -50,7 +50,7 @@ def jaxpr_key(jaxpr: Any) -> Hashable:
     for e in eqns:
         made = tuple((named(v), v.aval) for v in e.outvars)
         lines.append((e.primitive, tuple(map(read, e.invars)), _parameters(e), made, e.ctx))
-    key = takes, tuple(_Same(value) for _, value in consts), tuple(lines), tuple(map(read, outvars))
+    key = takes, tuple(_Identity(value) for _, value in consts), tuple(lines), tuple(map(read, outvars))
     hash(key)
     return key
 

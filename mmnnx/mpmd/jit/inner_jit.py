@@ -138,7 +138,7 @@ class FlatJit:
         dynamic, static = self.static.separate(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
         here = put_on_device(leaves, jax.devices()[0])
-        if _compat.jit_is_disabled():  # it may look at values, which a trace has not
+        if _compat.jit_is_disabled():  # it may look at values, which a trace does not have
             with self.context():
                 positional, named = restore(jax.tree.unflatten(tree, here), static)
                 out = self.observed(*positional, **named)

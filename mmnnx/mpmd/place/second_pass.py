@@ -49,7 +49,10 @@ def second_pass(region: Region) -> Problem | None:
 
 
 def with_second_pass(first: Placement, nodes: Sequence[Node], second: Placement) -> Placement:
-    """The first placement, with some nodes as the second has them: in no position, as that flow ended."""
+    """The first placement, with some nodes where the second has them.
+
+    They get no position: positions are those of the first flow.
+    """
     both = first.copy()
     for n in nodes:
         both.locations.pop(n, None)

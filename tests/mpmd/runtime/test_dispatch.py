@@ -59,3 +59,20 @@ def test_types_of_less_than_a_byte():
         with pytest.raises(ValueError, match=r"fun: 'second' reads %\d+ \(int4\[4\]\) .* Keep it as int8"):
             run()
         assert not ran
+
+
+def test_types_of_less_than_a_byte_in_one_task():
+    mesh = mm.MultiMesh(axis_sizes=(2,), axis_names=("stage",), devices=jax.devices()[:2])
+    first = mm.Task("first", mesh_slice={"stage": 0})
+
+    def fun(x):
+        return mm.task(lambda x: x.astype(jnp.float32) * 2, task=first)(x)
+
+    def run():
+        return mm.jit(fun, mesh=mesh)(jnp.arange(4).astype(jnp.int4))
+
+    if _compat.compiled_takes_sub_byte_types():
+        assert run().tolist() == [0, 2, 4, 6]
+    else:
+        with pytest.raises(ValueError, match=r"fun: 'first' reads %\d+ \(int4\[4\].* Keep it as int8"):
+            run()
