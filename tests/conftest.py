@@ -68,7 +68,15 @@ def forget_compiled_programs():
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 45_000:
         executables._in_use.clear()
         jax.clear_caches()
+        gc.unfreeze()
         gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture
+def fast_gc():
+    """For a test that collects garbage: what is there before it need not be searched, which takes seconds."""
+    gc.freeze()
 
 
 @pytest.fixture

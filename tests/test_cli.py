@@ -177,6 +177,7 @@ def test_log_level(capsys):
     assert "--log-level is one of debug, info, warning, error, not 'loud'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_no_space_for_the_output():
     command = [sys.executable, "-m", "mmnnx", "schedule", "--stages", "2", "--microbatches", "2"]
     with open("/dev/full", "w") as full:

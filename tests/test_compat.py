@@ -567,6 +567,7 @@ jaxpr = jax.make_jaxpr(traced_here)(1.0)
 """
 
 
+@pytest.mark.slow
 def test_source_line_in_a_notebook():
     """It is that of a cell: its file is a temporary one."""
     program = f"""

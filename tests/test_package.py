@@ -55,6 +55,7 @@ print([importlib.import_module(module).run.__name__ for module in COMMANDS.value
     assert python(program) == str(["run"] * 9) + "\n"
 
 
+@pytest.mark.slow
 def test_a_package_of_the_same_name_as_a_function():
     """`mm.plan` is the function, whatever was imported before."""
     assert (
@@ -80,6 +81,7 @@ def test_the_citation_is_of_this_version():
     assert f"\nversion: {mm.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+@pytest.mark.slow
 def test_published_models_say_what_they_need():
     program = """
 import sys

@@ -51,6 +51,7 @@ def target(name: str) -> list[jax.Device]:
       other.
 
     Raises:
+      TypeError: if the name is no string.
       ValueError: for a name that is none, or a topology that the compiler does not know.
       ImportError: where the compiler is not installed; says how to install it.
       RuntimeError: where it does not start.
@@ -59,6 +60,8 @@ def target(name: str) -> list[jax.Device]:
       >>> devices = mm.target("v5p:4x4x8")
       >>> mesh = mm.MultiMesh(devices=devices, axis_sizes=(16, 8), axis_names=("stage", "model"))
     """
+    if not isinstance(name, str):
+        raise TypeError(f'mm.target takes a name such as "v5e:2x4", not {name!r}')
     chip, _, topology = name.partition(":")
     if chip not in CHIPS:
         raise ValueError(f"there is no target {name!r}: the chips are {', '.join(map(repr, CHIPS))}")

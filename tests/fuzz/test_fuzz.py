@@ -77,6 +77,7 @@ def test_what_the_mistake_does_without_goes():
     assert eval(repr(case)) == small
 
 
+@pytest.mark.slow
 def test_a_step_that_is_wrong_is_printed_as_small_as_it_can_be(monkeypatch, capsys):
     def wrong(case):
         if case.schedule is not None:

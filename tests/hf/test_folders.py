@@ -314,6 +314,7 @@ def test_tokens_that_end_a_text(folder):
     assert config["eos_token_id"] is config["bos_token_id"] is None
 
 
+@pytest.mark.slow
 def test_each_variable_is_fetched_once(monkeypatch):
     """In several processes, where a fetch goes through the coordinator."""
     model = mm.modules.lora(build(dataclasses.replace(CONFIGS["qwen3_moe"], scan=True)), rank=2)
@@ -481,6 +482,7 @@ def test_whole_numbers_that_scale_attention(tmp_path):
     assert hf.read_config(tmp_path / "gemma") == config
 
 
+@pytest.mark.slow
 def test_one_expert_that_is_not_normalized(tmp_path):
     model = build(MoELMConfig(**SIZES, **MOE | dict(top_k=1), qk_norm=True))
     hf.save(model, tmp_path / "moe")

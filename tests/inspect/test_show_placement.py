@@ -478,6 +478,7 @@ def test_a_notebook_shows_the_picture():
     assert "</svg>" in bundle["image/svg+xml"]
 
 
+@pytest.mark.slow
 def test_layers_that_are_divided_are_shown_where_their_pieces_are():
     config = LMConfig(layers=10, width=32, vocab=64, mlp=64, scan=True)
     model = nnx.eval_shape(lambda: LM(config, rngs=nnx.Rngs(0)))

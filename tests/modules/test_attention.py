@@ -322,6 +322,7 @@ def test_positions_and_masks_with_a_cache():
     close(y, expected[:, 4:])
 
 
+@pytest.mark.slow
 def test_gradients_through_a_cache():
     attention, x = style("window")[0], sample(2, 6, 16)
 
@@ -384,6 +385,7 @@ def test_a_donated_cache_is_written_in_place():
 # ------------------------------------------------------------------------------------------------ subclass
 
 
+@pytest.mark.slow
 def test_a_subclass_overrides_attend():
     class LinearAttention(Attention):
         """Scores without a softmax; it sees what it is told to."""
@@ -419,7 +421,7 @@ def test_a_subclass_overrides_attend():
             ((1, 4), dict(sequence="model")),
         ],
         [2, 4],
-        step=2,
+        step=3,
     ),
 )
 def test_on_several_devices_equals_one(axes, kv_heads):
@@ -598,8 +600,7 @@ def test_gradients_of_keys_are_summed_over_chunks_in_float32():
     assert errors[1] < 2 * errors[0]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("window, masked", grid([None, 2], [True, False]))
 def test_chunks_that_do_not_divide(window, masked):
     """As of tokens whose last is a label alone: the last chunk is shorter. Values and gradients."""
     q, k, v, weights = (sample(2, 7, 2, 8, seed=n) for n in range(4))

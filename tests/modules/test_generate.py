@@ -214,6 +214,7 @@ def test_each_of_several_tokens_ends_a_row():
     assert tokens[0, -1] == first and other in tokens[1]
 
 
+@pytest.mark.slow
 def test_when_all_rows_have_ended_nothing_more_is_computed(monkeypatch):
     model, steps = build(), []
     step = decode._decode
@@ -239,6 +240,7 @@ def note_calls(monkeypatch, note):
     monkeypatch.setattr(decode, "_decode_to", noted)
 
 
+@pytest.mark.slow
 def test_groups_follow_each_other(monkeypatch):
     """Each is dispatched before the next token of any, and before the host looks at one."""
     model, prompt, order = build(), prompts(6), []
@@ -254,6 +256,7 @@ def test_groups_follow_each_other(monkeypatch):
     np.testing.assert_array_equal(np.stack([tokens for _, tokens in shown], axis=1), whole)
 
 
+@pytest.mark.slow
 def test_a_group_that_has_ended_is_not_computed_while_others_are(monkeypatch):
     model, prompt, steps = build(), prompts(2), Counter()
     free = np.asarray(generate(model, prompt, 10))
@@ -268,6 +271,7 @@ def test_a_group_that_has_ended_is_not_computed_while_others_are(monkeypatch):
     np.testing.assert_array_equal(np.stack(shown, axis=1), tokens)
 
 
+@pytest.mark.slow
 def test_a_prompt_in_parts():
     model, prompt = build(), prompts(2, 9)
     expected = generate(model, prompt, 3, lengths=[9, 4])
@@ -276,6 +280,7 @@ def test_a_prompt_in_parts():
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_options_may_be_arrays_of_one_number():
     options = dict(temperature=0.5, top_k=3, eos=3)
     arrays = {name: jnp.asarray(value) for name, value in options.items()}
@@ -367,6 +372,7 @@ def test_the_key_decides_and_top_k_of_one_is_greedy():
     )  # all probability is all tokens
 
 
+@pytest.mark.slow
 def test_the_smallest_temperature_takes_the_likeliest_token():
     logits = np.array([5.0, 90.0, 5.0, 89.0, -np.inf], np.float32)
     for options in ({}, {"top_k": 2}, {"top_p": 0.9}):
@@ -445,6 +451,7 @@ def test_the_smallest_capacity_is_enough():
     )
 
 
+@pytest.mark.slow
 def test_text_goes_on_beyond_the_window():
     model = build(vocab=256)
     prompt = np.frombuffer(b"pipe", np.uint8)

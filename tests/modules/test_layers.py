@@ -350,6 +350,7 @@ def test_swiglu(activation):
     assert not any(path.endswith("bias") for path in axes(mlp))
 
 
+@pytest.mark.slow
 def test_names_and_types_of_mlps():
     assert axes(SwiGLU(6, 12, rngs=nnx.Rngs(0))) == {
         "gate.kernel": ("embed", "mlp"),

@@ -113,13 +113,12 @@ def test_a_new_models_loss_falls(model):
 # Split and whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, stages, options, layers",
     [
-        pytest.param(ViT, 2, dict(layers=3), "blocks", marks=pytest.mark.slow),
-        pytest.param(
-            EncoderDecoder, 3, dict(tied=True), ["encoder.blocks", "decoder.blocks"], marks=pytest.mark.slow
-        ),
+        (ViT, 2, dict(layers=3), "blocks"),
+        (EncoderDecoder, 3, dict(tied=True), ["encoder.blocks", "decoder.blocks"]),
         (MoELM, 2, dict(scan=2, capacity_factor=1.0), "blocks"),
     ],
 )
@@ -304,6 +303,7 @@ def test_the_loss_is_of_each_target_token_from_those_before():
     assert run(model, source, np.zeros_like(target), method="loss") == 0
 
 
+@pytest.mark.slow
 def test_another_token_may_be_padding():
     model, (source, target) = make(EncoderDecoder, pad=9), batch_of(EncoderDecoder)
     source, target = (np.where(x == 9, 8, x) for x in (source, target))
@@ -361,6 +361,7 @@ def test_an_encoder_decoder_computes_in_bfloat16():
 # Mixture of experts
 
 
+@pytest.mark.slow
 def test_the_loss_adds_those_of_the_routers_of_all_blocks():
     (tokens,) = batch_of(MoELM)
     model = make(MoELM, load_balancing=0.5, router_z=0.25)
@@ -558,9 +559,10 @@ def test_a_temperature_that_is_too_low_comes_back():
     """CLIP bounds the scale at 100; a step beyond it is taken back by the gradients of later ones."""
     model = make(TwoTower)
     batch = batch_of(TwoTower, 4)
+    gradients = nnx.jit(nnx.grad(lambda model, batch: model.loss(*batch)))
     for log_scale in (4.0, 5.0):
         model.log_scale[...] = jnp.float32(log_scale)
-        *_, scale = model(*batch)
+        *_, scale = run(model, *batch)
         assert float(scale) == pytest.approx(min(np.exp(log_scale), 100), rel=1e-5)
-        gradient = nnx.grad(lambda m: m.loss(*batch))(model).log_scale[...]
+        gradient = gradients(model, batch).log_scale[...]
         assert abs(float(gradient)) > 1e-6

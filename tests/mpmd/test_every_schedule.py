@@ -216,12 +216,10 @@ def count_products(jaxpr: Any) -> int:
     return inner + sum(e.primitive.name in ("dot_general", "conv_general_dilated") for e in jaxpr.eqns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, num_microbatches",
-    all_but(
-        [("zbv", 2)],
-        [(name, 5) for name in NAMES] + [(name, 2) for name in ("gpipe", "1f1b", "zbv")],
-    ),
+    [(name, 5) for name in NAMES] + [(name, 2) for name in ("gpipe", "1f1b", "zbv")],
 )
 def test_transformer(name, num_microbatches):
     """Its embedding is also its head: weights of the first stage are used in the last.
@@ -349,7 +347,7 @@ def check_two_encoders(name: str, num_microbatches: int, loss: Callable, scoped:
 @pytest.mark.parametrize(
     "name, num_microbatches",
     all_but(
-        [("1f1b", 5), ("zero-bubble-h1", 2)],
+        [("zero-bubble-h1", 2)],
         [(name, 5) for name in ANYWHERE] + [(name, 2) for name in ("gpipe", "1f1b", "zero-bubble-h1")],
     ),
 )

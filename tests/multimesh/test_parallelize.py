@@ -448,7 +448,7 @@ class TestTasksInsideTransformations:
     @pytest.mark.parametrize(
         "around",
         [
-            jax.checkpoint,
+            pytest.param(jax.checkpoint, marks=pytest.mark.slow),
             lambda f: lambda w, x: jax.lax.scan(lambda c, _: (f(w, c), None), x, length=2)[0],
             jax.jit,
         ],

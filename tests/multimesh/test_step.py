@@ -163,6 +163,7 @@ class TestAxes:
         _, state, _ = parallelize_step(model, optax.sgd(0.1), make_mesh(), BATCH)
         assert where(layer(state.params, 1)["kernel"]) == ({4, 5, 6, 7}, P())
 
+    @pytest.mark.slow
     def test_a_slot_of_another_shape_is_sharded_as_what_is_left_of_its_parameter(self):
         optimizer = optax.adafactor(0.01, min_dim_size_to_factor=4)
         step, state, _ = parallelize_step(Pipeline(explicit()), optimizer, make_mesh(), BATCH)
@@ -191,6 +192,7 @@ class TestAxes:
         found, _ = train(step, state, [BATCH] * 3)
         np.testing.assert_allclose(found, one_device(Pipeline(), optimizer, [BATCH] * 3)[0], rtol=1e-5)
 
+    @pytest.mark.slow
     def test_layers_in_a_scan(self):
         class Layer(nn.Module):
             @nn.compact

@@ -38,6 +38,7 @@ def test_what_it_prints(plan, on_tpu):
     assert max(map(len, text.splitlines())) <= 140
 
 
+@pytest.mark.slow
 def test_times(on_tpu):
     chip = CHIPS["v5e"]
     assert 0 < on_tpu.fastest < on_tpu.seconds
@@ -83,6 +84,7 @@ def test_a_roofline_of_each_operation():
         assert more.seconds(chip) == pytest.approx(cost.seconds(chip) + later)
 
 
+@pytest.mark.slow
 def test_files(on_tpu, tmp_path):
     for suffix in ("json", "html", "svg", "png"):
         on_tpu.save(tmp_path / f"plan.{suffix}")

@@ -36,6 +36,7 @@ def test_an_estimate_is_near_what_the_compilers_plan_says():
     assert found.fits
 
 
+@pytest.mark.slow
 def test_what_more_of_each_brings():
     """More tensor parallelism computes less and sends more; more stages wait more; data keeps all weights."""
     base = estimate(dataclasses.replace(LARGE, stages=16, tensor=4, data=2))

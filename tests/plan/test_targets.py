@@ -35,6 +35,11 @@ def test_names_that_are_none(name, message):
         mm.target(name)
 
 
+def test_what_is_no_name():
+    with pytest.raises(TypeError, match='mm.target takes a name such as "v5e:2x4", not None'):
+        mm.target(None)
+
+
 @pytest.mark.parametrize("name, extra", [("v5e:2x4", "tpu"), ("h100:4x8", "cuda12")])
 def test_a_compiler_that_is_missing(name, extra, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -124,6 +124,7 @@ def test_neighbours_in_the_order_of_the_torus():
     assert [tuple(d.coords) for d in devices[:4]] == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)]
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     job = "--target v5e:2x4 --model tiny --stages 4 --tensor 2 --batch 8 --sequence 128"
     assert main(["plan", *job.split(), "--json", str(tmp_path / "plan.json")]) == 0

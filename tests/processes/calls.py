@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import mmnnx as mm
@@ -95,4 +96,14 @@ values["metric"] = np.asarray(metric.compute())
 
 # What is on JAX's default device each process has itself.
 keep(rate=optax.linear_schedule(1e-2, 0.0, 100)(jnp.asarray(3)), loss=loss)
+
+# On one device there is no place for state of several processes; for what is placed nowhere there is.
+for on_one_device in (mm.ignore_transforms, jax.disable_jit):
+    with on_one_device():
+        values[on_one_device.__name__] = np.asarray(mm.jit(jnp.sin)(X))
+        if COUNT > 1:
+            with pytest.raises(
+                ValueError, match=r"mm.jit\(evaluate\) is given an array .* of other processes"
+            ):
+                evaluate(model, X)
 np.savez(f"{OUT}.{NUMBER}", **values)

@@ -97,6 +97,7 @@ def test_a_process_that_raises_says_what(victim):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_a_process_that_raises_while_it_saves_waits_for_its_own_checkpoint_alone(tmp_path):
     """The others are in a step, and would come to the end of their `with` after it."""
     run = Run(2, "raise while it saves", 1, folder=tmp_path)
@@ -167,6 +168,7 @@ def test_a_process_that_fetches_alone():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", all_but([1], [0, 1]))
 def test_a_checkpoint_that_one_process_saves_alone(tmp_path, victim):
     """As in `if jax.process_index() == 0:`. The others may come to it late, but they must come."""

@@ -64,6 +64,7 @@ def test_without_process_0_the_others_say_where_they_looked():
     assert f"nobody listening at 127.0.0.1:{port}" in str(error)
 
 
+@pytest.mark.slow
 def test_a_coordinator_whose_name_has_no_address():
     with pytest.raises(
         TimeoutError, match="process 1 found no address of nohost.invalid .*invalid:4000, the"
@@ -212,6 +213,7 @@ def test_real_processes_without_one_of_them_end_in_time():
         assert "coordination" not in printed
 
 
+@pytest.mark.slow
 def test_what_real_processes_get_from_the_environment():
     """With all there: they start, from variables alone, and are told when they start twice."""
     for number, (status, printed) in enumerate(finish(start("rendezvous.py", 2, 1), timeout=60)):

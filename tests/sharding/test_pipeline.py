@@ -557,7 +557,9 @@ class TestTrains:
     @pytest.mark.parametrize(
         ("model", "stages", "options", "batch", "loss"),
         [
-            (make(Hybrid), 3, {}, models.tokens(), models.cross_entropy),
+            pytest.param(
+                *(make(Hybrid), 3, {}, models.tokens(), models.cross_entropy), marks=pytest.mark.slow
+            ),
             pytest.param(
                 *(make(models.AttentionNet), 2, dict(layers="layers"), models.tokens(), models.cross_entropy),
                 marks=pytest.mark.slow,
@@ -580,6 +582,7 @@ class TestTrains:
         program = assert_parity(model, loss, batch, placement, mesh=mesh, **how)
         assert len({fragment.mesh for fragment in program.fragments}) == stages
 
+    @pytest.mark.slow
     def test_born_where_it_lives_by_its_own_names_and_slots_of_the_optimizer_follow(self):
         mesh, _ = pipeline(2, 2)
         with mesh:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from tests.slow import all_but
 
 X = np.arange(16, dtype=np.float32).reshape(4, 4)
 
@@ -176,7 +177,7 @@ def state_sharding(task=None):
     return mm.TaskSharding({filter: (task, spec) for filter, spec in specs.items()})
 
 
-@pytest.mark.parametrize("kind", ["StateSharding", "TaskSharding"])
+@pytest.mark.parametrize("kind", all_but(["TaskSharding"], ["StateSharding", "TaskSharding"]))
 def test_specs_of_state(multimesh, tasks, kind):
     """State goes in as shards, and what is updated inside comes out."""
     specs = state_sharding(tasks[1] if kind == "TaskSharding" else None)

@@ -67,6 +67,7 @@ def test_options_that_make_no_sense(options, capsys):
     assert options.split()[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges(tmp_path, text, capsys):
     # A warm-up of many steps to an absurd rate: fine at first, then not.
     options = [*TINY, "--data", text, "--steps", "60", "--eval-every", "1", "--out", tmp_path / "run"]

@@ -130,6 +130,7 @@ def test_other_batches_are_under_way_when_a_loss_is_waited_for(folder, capsys, m
     assert 4 < max(under_way) < 20
 
 
+@pytest.mark.slow
 def test_losses_of_routers_are_no_nats_of_a_token(tmp_path, capsys):
     """The loss of a model with experts is its cross-entropy alone, whatever the batch."""
     folder = publish(tmp_path / "experts", layers=2, experts=4, top_k=2, load_balancing=0.5)

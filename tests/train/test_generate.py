@@ -72,6 +72,7 @@ def test_prompts_in_flight_keep_all_stages_busy():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_conversation_and_a_draw(model, capsys):
     options = [str(model), "--prompt", "the mat", "--chat", "--tokens", "8", "--temperature", "1"]
     first, again, other = (written(capsys, *options, "--seed", seed) for seed in "334")

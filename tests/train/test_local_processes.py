@@ -106,6 +106,7 @@ def test_one_is_killed_and_one_process_goes_on(tmp_path, text, environment, alon
     check(out, alone)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path, text, environment):
     with started(
         environment, *OPTIONS, "--data", text, "--out", tmp_path / "run", "--processes", "2"

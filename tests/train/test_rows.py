@@ -183,9 +183,8 @@ def test_three_documents_in_a_row_are_as_each_alone(kind, lengths):
     assert_same(loss_and_gradients(model, packed), loss_and_gradients(model, rows))
 
 
-@pytest.mark.parametrize(
-    "kind, size", all_but([("scanned LM", 2)], [(k, n) for k in CONFIGS for n in (1, 2, 4)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, size", [(k, n) for k in CONFIGS for n in (1, 2, 4)])
 def test_however_a_batch_is_divided_its_loss_is_the_mean_over_its_labels(kind, size):
     """Over two stages of two devices, which share the rows of a microbatch if there are several."""
     text = text_of(20, 9, 7, 5, 3, 12, 24, 2)

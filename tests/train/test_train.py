@@ -90,6 +90,7 @@ def test_it_learns(config):
     assert last < first - 2
 
 
+@pytest.mark.slow
 def test_the_seed_decides_weights_and_order(config, whole):
     other = losses(train(config(seed=1, steps=2)))
     assert all(a != b for a, b in zip(other, losses(whole)))
@@ -154,6 +155,7 @@ def test_schedules_that_do_not_go_with_other_options(options, said, config):
         train(config(**(dict(stages=2, layers=6, batch=8, microbatches=4) | options)))
 
 
+@pytest.mark.slow
 def test_an_automatic_schedule_is_said_and_kept(config, capsys):
     folder = train(config(stages=2, layers=2, schedule="auto", steps=1))
     assert "--schedule auto: zero-bubble-h1, whose simulated step is the shortest" in capsys.readouterr().out
@@ -268,6 +270,7 @@ def test_a_file_where_checkpoints_are_to_be(whole, tmp_path):
         train(parse(["--resume", "--out", str(folder), "--steps", "8"]))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_moved_goes_on_where_it_is(whole, tmp_path):
     """And what a process that was killed there had half written counts for nothing."""
     moved, first = copied(whole, tmp_path / "moved"), whole.rows()
@@ -299,6 +302,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(config, tmp_path, at_step):
     assert Checkpoints(folder.checkpoints).latest == 3
 
 
+@pytest.mark.slow
 def test_weights_whose_loss_is_not_finite_are_not_saved(config, tmp_path, monkeypatch):
     bits = iter([8.0, 7.0, math.inf])
     monkeypatch.setattr(mmnnx.train.loop, "make_validate", lambda held_out: lambda model: next(bits))

@@ -137,7 +137,8 @@ class FlatJit:
         """Runs the function as it is on the first device; state then goes back to where it was."""
         dynamic, static = self.static.separate(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
-        here = put_on_device(leaves, jax.devices()[0])
+        self._check_one_process(leaves)
+        here = put_on_device(leaves, jax.local_devices()[0])
         if _compat.jit_is_disabled():  # it may look at values, which a trace does not have
             with self.context():
                 positional, named = restore(jax.tree.unflatten(tree, here), static)
@@ -154,6 +155,16 @@ class FlatJit:
             if isinstance(old, jax.Array):
                 results[number] = _taken_back(results[number], old)
         return jax.tree.unflatten(out_tree, results)
+
+    def _check_one_process(self, leaves: Sequence[Any]) -> None:
+        """Refuses arrays of which other processes have a part: one device cannot have them all."""
+        for x in leaves:
+            if isinstance(x, jax.Array) and not x.is_fully_addressable:
+                raise ValueError(
+                    f"mm.jit({self.observed.__name__}) is given an array of shape {x.shape} on devices of "
+                    "other processes. Under mm.ignore_transforms() and jax.disable_jit() a function runs on one "
+                    "device of each process: debug it in one process, or give it copies made by mm.fetch"
+                )
 
     def _trace(self, leaves: list[Any], tree: Any, static: Any) -> FlatTraced:
         """The function traced for arguments like these, if that has not been done."""

@@ -92,12 +92,15 @@ def _is_sent_before(region: Region, a: Var) -> bool:
 
 def _is_read(region: Region, a: Var) -> bool:
     """Whether the forward reads a value of state, or what is made of it."""
-    ahead = (u for u in region.users.get(a, ()) if region.roles.of[u] is Role.FORWARD)
-    return any(
-        region.locations[u].position is not None or any(_is_read(region, v) for v in u.outvars)
-        for u in ahead
-        if u in region.locations
-    )
+    made, seen = [a], {a}
+    for v in made:  # grows as it is read
+        for u in region.users.get(v, ()):
+            if region.roles.of[u] is Role.FORWARD and u in region.locations:
+                if region.locations[u].position is not None:
+                    return True
+                made += [w for w in u.outvars if w not in seen]
+                seen.update(u.outvars)
+    return False
 
 
 def _with_fewest_bytes(

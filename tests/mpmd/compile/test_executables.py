@@ -130,7 +130,7 @@ def test_no_growth_with_stages_and_microbatches(compiles, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_another_program_has_is_not_compiled_again(compiles):
+def test_what_another_program_has_is_not_compiled_again(compiles, fast_gc):
     """A step whose counters come from elsewhere the second time, and the same step once more; as long as a
     program that has it is in use."""
     mesh, placement = on_stages(4)
@@ -152,6 +152,7 @@ def test_what_another_program_has_is_not_compiled_again(compiles):
         assert len(compiles) > first
 
 
+@pytest.mark.slow
 def test_programs_on_other_meshes(compiles):
     """What one program has on two meshes another has on two of which one is new."""
     runs = []

@@ -106,21 +106,16 @@ def products(f: Fragment) -> int:
 ONCE = ["stage0", "stage0", "stage3", "stage3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "per_call", "ends"),
     [
         ("gpipe", 1, ["stage0 backward", "stage0 forward", "stage3 backward", "stage3 forward"]),
         # The last stage's forward and backward are one program, but for what the other backwards do.
-        pytest.param(
-            *("1f1b", 1, ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
-            marks=pytest.mark.slow,
-        ),
+        ("1f1b", 1, ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
         # What several microbatches share is divided as it is for one.
-        pytest.param(
-            *("1f1b", 2, ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        ("1f1b", 2, ["stage0 backward", "stage0 forward", "stage3 forward and stage3 backward"]),
+        (
             "zero-bubble-h1",
             1,
             [
@@ -129,7 +124,6 @@ ONCE = ["stage0", "stage0", "stage3", "stage3"]
                 "stage3 backward-weight",
                 "stage3 forward and stage3 backward-input",
             ],
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -170,6 +164,7 @@ def test_a_part_returns_what_is_read(schedule):
         assert sum(len({*f.outvars} & {*whole.outvars}) for f in fragments) == len({*whole.outvars})
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_ends():
     """An embedding is looked up first, and its gradient comes last; a head is all beside the core."""
     middle = 4 + 2  # products of a block: four with weights, two of attention
@@ -187,7 +182,8 @@ def test_the_parts_of_the_ends():
     }
 
 
-@pytest.mark.parametrize("per_stage", [(2,), pytest.param((), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("per_stage", [(2,), ()])
 def test_the_core_is_compiled_with_the_stages_between(codes, per_stage):
     """One program for all, of each phase."""
     trained.__wrapped__((1, 1, 1, 1), "1f1b", per_stage=per_stage)
@@ -209,6 +205,7 @@ def test_the_optimizers_of_the_ends_are_compiled_with_those_between(codes):
     assert codes["stage0 (2 of 2)"] is codes["stage1"] is codes["stage2"] is codes["stage3 (2 of 2)"]
 
 
+@pytest.mark.slow
 def test_the_optimizers_of_a_language_model():
     """A norm after the last block is updated as one in it is, in the midst of the block's weights: which of
     the equations are the block's is known by what they read alone.

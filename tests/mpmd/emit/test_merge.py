@@ -162,6 +162,7 @@ def test_after_the_loop_each_mesh_runs_one_program(schedule):
         assert sorted(program.names[i.mesh] for i in outside) == ["stage0", "stage1", "stage2"]
 
 
+@pytest.mark.slow
 def test_a_profile_is_of_the_program_as_it_prints():
     mesh, tasks = pipeline(2)
     with mesh:

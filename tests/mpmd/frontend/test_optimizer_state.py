@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from mmnnx.inspect.locations import Homes, spec_text
 from tests.mpmd.parity import assert_same, born, pipeline, values
-from tests.slow import all_but
 
 WIDTH = 8
 
@@ -91,7 +90,8 @@ def test_a_rule_for_all_that_is_left_is_not_for_slots():
     assert all(x.sharding.device_set == set(stage(path)) for path, x in slots(optimizer).items())
 
 
-@pytest.mark.parametrize("kind", all_but(["history"], OPTIMIZERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps(kind):
     """What a step computes is that of one device, and nothing but activations and scalars is sent."""
 

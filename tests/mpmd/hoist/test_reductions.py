@@ -166,6 +166,7 @@ def test_a_batch_that_arrives_sharded_needs_no_arg_shardings(hlo):
     assert not collectives(hlo, (4,))["loop"]
 
 
+@pytest.mark.slow
 def test_task_meshes_that_name_their_axes_differently(hlo):
     """What is sent between meshes of one shape stays sharded, axis by axis, whatever these are called."""
     tasks = [
@@ -189,12 +190,13 @@ def test_task_meshes_that_name_their_axes_differently(hlo):
 LOGICAL = {"batch": "data", "heads": "model", "kv_heads": "model", "mlp": "model", "vocab": "model"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, fsdp",
     [
-        pytest.param({}, True, marks=pytest.mark.slow),
-        pytest.param({"scan": 2}, False, marks=pytest.mark.slow),
-        pytest.param({"scan": 2, "remat": True}, True, marks=pytest.mark.slow),
+        ({}, True),
+        ({"scan": 2}, False),
+        ({"scan": 2, "remat": True}, True),
         ({"tied": True}, False),
     ],
     ids=lambda x: ("data", "fsdp")[x] if isinstance(x, bool) else "-".join(x) or "plain",
@@ -249,6 +251,7 @@ def test_a_mixture_of_experts_over_data_and_experts():
     assert {(2, 4, 16, 32), (2, 4, 32, 16)} <= {tuple(v.aval.shape) for v, _ in program.values}
 
 
+@pytest.mark.slow
 def test_experts_of_single_devices_are_no_sums():
     """Each device makes the gradients of its own: there is nothing to note."""
     mesh, tasks = pipeline(2, 2, axes=("expert",))
@@ -293,6 +296,7 @@ class Counting(nnx.Module):
         return jax.lax.scan(step, (x, total), self.layers[...])[0]
 
 
+@pytest.mark.slow
 def test_gradients_of_a_scan_with_a_scalar_in_its_carry():
     """Which the backward hands on as it is."""
     mesh, tasks = pipeline(2, 2, axes=("data",))
@@ -418,7 +422,10 @@ def test_state_that_is_only_added_to_starts_where_it_is(start):
         lambda y: jnp.sum(y > 0, 0, dtype=jnp.uint32) // jnp.uint32(2),
         lambda y: jax.lax.div(jnp.sum((y * 100).astype(jnp.int32), 0), 3),
         lambda y: jnp.sum((y > 0).astype(jnp.int8) * jnp.int8(30), 0, dtype=jnp.int8),  # runs over, and stays
-        lambda y: -jnp.sum((y * 100).astype(jnp.int16), 0, dtype=jnp.int16) * jnp.int16(7),
+        pytest.param(
+            lambda y: -jnp.sum((y * 100).astype(jnp.int16), 0, dtype=jnp.int16) * jnp.int16(7),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["uint32 halved", "int32 divided", "int8", "int16"],
 )
@@ -484,6 +491,7 @@ class Table(nnx.Module):
         return self.second(self.first(x) + jnp.take_along_axis(self.table[...], column, axis=1))
 
 
+@pytest.mark.slow
 def test_a_lookup_in_which_rows_are_paired():
     mesh, tasks = pipeline(2, 2, axes=("data",))
     assert_parity(

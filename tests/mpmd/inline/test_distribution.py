@@ -109,7 +109,7 @@ def made(kind: str, devices: int):
 
 # Each kind and each step on meshes of one device and of two, though not each kind with each step on both.
 QUICK = {(kind, (whole_batch, microbatches)[n % 2]) for n, kind in enumerate(KINDS)}
-QUICK -= {("stacked", whole_batch)}
+QUICK -= {("stacked", whole_batch), ("delayed", microbatches), ("feedback", microbatches)}
 CASES = [
     pytest.param(
         *(kind, step, 1 + (i + j) % 2),

@@ -273,6 +273,7 @@ def test_callbacks():
     assert sorted(said) == [("body", 0), ("body", 1), *(("condition", n) for n in range(3))]
 
 
+@pytest.mark.slow
 def test_a_line_search():
     """Optimizers with loops over all parameters in them, as optax has."""
     tx = optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(max_linesearch_steps=8))

@@ -97,7 +97,7 @@ def test_an_unrolled_loop_is_lowered_once(kind, monkeypatch, no_folder):
     assert short == long < few < many
 
 
-def test_a_key_keeps_the_constants_that_it_is_for():
+def test_a_key_keeps_the_constants_that_it_is_for(fast_gc):
     """Else another one could come to be where the first was, and be taken for it."""
 
     def made(number):

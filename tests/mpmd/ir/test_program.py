@@ -110,6 +110,7 @@ def test_a_tied_embedding_is_sent_once_a_step():
     assert sorted(tables, key=str) == sorted([(0, 3, None), (3, 0, None)], key=str)
 
 
+@pytest.mark.slow
 def test_casts_of_weights_happen_once():
     """A parameter cast to bfloat16 for use elsewhere is cast and sent before the loop."""
     mesh, program = transformer_program(tied=True, dtype=jnp.bfloat16)

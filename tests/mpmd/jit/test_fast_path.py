@@ -691,7 +691,7 @@ def test_a_model_on_one_device_takes_it_too(taken, donate):
 
 
 @pytest.mark.parametrize("graph, split", grid([False, True], [False, True]))
-def test_a_call_keeps_nothing_alive(graph, split):
+def test_a_call_keeps_nothing_alive(graph, split, fast_gc):
     """What a model held before an update is gone after it, in graph mode and in tree mode."""
     mesh, mesh.tasks = pipeline(2)
 

@@ -147,7 +147,7 @@ def test_what_is_remembered_is_no_part_of_a_variable():
         assert_same(copied.get_value(), new.get_value())
 
 
-def test_arrays_are_not_kept():
+def test_arrays_are_not_kept(fast_gc):
     mesh, model = placed_model()
     evaluate, x = mm.jit(evaluated, mesh=mesh), models.vectors()["x"]
     evaluate(model, x)

@@ -9,7 +9,6 @@ import mmnnx as mm
 from mmnnx.modules import LM, EncoderDecoder, EncoderDecoderConfig, LMConfig, ViT, ViTConfig
 from tests.mpmd.modes import Pair
 from tests.mpmd.parity import born, pipeline, place
-from tests.slow import all_but
 
 X = np.ones((2, 4), np.float32)
 
@@ -91,7 +90,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", all_but(["LM"], MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
 def test_models_of_mmnnx(kind):
     make, call = MODELS[kind]
     mesh, _ = pipeline(2)

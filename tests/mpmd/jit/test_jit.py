@@ -667,6 +667,7 @@ def test_mesh_argument_in_place_of_the_context():
     np.testing.assert_allclose(y, Pair()(X), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_shard_map():
     """mm.shard_map is nnx.shard_map, and takes a TaskSharding's specs."""
     mesh, tasks = pipeline(1, 2)

@@ -21,6 +21,7 @@ from mmnnx.train.checkpoint import Checkpoints
 from mmnnx.train.evaluate import make_validate
 from mmnnx.train.sample import sample
 from mmnnx.train.step import create, make_train_step, place
+from tests.slow import grid
 
 CONFIG = TrainConfig(
     **dict(stages=2, tensor=2, microbatches=2, batch=4, sequence=8),
@@ -85,8 +86,7 @@ TASKS = {
 }
 
 
-@pytest.mark.parametrize("donated", [(), (0, 1, 2)])
-@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize("kind, donated", grid([*TASKS], [(0, 1, 2), ()]))
 def test_counters_made_outside_cost_no_second_program(compiled, kind, donated):
     """`nnx.Optimizer` and metrics are often made outside of mm.jit: their counters are unplaced
     before the first step; after it, on every mesh, or without a MultiMesh on one."""

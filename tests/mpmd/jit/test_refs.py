@@ -91,6 +91,7 @@ def test_a_moved_reference_has_the_sharding_that_was_asked_for():
         assert_same(held(model), held(alone))
 
 
+@pytest.mark.slow
 def test_plain_references():
     """As arguments, read and written by both tasks, made and frozen inside, and returned."""
     mesh, tasks = pipeline(2)

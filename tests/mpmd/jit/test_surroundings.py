@@ -316,6 +316,7 @@ def test_leaks_are_not_found(mode):
         np.testing.assert_allclose(mode.jit(lambda m, x: inner(m, x))(model, X), Pair()(X), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_later_trace_of_the_first_model():
     """What JAX keeps of a trace belongs to that model, not to the one traced last."""
     mesh, tasks = pipeline(2)
@@ -411,6 +412,7 @@ def test_a_variable_that_holds_several_arrays():
             assert x.sharding.device_set == set(mesh.slice(stage=1).devices.flat)
 
 
+@pytest.mark.slow
 def test_metrics_can_be_read_between_calls():
     """The arrays of one are made on different stages, and end up together."""
     mesh, tasks = pipeline(2)

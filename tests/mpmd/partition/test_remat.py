@@ -229,6 +229,7 @@ def test_without_microbatches_a_task_has_it():
 # Fewer bytes
 
 
+@pytest.mark.slow
 def test_bytes_from_everything_to_nothing():
     """Kept: all, all but what is cheap, products, products of weights, nothing; in this order everywhere."""
     order = [

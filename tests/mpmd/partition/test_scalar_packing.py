@@ -43,7 +43,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer, per_stage", grid([*OPTIMIZERS], [(), (2,)]))
+@pytest.mark.parametrize("optimizer, per_stage", grid([*OPTIMIZERS], [(), (2,)], step=2))
 def test_what_all_gradients_are_asked_for_crosses_as_a_vector(optimizer, per_stage):
     mesh, tasks = pipeline(STAGES, *per_stage)
     spec = P(None, "model") if per_stage else P()
@@ -117,6 +117,7 @@ def test_results_on_every_mesh_arrive_as_a_vector():
     assert sent.count((FEWEST + 1,)) == STAGES - 1 and () not in sent
 
 
+@pytest.mark.slow
 def test_counters_that_go_on_where_gradients_are_finite_are_not_sent():
     """Each mesh is told whether they are, and counts by itself."""
     mesh, tasks = pipeline(2)

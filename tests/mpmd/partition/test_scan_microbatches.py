@@ -100,6 +100,7 @@ def test_outputs_that_the_backward_reads(reduce):
     assert found[1][0][1].shape[0] == (12 if reduce == "concat" else 2)
 
 
+@pytest.mark.slow
 def test_sums_over_a_data_axis():
     """Gradients are still reduced over the axis once a step, and not once a call."""
     mesh, tasks = pipeline(2, 2)

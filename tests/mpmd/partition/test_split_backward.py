@@ -380,6 +380,7 @@ def test_a_task_that_is_named_by_its_state_alone_is_split():
 # In schedules of one's own
 
 
+@pytest.mark.slow
 def test_a_custom_schedule_names_the_halves():
     """Weights before the next gradient, or all at the end: as asked, and alike."""
     mesh, tasks = pipeline(3)

@@ -80,6 +80,7 @@ class Experts(nnx.Module):
         return self.head(x + jnp.einsum("tec,ecf->tf", combine, outputs))
 
 
+@pytest.mark.slow
 def test_rows_of_experts_alone_go_to_them_and_come_back():
     """Not the tensors of tokens by experts by capacity, which are made of what the router's mesh has."""
     step = train(lambda model, x: (model(x) ** 2).mean())

@@ -13,7 +13,7 @@ import mmnnx as mm
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place
-from tests.slow import grid
+from tests.slow import all_but, grid
 
 
 class Masked(nnx.Module):
@@ -107,7 +107,7 @@ def test_it_trains_as_whole(recompute, options):
     assert any(t.dtype == jnp.bool_ for t in ran.transfers) != recompute
 
 
-@pytest.mark.parametrize("name", ["transformer", "convnet"])
+@pytest.mark.parametrize("name", all_but(["convnet"], ["transformer", "convnet"]))
 def test_models_train_as_whole_where_it_is_switched_off(name):
     """Masks and positions that no batch has a part in, keys and counters, dropout."""
     mesh, tasks = pipeline(2)

@@ -17,7 +17,7 @@ import mmnnx as mm
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, homes, pipeline, place
-from tests.slow import all_but
+from tests.slow import all_but, grid
 
 
 class ScopedMLP(models.MLP):
@@ -87,6 +87,7 @@ def test_scopes_bring_state_home():
         assert all(devices == expected for devices in homes(layer).values()), (i, homes(layer))
 
 
+@pytest.mark.slow
 def test_tasks_by_registry():
     """Name scopes that are in the model already become tasks by registering them, by name and by pattern."""
     mesh, tasks = pipeline(2)
@@ -95,6 +96,7 @@ def test_tasks_by_registry():
     check(make(ScopedMLP), mesh)
 
 
+@pytest.mark.slow
 def test_a_callback_may_send_the_backward_elsewhere():
     """Forward on one mesh, backward on another: slower, and the same answer."""
     mesh, tasks = pipeline(4)
@@ -103,6 +105,7 @@ def test_a_callback_may_send_the_backward_elsewhere():
     check(make(ScopedMLP), mesh)
 
 
+@pytest.mark.slow
 def test_tasks_registered_on_a_multimesh():
     mesh, tasks = pipeline(2)
     mesh.register_task("encoder", task=tasks[0])
@@ -110,6 +113,7 @@ def test_tasks_registered_on_a_multimesh():
     check(make(ScopedMLP), mesh)
 
 
+@pytest.mark.slow
 def test_tasks_by_everything_at_once():
     """A registered scope, a task wrapped in a function and a placement, in one model."""
     mesh, tasks = pipeline(3)
@@ -167,6 +171,7 @@ def test_what_a_scope_elsewhere_renews_goes_home_after_the_loop():
     }
 
 
+@pytest.mark.slow
 def test_one_submodule_in_two_task_scopes():
     """The same weights used inside two tasks: one home, a copy for the other, and one gradient, summed."""
     mesh, tasks = pipeline(3)
@@ -184,7 +189,7 @@ def test_one_submodule_in_two_task_scopes():
 
 @pytest.mark.parametrize(
     "around",
-    all_but([nnx.remat, jax.jit], [nnx.remat, nnx.jit, jax.checkpoint, jax.jit]),
+    all_but([nnx.remat], [nnx.remat, nnx.jit, jax.checkpoint, jax.jit]),
     ids=["nnx.remat", "nnx.jit", "jax.checkpoint", "jax.jit"],
 )
 def test_transforms_around_several_stages(around):
@@ -205,6 +210,7 @@ def test_transforms_around_several_stages(around):
     check(make(Around), mesh, placement, microbatch=4)
 
 
+@pytest.mark.slow
 def test_custom_vjp_around_several_stages():
     """A custom_vjp function whose forward and whose rule both use two stages."""
     mesh, tasks = pipeline(2)
@@ -402,6 +408,7 @@ def test_tensor_parallel_stages():
     )
 
 
+@pytest.mark.slow
 def test_data_and_tensor_parallel_stages():
     """2 stages x 2 data x 2 model: eight devices; activations are split over `data` by a constraint in the
     loss.
@@ -441,8 +448,7 @@ def test_a_sharded_batch():
     assert_same(got, nnx.jit(grad_fn)(make(models.MLP)(), batch))
 
 
-@pytest.mark.parametrize("microbatch", [None, 4])
-@pytest.mark.parametrize("first", ["batch", "model"])
+@pytest.mark.parametrize("first, microbatch", grid(["batch", "model"], [None, 4]))
 def test_arguments_on_meshes_with_explicit_axes(first, microbatch):
     """As `jax.make_mesh` makes them: they count as Auto, whichever argument comes first."""
     meshes = [jax.make_mesh((4,), ("data",), devices=jax.devices()[4 * n : 4 * n + 4]) for n in range(2)]
@@ -460,7 +466,7 @@ def test_arguments_on_meshes_with_explicit_axes(first, microbatch):
     assert_same(got, nnx.jit(grad_fn)(make(models.MLP)(), batch))
 
 
-@pytest.mark.parametrize("own", ["tasks", "shard_map"])
+@pytest.mark.parametrize("own", all_but(["tasks"], ["tasks", "shard_map"]))
 def test_a_shard_map_over_the_devices_of_a_task_by_other_axes(own):
     """Of the two meshes, one has the axis of the MultiMesh that the other lacks."""
     mesh, slices = pipeline(2, 2, 2, axes=("data", "model"))
@@ -490,6 +496,7 @@ def test_a_shard_map_over_the_devices_of_a_task_by_other_axes(own):
     assert_same(got, nnx.jit(lambda layers, x: step(layers, x, [plain[0]] * 2))(make_layers(), x))
 
 
+@pytest.mark.slow
 def test_logical_axes_in_metadata():
     """A rule without a spec takes it from the Variable's own logical axis names and the task's mapping."""
     mesh, _ = pipeline(2, 2)

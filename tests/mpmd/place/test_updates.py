@@ -169,7 +169,7 @@ def test_nothing_of_it_is_computed_beside_the_forward(kind):
 
 
 @pytest.mark.parametrize(
-    "kind, microbatch", grid(sorted(OPTIMIZERS.keys() - {"adamw", "lamb", "muon"}), [2, None], step=3)
+    "kind, microbatch", grid(sorted(OPTIMIZERS.keys() - {"adamw", "lamb", "muon"}), [2, None], step=6)
 )
 def test_parity(kind, microbatch):
     step, whole = step_with(microbatch), born(WithScalars, None)
@@ -185,6 +185,7 @@ def test_parity(kind, microbatch):
     assert {d for x in jax.tree.leaves(nnx.state(split)) for d in x.devices()} == set(MESH.mesh.devices.flat)
 
 
+@pytest.mark.slow
 def test_the_better_of_two_models_takes_the_place_of_the_other():
     """A population (Jaderberg et al. 2017): weights and moments cross, and nothing of what makes them."""
 

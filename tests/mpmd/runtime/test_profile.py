@@ -212,6 +212,7 @@ def test_one_mesh_has_nothing_to_take_apart():
             program.profile(model, x)
 
 
+@pytest.mark.slow
 def test_what_was_donated_is_gone():
     """By its path, and the counters stay as they were."""
     mesh, step, model, optimizer = mlp_trainer(donate_argnums=(0, 1))

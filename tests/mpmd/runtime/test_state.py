@@ -135,7 +135,7 @@ def test_state_stays_at_home():
     [pytest.param((), marks=pytest.mark.slow), (0, 1)],
     ids=["kept", "donated"],
 )
-def test_steady_memory(donate):
+def test_steady_memory(donate, fast_gc):
     """Fifty steps leave as many live arrays, and as many bytes, as five."""
     mesh, tasks = pipeline(3)
     placement = place(tasks, [("layers", 0)], [("layers", range(1, 3))], [("layers", 3)])

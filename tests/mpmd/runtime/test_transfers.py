@@ -69,6 +69,7 @@ def test_arrays_that_cross_together_travel_together(copies, per_stage):
     assert len(copies) == len(ways) and sum(copies) == len(program.transfers)
 
 
+@pytest.mark.slow
 def test_keys_travel_as_well(copies):
     """A typed PRNG key cannot be copied shard by shard: it goes by itself, and the others together."""
     mesh, tasks = pipeline(2)

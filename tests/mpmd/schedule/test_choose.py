@@ -68,6 +68,7 @@ def test_the_shortest_in_simulation(meshes, length):
     assert chosen.per_call == 1
 
 
+@pytest.mark.slow
 @given(
     meshes=st.sampled_from([(0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 2)]),
     length=st.sampled_from([1, 4, 6, 8]),

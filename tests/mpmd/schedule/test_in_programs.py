@@ -185,6 +185,7 @@ def test_microbatches_in_another_order(registry):
 BACKWARDS = [forwards(s, [1, 0]) + backwards(s, [1, 0]) for s in range(2)]
 
 
+@pytest.mark.slow
 def test_random_numbers_do_not_depend_on_the_order_of_microbatches():
     """Dropout's keys are counted on in order, ahead of the forwards that use them."""
     mesh, tasks = pipeline(2)
@@ -629,6 +630,7 @@ def test_a_memory_limit(wide):
     assert wide(memory_limit=peak(programs["1f1b"])).simulate().peak_bytes
 
 
+@pytest.mark.slow
 def test_a_memory_limit_that_nothing_fits(wide):
     """The one that comes closest is named, with what it takes."""
     with pytest.raises(ValueError, match="memory_limit=1,000 bytes for one TaskMesh is too little") as error:

@@ -69,6 +69,7 @@ def test_saves_restores_lists_keeps_the_best(objects):
         assert (contents_of(place).step, contents_of(place).steps) == (5, [2, 4, 5])
 
 
+@pytest.mark.slow
 def test_what_another_process_has_written_is_seen(objects):
     with Checkpoints("gs://bucket/run") as checkpoints:
         checkpoints.save(1, build(0))
@@ -78,6 +79,7 @@ def test_what_another_process_has_written_is_seen(objects):
     assert reader.latest == 2
 
 
+@pytest.mark.slow
 def test_one_without_the_marker_is_none(objects):
     """It was not finished, or is half deleted: the next save removes it, and no other folder."""
     with Checkpoints("gs://bucket/run") as checkpoints:
@@ -94,6 +96,7 @@ def test_one_without_the_marker_is_none(objects):
     assert checkpoints.steps == [3] and steps_of(objects) == ["3", "notes"]
 
 
+@pytest.mark.slow
 def test_damage(objects):
     with Checkpoints("gs://bucket/run", keep=3) as checkpoints:
         for step in (1, 2, 3):
@@ -121,6 +124,7 @@ def test_going_back_keeps_what_came_later_under_another_name(objects):
     assert checkpoints.steps == [10, 15] and steps_of(objects) == ["10", "15", "20.replaced"]
 
 
+@pytest.mark.slow
 def test_what_a_failed_write_would_have_replaced_is_named(objects, monkeypatch):
     """It is not renamed back: that is file by file, and the bucket has just failed."""
     with Checkpoints("gs://bucket/run", keep=2) as checkpoints:

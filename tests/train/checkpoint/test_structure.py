@@ -163,6 +163,7 @@ def stacking(form, seed=0):
     return {"model": model, "optimizer": adam(model)}
 
 
+@pytest.mark.slow
 def test_stacked_and_unstacked_layers(tmp_path):
     """Parameters and moments, each form into each, to the last bit; segments of other lengths too."""
     nodes = {form: stacking(form) for form in FORMS}
