@@ -162,8 +162,8 @@ class FlatJit:
             if isinstance(x, jax.Array) and not x.is_fully_addressable:
                 raise ValueError(
                     f"mm.jit({self.observed.__name__}) is given an array of shape {x.shape} on devices of "
-                    "other processes. Under mm.ignore_transforms() and jax.disable_jit() a function runs on one "
-                    "device of each process: debug it in one process, or give it copies made by mm.fetch"
+                    "other processes. Under mm.ignore_transforms() and jax.disable_jit() a function runs on "
+                    "one device of each process: debug it in one process, or give it copies made by mm.fetch"
                 )
 
     def _trace(self, leaves: list[Any], tree: Any, static: Any) -> FlatTraced:
