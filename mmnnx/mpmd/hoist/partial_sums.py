@@ -141,18 +141,18 @@ class PartialSums:
         return terms, sums
 
     def _of_factor(self, e: Equation, sizes: Sizes, found: list[tuple[PartialSums, Var, Groups]]) -> Groups:
-        """The groups of the factor of a product that is the sum."""
-        reasons: list[CannotHoist] = []
+        """The groups of the factor of a product that is the sum; else why the larger one is none."""
+        reasons: list[tuple[int, CannotHoist]] = []
         for a in e.invars:
             inside: list[tuple[PartialSums, Var, Groups]] = []
             try:
                 groups = self._groups(a, sizes, inside)
             except CannotHoist as reason:
-                reasons.append(reason)
+                reasons.append((a.aval.size, reason))
             else:
                 found += inside
                 return groups
-        raise reasons[0]
+        raise max(reasons, key=lambda of: of[0])[1]
 
     def _opened(self, e: Equation) -> PartialSums:
         """The jaxpr in an equation."""

@@ -542,6 +542,27 @@ def test_notes_name_the_parameter_and_no_activation_is_noted(read_twice):
     assert [note.split(":")[0] for note in notes] == (expected if read_twice else [])
 
 
+def test_a_norm_of_as_many_tokens_as_its_scale_has_numbers_is_not_noted():
+    """One number for each token, which the scale's gradient is multiplied by, is no sum for the scale."""
+    mesh, tasks = pipeline(2, 2, axes=("model",))
+
+    class Normed(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.norm = nnx.RMSNorm(8, rngs=rngs)
+            self.first, self.second, self.third = (nnx.Linear(8, 8, rngs=rngs) for _ in range(3))
+
+        def __call__(self, x):
+            x = self.second(self.norm(self.first(x)))
+            return self.third(mm.with_sharding_constraint(x, P(None, None, "model")))
+
+    grad_fn = nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean())
+    with mesh:
+        model = born(Normed, place(tasks, ["norm", "first", "second"], ["third"]))
+        step = mm.jit(mm.microbatch(grad_fn, 0, 2, 1, reduce="mean"))
+        assert not step.program(model, np.ones((8, 4, 8), np.float32)).notes
+
+
 def notes_of(layer, sliced, size):
     """The notes of a step over two layers, on two stages of two devices, for a batch `sliced` so."""
     mesh, tasks = pipeline(2, 2, axes=("data",))
