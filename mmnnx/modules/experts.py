@@ -49,7 +49,7 @@ def dropless(
     layout = _layout(*names, tokens=("batch", "sequence", None), integers=1)
     numbers = jnp.arange(gate.shape[0])
     args = (x, weights, chosen, numbers, gate, up, down)
-    return logical_shard_map(_Dropless(activation), layout, *args)[0]
+    return logical_shard_map(_Dropless(activation, gate.shape[0]), layout, *args)[0]
 
 
 def with_capacity(
@@ -90,9 +90,10 @@ def _layout(expert: str | None, mlp: str | None, tokens: tuple[str | None, ...],
 
 @dataclasses.dataclass(frozen=True)
 class _Dropless:
-    """`dropless` for the experts with these numbers, which follow each other."""
+    """`dropless` for the experts with these numbers, which follow each other, of so many."""
 
     activation: Activation
+    of: int
 
     def __call__(
         self,
@@ -111,8 +112,9 @@ class _Dropless:
         place = jnp.argsort(order)
         sizes = jnp.zeros(experts, jnp.int32).at[expert].add(1, mode="drop")
         rows = _take(x.reshape(-1, x.shape[-1]), order, place, top_k)
-        hidden = self.activation(grouped_matmul(rows, gate, sizes), grouped_matmul(rows, up, sizes))
-        made = _take(grouped_matmul(hidden, down, sizes), place, order, 1)
+        product = lambda rows, w: grouped_matmul(rows, w, sizes, self.of // experts)
+        hidden = self.activation(product(rows, gate), product(rows, up))
+        made = _take(product(hidden, down), place, order, 1)
         return (_weighted(made, weights),)
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mmnnx.mpmd.ir.flops import expect
+
 # Imported where it is used: it brings Pallas along. The package has a function of that name, too.
 _KERNELS = "jax.experimental.pallas.ops.tpu.megablox.gmm"
 _TILE = 1024  # features; with 512 rows, three tiles of bfloat16 take 5 of the 16 MiB of a core's memory
 
 
-@jax.custom_vjp
-def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1) -> jax.Array:
     """`jax.lax.ragged_dot` that does what the rows need alone, on every platform and in the backward too.
 
     XLA has no such program everywhere: on CPU `ragged_dot` multiplies every row with every matrix, and with
@@ -26,6 +29,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
       x: [rows, in], sorted by group.
       w: [groups, in, out], in the dtype of `x`.
       sizes: int32 [groups], how many of the rows each group has, in order; all of them or fewer.
+      one_in: plans take it that one in so many rows is in a group (`expect`).
 
     Returns:
       [rows, out], in the dtype of `x`; summed in float32, or float64 if `x` is. Rows in no group get zeros.
@@ -34,29 +38,31 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
       >>> grouped_matmul(jnp.ones((5, 2)), jnp.ones((3, 2, 4)), jnp.array([2, 0, 1])).sum(1)
       Array([8., 8., 8., 0., 0.], dtype=float32)
     """
-    return _product(x, w, sizes)
+    return _product(x, w, sizes, one_in)
 
 
-def _forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
-    return _product(x, w, sizes), (x, w, sizes)
+def _forward(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int) -> tuple[jax.Array, Any]:
+    return _product(x, w, sizes, one_in), (x, w, sizes)
 
 
-def _backward(saved: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(one_in: int, saved: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = saved
-    return _product(ct, w.swapaxes(1, 2), sizes), _outer_product(x, ct, sizes), None
+    return _product(ct, w.swapaxes(1, 2), sizes, one_in), _outer_product(x, ct, sizes, one_in), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
 
 
-def _product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    made = _by_platform(product_by_kernel, product_by_blocks, x, w, sizes)
+def _product(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int) -> jax.Array:
+    with expect(one_in):
+        made = _by_platform(product_by_kernel, product_by_blocks, x, w, sizes)
     return jnp.where(jnp.arange(x.shape[0])[:, None] < sizes.sum(), made, 0)
 
 
-def _outer_product(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+def _outer_product(x: jax.Array, y: jax.Array, sizes: jax.Array, one_in: int) -> jax.Array:
     """For each group the product of its rows of x, transposed, with those of y: [groups, in, out]."""
-    return _by_platform(outer_product_by_kernel, outer_product_by_blocks, x, y, sizes)
+    with expect(one_in):
+        return _by_platform(outer_product_by_kernel, outer_product_by_blocks, x, y, sizes)
 
 
 def _by_platform(by_kernel: Any, by_blocks: Any, x: jax.Array, *operands: jax.Array) -> jax.Array:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -15,15 +17,25 @@ from mmnnx.mpmd.ir.equations import PRODUCTS, nbytes
 Flops = Counter[str]  # by the dtype of the operands
 Product = tuple[str, int, int]  # the dtype of its operands, its operations, the bytes of operands and results
 
+_EXPECTED = re.compile(r"\bone_in_(\d+)_rows\b")
+
+
+def expect(one_in: int) -> AbstractContextManager[Any]:
+    """What is computed inside counts as if one in so many of its rows were computed.
+
+    An expert may be sent all tokens: only values tell how many come.
+    """
+    return nullcontext() if one_in == 1 else jax.named_scope(f"one_in_{one_in}_rows")
+
 
 def count_flops(jaxpr: Any) -> Flops:
     """Operations in matrix products and convolutions over all devices, two for a product and its sum.
 
     Bodies of scans count once for each iteration, of a `while` once, of a `cond` those of the largest branch.
-    A Pallas kernel counts as its author says (`cost_estimate`): the products of experts as if all tokens came
-    to those of each device. One whose author says nothing counts once for each step of its grid, as if no
-    block was left out; sizes of the grid that depend on values count as 1. Elementwise operations are left
-    out: they are bound by memory.
+    A Pallas kernel counts as its author says (`cost_estimate`). One whose author says nothing counts once for
+    each step of its grid, as if no block was left out; sizes of the grid that depend on values count as 1.
+    Experts count as if each had as many tokens (`expect`). Elementwise operations are left out: they are
+    bound by memory.
 
     Args:
       jaxpr: a ClosedJaxpr or Jaxpr.
@@ -79,11 +91,12 @@ def _sum(
     total: Counter[Any] = Counter()
     for eqn in eqns:
         name = eqn.primitive.name
+        done: Counter[Any] = Counter()
         if name == "pallas_call" or name in PRODUCTS:
-            total += of(eqn)
+            done = of(eqn)
         elif name == "cond":
             branches = [_sum(_compat.open_jaxpr(b)[2], of, devices, size) for b in eqn.params["branches"]]
-            total += max(branches, key=lambda branch: sum(size(key) * n for key, n in branch.items()))
+            done = max(branches, key=lambda branch: sum(size(key) * n for key, n in branch.items()))
         else:
             times = eqn.params["length"] if name == "scan" else 1
             if name == "shard_map":  # its body is what one device does, along these axes
@@ -91,8 +104,23 @@ def _sum(
                 times = devices or math.prod(sizes)
             for inner in _bodies(eqn):
                 once = _sum(_compat.open_jaxpr(inner)[2], of, devices, size)
-                total += Counter({key: times * n for key, n in once.items()})
+                done += Counter({key: times * n for key, n in once.items()})
+        if expected := _EXPECTED.search(str(eqn.source_info.name_stack)):
+            done = _part(done, int(expected[1]))
+        total += done
     return total
+
+
+def _part(done: Counter[Any], one_in: int) -> Counter[Any]:
+    """One in so many of the operations of each, and of the bytes that they move."""
+    part: Counter[Any] = Counter()
+    for key, n in done.items():
+        if isinstance(key, tuple):
+            dtype, flops, moved = key
+            part[dtype, flops // one_in, moved // one_in] += n
+        else:
+            part[key] += n // one_in
+    return part
 
 
 def largest_results(jaxpr: Any, count: int = 8) -> list[tuple[int, str]]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import mmnnx as mm
 from mmnnx.modules.grouped_matmul import grouped_matmul
+from mmnnx.modules.moe import MoE
 from mmnnx.mpmd.ir.flops import count_flops, count_kernels
+from tests.mpmd.parity import pipeline
 
 A, B = jnp.ones((8, 4)), jnp.ones((4, 2))
 ONE = 2 * 8 * 4 * 2
@@ -114,6 +121,25 @@ def test_grouped_products_do_not_grow_with_the_groups(groups):
     assert count(grouped_matmul, rows, w, sizes) == {"bfloat16": one}
     loss = lambda x, w: grouped_matmul(x, w, sizes).sum()
     assert count(jax.value_and_grad(loss, argnums=(0, 1)), rows, w) == {"bfloat16": 3 * one}
+
+
+def test_experts_count_as_if_each_had_as_many_tokens():
+    """Over four devices, each of which could get all tokens, as much as on one; forward and backward.
+
+    Each device weighs and adds up what it has for all tokens: that counts four times, and is little.
+    """
+
+    def flops(devices):
+        mesh, tasks = pipeline(1, devices)
+        task = dataclasses.replace(tasks[0], logical_axes={"expert": "model"})
+        make = lambda: MoE(16, 32, experts=8, top_k=2, rngs=nnx.Rngs(0))
+        with mesh:
+            model = mm.jit(make, out_shardings=mm.TaskSharding({mm.path(): task}))()
+            grad = mm.jit(nnx.grad(lambda model, x: model(x)[0].sum()))
+            program = grad.program(model, np.ones((2, 64, 16), np.float32))
+        return sum((count_flops(f.jaxpr) for f in program.fragments), Counter()).total()
+
+    assert flops(1) < flops(4) < 1.05 * flops(1)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
