@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mmnnx.mpmd.ir.flops import expect
+from mmnnx.mpmd.ir.flops import expect_iterations, expect_rows
 
 # Imported where it is used: it brings Pallas along. The package has a function of that name, too.
 _KERNELS = "jax.experimental.pallas.ops.tpu.megablox.gmm"
@@ -29,7 +29,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1
       x: [rows, in], sorted by group.
       w: [groups, in, out], in the dtype of `x`.
       sizes: int32 [groups], how many of the rows each group has, in order; all of them or fewer.
-      one_in: plans take it that one in so many rows is in a group (`expect`).
+      one_in: plans take it that one in so many rows is in a group, and groups are alike.
 
     Returns:
       [rows, out], in the dtype of `x`; summed in float32, or float64 if `x` is. Rows in no group get zeros.
@@ -54,18 +54,19 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def _product(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int) -> jax.Array:
-    with expect(one_in):
-        made = _by_platform(product_by_kernel, product_by_blocks, x, w, sizes)
+    made = _by_platform(product_by_kernel, product_by_blocks, one_in, x, w, sizes)
     return jnp.where(jnp.arange(x.shape[0])[:, None] < sizes.sum(), made, 0)
 
 
 def _outer_product(x: jax.Array, y: jax.Array, sizes: jax.Array, one_in: int) -> jax.Array:
     """For each group the product of its rows of x, transposed, with those of y: [groups, in, out]."""
-    with expect(one_in):
-        return _by_platform(outer_product_by_kernel, outer_product_by_blocks, x, y, sizes)
+    return _by_platform(outer_product_by_kernel, outer_product_by_blocks, one_in, x, y, sizes)
 
 
-def _by_platform(by_kernel: Any, by_blocks: Any, x: jax.Array, *operands: jax.Array) -> jax.Array:
+def _by_platform(
+    by_kernel: Any, by_blocks: Any, one_in: int, x: jax.Array, *operands: jax.Array
+) -> jax.Array:
+    by_kernel, by_blocks = (partial(by, one_in=one_in) for by in (by_kernel, by_blocks))
     if x.dtype not in (jnp.bfloat16, jnp.float32):  # the kernels know no others
         return by_blocks(x, *operands)
     return lax.platform_dependent(x, *operands, tpu=by_kernel, default=by_blocks)
@@ -74,9 +75,9 @@ def _by_platform(by_kernel: Any, by_blocks: Any, x: jax.Array, *operands: jax.Ar
 # --------------------------------------------------------------------------------------------- block by block
 
 
-def product_by_blocks(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+def product_by_blocks(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1) -> jax.Array:
     """One product for each block of rows of a group. Rows in no group get anything."""
-    block = _block(x.shape[0], w.shape[0])
+    block = _block(x.shape[0], one_in * w.shape[0])
     rows = jnp.pad(x, ((0, block), (0, 0)))
     count, group_of, start_of, _ = _blocks(sizes, block)
 
@@ -87,12 +88,13 @@ def product_by_blocks(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array
         return lax.dynamic_update_slice_in_dim(y, made.astype(y.dtype), start_of(n), 0)
 
     y = jnp.zeros((rows.shape[0], w.shape[2]), x.dtype)
-    return lax.fori_loop(0, count, step, y)[: x.shape[0]]
+    with expect_iterations(_expected(x.shape[0], w.shape[0], block, one_in)):
+        return lax.fori_loop(0, count, step, y)[: x.shape[0]]
 
 
-def outer_product_by_blocks(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+def outer_product_by_blocks(x: jax.Array, y: jax.Array, sizes: jax.Array, one_in: int = 1) -> jax.Array:
     """One product for each block of rows of a group, added to those of its group."""
-    block = _block(x.shape[0], sizes.shape[0])
+    block = _block(x.shape[0], one_in * sizes.shape[0])
     left, right = (jnp.pad(rows, ((0, block), (0, 0))) for rows in (x, y))
     count, group_of, start_of, end_of = _blocks(sizes, block)
 
@@ -103,7 +105,8 @@ def outer_product_by_blocks(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax
         return sums.at[group_of(n)].add(made)
 
     sums = jnp.zeros((sizes.shape[0], x.shape[1], y.shape[1]), _sum_dtype(x))
-    return lax.fori_loop(0, count, step, sums).astype(x.dtype)
+    with expect_iterations(_expected(x.shape[0], sizes.shape[0], block, one_in)):
+        return lax.fori_loop(0, count, step, sums).astype(x.dtype)
 
 
 def _sum_dtype(x: jax.Array) -> Any:
@@ -111,8 +114,13 @@ def _sum_dtype(x: jax.Array) -> Any:
 
 
 def _block(rows: int, groups: int) -> int:
-    """Rows of a block: about those of an even group, so that few blocks are partly empty."""
+    """Rows of a block: about those of an even group, here or elsewhere, so that few are partly empty."""
     return min(512, max(8, 1 << max(1, rows // groups).bit_length() - 1))
+
+
+def _expected(rows: int, groups: int, block: int, one_in: int) -> int:
+    """How many blocks there are, where one in so many rows is in a group and groups are alike."""
+    return groups * -(-rows // (one_in * groups * block))
 
 
 def _blocks(sizes: jax.Array, block: int) -> tuple[Any, Any, Any, Any]:
@@ -127,22 +135,26 @@ def _blocks(sizes: jax.Array, block: int) -> tuple[Any, Any, Any, Any]:
 # ------------------------------------------------------------------------------------------------- by kernels
 
 
-def product_by_kernel(x: jax.Array, w: jax.Array, sizes: jax.Array, interpret: bool = False) -> jax.Array:
+def product_by_kernel(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1, interpret: bool = False
+) -> jax.Array:
     """The same by a kernel for TPUs. Rows in no group get anything."""
     kernels = importlib.import_module(_KERNELS)
     rows, tile = _padded(x)
     tiling = (tile, *(min(_TILE, n) for n in w.shape[1:]))
-    return kernels.gmm(rows, w, sizes, x.dtype, tiling, interpret=interpret)[: x.shape[0]]
+    with expect_rows(one_in):
+        return kernels.gmm(rows, w, sizes, x.dtype, tiling, interpret=interpret)[: x.shape[0]]
 
 
 def outer_product_by_kernel(
-    x: jax.Array, y: jax.Array, sizes: jax.Array, interpret: bool = False
+    x: jax.Array, y: jax.Array, sizes: jax.Array, one_in: int = 1, interpret: bool = False
 ) -> jax.Array:
     """The same by a kernel for TPUs."""
     kernels = importlib.import_module(_KERNELS)
     (left, tile), (right, _) = _padded(x), _padded(y)
     tiling = (tile, min(_TILE, x.shape[1]), min(_TILE, y.shape[1]))
-    return kernels.tgmm(left.T, right, sizes, x.dtype, tiling, interpret=interpret)
+    with expect_rows(one_in):
+        return kernels.tgmm(left.T, right, sizes, x.dtype, tiling, interpret=interpret)
 
 
 def _padded(x: jax.Array) -> tuple[jax.Array, int]:

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from mmnnx.mpmd.ir.flops import expected_iterations
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -150,6 +152,8 @@ class Hlo:
         """The iterations of a loop; None if it cannot be told."""
         if known := _TRIPS.search(loop.line):
             return int(known[1])
+        if (expected := expected_iterations(loop.line)) is not None:
+            return expected
         # Not all compilers say it: a counter is compared with the limit, each a constant or carried.
         condition = self.computations.get((_CONDITION.search(loop.line) or ["", ""])[1], {})
         compare = _root(condition)

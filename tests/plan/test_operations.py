@@ -19,6 +19,7 @@ import mmnnx as mm
 from mmnnx.modules import LMConfig, lora
 from mmnnx.modules.build import build
 from mmnnx.modules.flash_attention import flash_attention
+from mmnnx.modules.grouped_matmul import grouped_matmul
 from mmnnx.mpmd.ir.flops import count_flops, count_kernels
 from mmnnx.plan import operations as read
 from mmnnx.plan.hlo import parse
@@ -96,6 +97,16 @@ def test_loops_that_cannot_be_counted():
     assert [read.made_by(i) for i in hlo.uncounted_loops()] == ["while"]
     assert read.flops(operations(hlo)) == {"float32": 2 * 256**3}
     assert not compiled(lambda x: f(x, 3), ((256, 256), F32)).uncounted_loops()
+
+
+@pytest.mark.parametrize("one_in", [1, 4])
+def test_loops_over_the_tokens_of_experts_count_as_if_each_had_as_many(one_in):
+    """Of four of `4 * one_in` experts, forward and backward, where there are no kernels for them."""
+    loss = lambda x, w, sizes: jnp.sin(grouped_matmul(x, w, sizes, one_in)).sum()
+    x, w, sizes = jnp.ones((4096, 64)), jnp.ones((4, 64, 32)), jnp.zeros(4, jnp.int32)
+    hlo = parse(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, w, sizes).compile().as_text())
+    assert not hlo.uncounted_loops()
+    assert flops(hlo) == {"float32": 3 * 2 * 4096 * 64 * 32 // one_in}
 
 
 def test_kernels_count_as_their_authors_say():

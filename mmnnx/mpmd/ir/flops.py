@@ -17,25 +17,35 @@ from mmnnx.mpmd.ir.equations import PRODUCTS, nbytes
 Flops = Counter[str]  # by the dtype of the operands
 Product = tuple[str, int, int]  # the dtype of its operands, its operations, the bytes of operands and results
 
-_EXPECTED = re.compile(r"\bone_in_(\d+)_rows\b")
+# Only values tell how many tokens come to an expert: names of scopes tell how many are expected.
+_ROWS = re.compile(r"\bone_in_(\d+)_rows\b")
+_ITERATIONS = re.compile(r"\babout_(\d+)_iterations\b")
 
 
-def expect(one_in: int) -> AbstractContextManager[Any]:
-    """What is computed inside counts as if one in so many of its rows were computed.
-
-    An expert may be sent all tokens: only values tell how many come.
-    """
+def expect_rows(one_in: int) -> AbstractContextManager[Any]:
+    """What is computed inside counts as if one in so many of its rows were computed."""
     return nullcontext() if one_in == 1 else jax.named_scope(f"one_in_{one_in}_rows")
+
+
+def expect_iterations(count: int) -> AbstractContextManager[Any]:
+    """A `while` inside, whose iterations depend on values, counts as if there were so many."""
+    return jax.named_scope(f"about_{count}_iterations")
+
+
+def expected_iterations(names: str) -> int | None:
+    """How many `expect_iterations` has said around a loop with such a name stack; None if nothing."""
+    said = _ITERATIONS.search(names)
+    return int(said[1]) if said else None
 
 
 def count_flops(jaxpr: Any) -> Flops:
     """Operations in matrix products and convolutions over all devices, two for a product and its sum.
 
-    Bodies of scans count once for each iteration, of a `while` once, of a `cond` those of the largest branch.
-    A Pallas kernel counts as its author says (`cost_estimate`). One whose author says nothing counts once for
-    each step of its grid, as if no block was left out; sizes of the grid that depend on values count as 1.
-    Experts count as if each had as many tokens (`expect`). Elementwise operations are left out: they are
-    bound by memory.
+    Bodies of scans count once for each iteration, of a `while` once (or as `expect_iterations` says), of a
+    `cond` those of the largest branch. A Pallas kernel counts as its author says (`cost_estimate`). One whose
+    author says nothing counts once for each step of its grid, as if no block was left out; sizes of the grid
+    that depend on values count as 1. Experts count as if each had as many tokens. Elementwise operations are
+    left out: they are bound by memory.
 
     Args:
       jaxpr: a ClosedJaxpr or Jaxpr.
@@ -99,13 +109,15 @@ def _sum(
             done = max(branches, key=lambda branch: sum(size(key) * n for key, n in branch.items()))
         else:
             times = eqn.params["length"] if name == "scan" else 1
+            if name == "while":
+                times = expected_iterations(str(eqn.source_info.name_stack)) or 1
             if name == "shard_map":  # its body is what one device does, along these axes
                 sizes = (eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
                 times = devices or math.prod(sizes)
             for inner in _bodies(eqn):
                 once = _sum(_compat.open_jaxpr(inner)[2], of, devices, size)
                 done += Counter({key: times * n for key, n in once.items()})
-        if expected := _EXPECTED.search(str(eqn.source_info.name_stack)):
+        if expected := _ROWS.search(str(eqn.source_info.name_stack)):
             done = _part(done, int(expected[1]))
         total += done
     return total
