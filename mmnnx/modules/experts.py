@@ -90,10 +90,10 @@ def _layout(expert: str | None, mlp: str | None, tokens: tuple[str | None, ...],
 
 @dataclasses.dataclass(frozen=True)
 class _Dropless:
-    """`dropless` for the experts with these numbers, which follow each other, of so many."""
+    """`dropless` for some of all experts: those with these numbers, which follow each other."""
 
     activation: Activation
-    of: int
+    all_experts: int
 
     def __call__(
         self,
@@ -112,7 +112,7 @@ class _Dropless:
         place = jnp.argsort(order)
         sizes = jnp.zeros(experts, jnp.int32).at[expert].add(1, mode="drop")
         rows = _take(x.reshape(-1, x.shape[-1]), order, place, top_k)
-        product = lambda rows, w: grouped_matmul(rows, w, sizes, self.of // experts)
+        product = lambda rows, w: grouped_matmul(rows, w, sizes, self.all_experts // experts)
         hidden = self.activation(product(rows, gate), product(rows, up))
         made = _take(product(hidden, down), place, order, 1)
         return (_weighted(made, weights),)

@@ -29,7 +29,8 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1
       x: [rows, in], sorted by group.
       w: [groups, in, out], in the dtype of `x`.
       sizes: int32 [groups], how many of the rows each group has, in order; all of them or fewer.
-      one_in: plans take it that one in so many rows is in a group, and groups are alike.
+      one_in: one in so many rows is expected to be in a group. Any may be: it only decides how large blocks
+        are, and what `mm.plan` counts.
 
     Returns:
       [rows, out], in the dtype of `x`; summed in float32, or float64 if `x` is. Rows in no group get zeros.

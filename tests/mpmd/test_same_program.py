@@ -15,7 +15,7 @@ import mmnnx as mm
 from mmnnx.mpmd.runtime.prepare import _in_full
 from tests.environment import environment
 
-NAMES = ["left", "right", "up"]  # more, for two orders may be the same by chance
+NAMES = ["left", "right", "up", "down", "in", "out"]  # more, for two orders may be the same by chance
 
 
 class Two(nnx.Module):

@@ -43,7 +43,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer, per_stage", grid([*OPTIMIZERS], [(), (2,)], step=2))
+@pytest.mark.parametrize("optimizer, per_stage", grid([*OPTIMIZERS], [(), (2,)], step=3))
 def test_what_all_gradients_are_asked_for_crosses_as_a_vector(optimizer, per_stage):
     mesh, tasks = pipeline(STAGES, *per_stage)
     spec = P(None, "model") if per_stage else P()
