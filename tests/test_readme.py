@@ -77,7 +77,7 @@ HOW_TO = {  # what each prints, somewhere
     "port-from-nnx-jit": r"^(0\.\d{6})\d* \1\d*$",
     "save-and-resume": r"^100 \{'next_index': 3200\} True$",
     "several-hosts": r"^0\.\d+$",
-    "several-models": r"^teacher1 -> student1\n5\.\d+$",
+    "several-models": r"^ teacher1 +student1 +float32\[2,16,256\] +4 [^\n]*\n(?:.*\n)+?5\.\d+$",
     "tensor-and-experts": r"^P\('expert', None, 'model'\)$",
 }
 
