@@ -164,7 +164,8 @@ def table(name: str, figures: dict[str, Any]) -> str:
     lines = [f"{name}, on {figures['device']}", f"{'':<52}{'planned':>14}{'measured':>14}{'ratio':>8}"]
     planned, named = Counter[str](), {}
     for f in plan["fragments"]:
-        planned[module_of(f["name"])] += f["runs"] * f.get("seconds", 0)
+        waits = f["iterations_on_values"] * plan["chip"]["loop_wait"] if plan["chip"] else 0.0
+        planned[module_of(f["name"])] += f["runs"] * (f.get("seconds", 0) - waits)
         named.setdefault(module_of(f["name"]), f["name"])
     for module, seconds in planned.items():
         lines.append(_line(named[module], seconds, figures["kernels"].get(module), 1e3, "ms"))

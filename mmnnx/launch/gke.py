@@ -93,8 +93,8 @@ class Gke:
     topology: str | None = None
     """Topology of the TPU slice, as GKE labels its nodes: 4x4x4."""
     volume: str | None = None
-    """CLAIM:PATH, a PersistentVolumeClaim and where it is mounted in every pod. What a run writes elsewhere
-    is lost with its pods; checkpoints need a place that all pods share."""
+    """CLAIM:PATH, a PersistentVolumeClaim and where it is mounted in every pod.
+    What a run writes elsewhere is lost with its pods; checkpoints need a place that all pods share."""
     name: str = "mmnnx"
     """Name of the Job and of the Service."""
 

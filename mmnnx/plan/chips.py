@@ -29,6 +29,8 @@ class Chip:
       of_flops, of_bandwidth: what large matrix products and copies come to of these.
       shortest_operation: seconds that an operation takes at least.
       launch: seconds of the host to start an operation, beside what an instruction of a program takes.
+      loop_wait: seconds in which the device waits for the host in each iteration of a loop whose end depends
+        on values: the host reads whether it goes on.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Chip:
     of_bandwidth: float = 0.9
     shortest_operation: float = 0.0
     launch: float = 0.0
+    loop_wait: float = 0.0
 
     def seconds(self, flops: Mapping[str, float]) -> float:
         """How long so many operations take, by dtype, at the published speed."""
@@ -58,7 +61,7 @@ _ICI_HOP = 1e-6  # the same book
 _NVLINK_HOP = 2e-6
 # As benchmarks/plan_gpu.py measured it on an H200: benchmarks/results/plan_gpu.md. Of TPUs, none of which was
 # at hand, the shares are those of the best programs.
-_ON_GPUS = dict(of_flops=0.73, of_bandwidth=0.82, shortest_operation=3e-6, launch=5e-6)
+_ON_GPUS = dict(of_flops=0.73, of_bandwidth=0.82, shortest_operation=3e-6, launch=5e-6, loop_wait=25e-6)
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip

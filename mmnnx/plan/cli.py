@@ -37,8 +37,8 @@ class PlanConfig:
     model: str = "llama3-8b"
     """A preset of LMConfig or MoELMConfig: llama3-70b, mixtral-8x7b, moe-62b, ..."""
     search: bool = False
-    """Rank all stages x tensor x data x rows x schedule x remat by formulas, and compile the best few. Those
-    that are given stay, and so do context and expert."""
+    """Rank all stages x tensor x data x rows x schedule x remat by formulas, and compile the best few.
+    Those that are given stay, and so do context and expert."""
     compile_best: int = 3
     """How many to compile in a search."""
     stages: Annotated[int | None, optional("INT", "4")] = None
@@ -50,8 +50,8 @@ class PlanConfig:
     context: int = 1
     """Devices over which each sequence is split (context parallelism); see --attention."""
     expert: int = 1
-    """Devices over which the experts of a model are split (expert parallelism), and sequences, too. With 1,
-    experts are split over --tensor."""
+    """Devices over which the experts of a model are split (expert parallelism), and sequences, too.
+    With 1, experts are split over --tensor."""
     batch: int = 32
     """Sequences in a step."""
     sequence: int = 4096
@@ -77,15 +77,15 @@ class PlanConfig:
     attention: Annotated[
         Literal["xla", "cudnn", "flash", "ring"] | None, optional("NAME", "ring with --context, else xla")
     ] = None
-    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "ring" has the devices
-    of --context pass their keys and values around, where others gather them; "xla" makes all scores."""
+    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "xla" makes all scores.
+    "ring": the devices of --context pass their keys and values around, where others gather them."""
     scan: bool = False
     """Stack the blocks and scan them, divided between the stages: one block is compiled for all."""
     json: Annotated[Path | None, optional("FILE", "none")] = None
     """File to write all figures to."""
     save: Annotated[Path | None, optional("FILE", "none")] = None
-    """File to write the picture to (.svg, .png, .pdf), the whole report (.html), its figures (.json), or what
-    was compiled (.executables)."""
+    """File to write to: the picture (.svg, .png, .pdf), the whole report (.html), its figures (.json),
+    or what was compiled (.executables)."""
 
     def job(self) -> TrainingJob:
         names = [field.name for field in dataclasses.fields(TrainingJob)]

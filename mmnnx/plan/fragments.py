@@ -46,6 +46,7 @@ class FragmentCost:
       values: the large arrays that it makes inside.
       uncounted_loops: where the model has loops of which XLA's text does not tell the iterations, as where
         they depend on values: `operations` and `collectives` have one of each.
+      iterations_on_values: of its loops whose end depends on values, as far as `operations` counts them.
       alike: the name of the fragment that it was compiled with; its own if it was the first.
     """
 
@@ -61,6 +62,7 @@ class FragmentCost:
     collectives: tuple[Collective, ...] | None
     values: tuple[Value, ...]
     uncounted_loops: tuple[str, ...]
+    iterations_on_values: int
     alike: str
 
     @property
@@ -84,11 +86,11 @@ class FragmentCost:
         return sum(c.sent for c in self.collectives or ())
 
     def seconds(self, chip: Chip) -> float:
-        """How long it takes: one operation after the other, and then what it sends.
+        """How long it takes: one operation after the other, what it sends, and the waits of its loops.
 
         XLA hides some of what is sent behind computation; how much is not counted on. See `fastest`.
         """
-        return sum(self.parts(chip))
+        return sum(self.parts(chip)) + self.iterations_on_values * chip.loop_wait
 
     def parts(self, chip: Chip) -> tuple[float, float, float]:
         """Seconds in operations that are bound by computing, in those bound by moving, and of sending.
@@ -151,6 +153,7 @@ def _cost(f: Fragment, compiled: jax.stages.Compiled) -> FragmentCost:
     sent: tuple[Collective, ...] | None = None
     values: tuple[Value, ...] = ()
     uncounted: tuple[str, ...] = ()
+    on_values = 0
     if text is None:
         of_device = {dtype: n / f.mesh.size for dtype, n in count_flops(f.jaxpr).items()}
         moved = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -160,6 +163,7 @@ def _cost(f: Fragment, compiled: jax.stages.Compiled) -> FragmentCost:
         done = operations(hlo, count_kernels(f.jaxpr))
         sent, values = tuple(collectives(hlo, f.mesh)), tuple(largest_values(hlo, LARGE))
         uncounted = tuple(dict.fromkeys(map(made_by, hlo.uncounted_loops())))
+        on_values = hlo.iterations_on_values()
     return FragmentCost(
         name="",
         mesh="",
@@ -173,6 +177,7 @@ def _cost(f: Fragment, compiled: jax.stages.Compiled) -> FragmentCost:
         collectives=sent,
         values=values,
         uncounted_loops=uncounted,
+        iterations_on_values=on_values,
         alike="",
     )
 

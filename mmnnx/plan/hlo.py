@@ -148,12 +148,25 @@ class Hlo:
         every = ((i, c) for c in self.computations.values() for i in c.values() if i.opcode == "while")
         return [i for i, computation in every if self._trips(i, computation) is None]
 
+    def iterations_on_values(self) -> int:
+        """Of loops whose end depends on values, as far as `total` counts them."""
+
+        def of(i: Instruction, name: str) -> Counter[str]:
+            if i.opcode != "while" or self._counted(i, self.computations[name]) is not None:
+                return Counter()
+            return Counter({"": expected_iterations(i.line) or 1})
+
+        return self.total(of)[""]
+
     def _trips(self, loop: Instruction, computation: Computation) -> int | None:
         """The iterations of a loop; None if it cannot be told."""
+        counted = self._counted(loop, computation)
+        return expected_iterations(loop.line) if counted is None else counted
+
+    def _counted(self, loop: Instruction, computation: Computation) -> int | None:
+        """The iterations of a loop; None if they depend on values, or XLA's text does not say."""
         if known := _TRIPS.search(loop.line):
             return int(known[1])
-        if (expected := expected_iterations(loop.line)) is not None:
-            return expected
         # Not all compilers say it: a counter is compared with the limit, each a constant or carried.
         condition = self.computations.get((_CONDITION.search(loop.line) or ["", ""])[1], {})
         compare = _root(condition)

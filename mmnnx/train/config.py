@@ -68,8 +68,8 @@ class TrainConfig:
     checkpoints: Annotated[str | None, optional("URL", "in the run's folder")] = None
     """Keep the checkpoints in a bucket: the URL of a folder in it, gs://BUCKET/FOLDER."""
     resume: bool = False
-    """Go on with the run in --out, or in runs/NAME, from its latest checkpoint. Options that are left out
-    are as they were."""
+    """Go on with the run in --out, or in runs/NAME, from its latest checkpoint.
+    Options that are left out are as they were."""
     steps: int = 200
     """Number of optimizer steps, counted from the start of the run."""
     seed: int = 0
@@ -81,8 +81,9 @@ class TrainConfig:
     sample: int = 200
     """Bytes (tokens, with a model) of text to generate at the end; 0 for none."""
     profile: int = 0
-    """Steps to trace by jax.profiler, after the first two, which compile; 0 for none. At the end each part of
-    a step is measured, too (one process, several stages). Both are kept in the run's folder, in profile/."""
+    """Steps to trace by jax.profiler, after the first two, which compile; 0 for none.
+    At the end each part of a step is measured, too (one process, several stages).
+    Both are kept in the run's folder, in profile/."""
 
     tensorboard: bool = False
     """Write what is measured for TensorBoard as well, in the run's folder, in tensorboard/."""
@@ -92,15 +93,17 @@ class TrainConfig:
     # --- the data
 
     data: Annotated[Path | None, optional("PATH", "the source text of Python's standard library")] = None
-    """A file or a folder of UTF-8 text, JSON Lines (.jsonl) or Parquet (.parquet). Records have a "text", or
-    "messages" for the model's chat template."""
+    """A file or a folder of UTF-8 text, JSON Lines (.jsonl) or Parquet (.parquet).
+    Records have a "text", or "messages" for the model's chat template."""
     packing: Packing = "auto"
-    """How documents become sequences. "documents": whole ones side by side, of which none sees another, and
-    padding; longer ones are cut. "stream": joined and cut, so that a token sees the documents before its own.
+    """How documents become sequences.
+    "documents": whole ones side by side, of which none sees another, and padding; longer ones are cut.
+    "stream": joined and cut, so that a token sees the documents before its own.
     "auto": documents for records, a stream for text files alone."""
     loss_on: LossOn = "all"
-    """Which tokens of "messages" are trained on, and counted in validations. "assistant": those that the
-    assistant writes, with the token that ends its turn. Records with a "text" count in full."""
+    """Which tokens of "messages" are trained on, and counted in validations.
+    "assistant": those that the assistant writes, with the token that ends its turn.
+    Records with a "text" count in full."""
     batch: int = 16
     """Sequences in a step."""
     sequence: int = 128
@@ -113,13 +116,12 @@ class TrainConfig:
     tensor: int = 2
     """Devices over which the weights of a stage are split (tensor parallelism)."""
     data_parallel: int = 1
-    """Groups of such devices in a stage, among which the sequences of a microbatch are divided (data
-    parallelism)."""
+    """Groups of such devices in a stage, which share a microbatch's sequences (data parallelism)."""
     context: int = 1
     """Devices over which each sequence is split (context parallelism); see --attention."""
     expert: int = 1
-    """Devices over which the experts of a --model are split (expert parallelism), and sequences, too. With 1,
-    experts are split over --tensor."""
+    """Devices over which the experts of a --model are split (expert parallelism), and sequences, too.
+    With 1, experts are split over --tensor."""
     fsdp: bool = False
     """Divide weights and optimizer state among the groups of --data-parallel, too."""
     virtual_stages: int = 1
@@ -131,22 +133,22 @@ class TrainConfig:
     microbatches: int = 8
     """Equal parts the batch is divided into, which go through the pipeline one after the other."""
     schedule: Schedule = "1f1b"
-    """Order in which a stage runs forwards and backwards of microbatches; `mmnnx schedule` compares them;
-    auto takes the one with the shortest simulated step of those for so many stages and microbatches."""
+    """Order in which a stage runs forwards and backwards of microbatches; `mmnnx schedule` compares them.
+    Auto takes the one with the shortest simulated step of those for so many stages and microbatches."""
     remat: bool = False
     """Keep only what is between blocks for the backward, which computes each block again."""
     attention: Literal["auto", "xla", "cudnn", "flash", "ring"] = "auto"
-    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "ring" has the devices
-    of --context pass their keys and values around, where others gather them; "xla" makes all scores. "auto":
-    ring with --context, else xla."""
+    """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "xla" makes all scores.
+    "ring": the devices of --context pass their keys and values around, where others gather them.
+    "auto": ring with --context, else xla."""
     precision: Precision = "float32"
     """Type to compute in. Weights and optimizer state are float32 either way."""
 
     # --- the model
 
     model: Annotated[Path | None, optional("PATH", "none")] = None
-    """A folder of the Hugging Face hub with a published model to start from: its sizes, weights and
-    tokenizer. Without one, a new model of bytes is made, of the sizes below."""
+    """A folder with a published model, as the Hugging Face hub has them: its sizes, weights, tokenizer.
+    Without one, a new model of bytes is made, of the sizes below."""
     lora: int = 0
     """Rank of low-rank additions to the linear layers, which alone are trained; 0 trains all weights."""
     layers: int = 8
@@ -162,8 +164,8 @@ class TrainConfig:
     tied: bool = False
     """Use the embedding as the output layer too."""
     scan: bool = False
-    """Stack the blocks, one Variable for each weight, divided between the stages, and scan them: a deep model
-    compiles in the time of one block."""
+    """Stack the blocks, one Variable for each weight, divided between the stages, and scan them.
+    A deep model compiles in the time of one block."""
 
     # --- the optimizer
 
@@ -180,8 +182,9 @@ class TrainConfig:
     clip: float = 1.0
     """Largest global norm of the gradients; they are scaled down to it."""
     ema: float = 0.0
-    """Decay of a moving average of the weights, such as 0.999; 0 for none. Validations, the sample, and
-    `mmnnx eval`, `generate` and `export` use the averages. They take as much memory as what is trained."""
+    """Decay of a moving average of the weights, such as 0.999; 0 for none.
+    Validations, the sample, and `mmnnx eval`, `generate` and `export` use the averages.
+    They take as much memory as what is trained."""
 
     def folder(self) -> Path:
         """Where the run is kept."""

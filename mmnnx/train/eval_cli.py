@@ -28,8 +28,8 @@ class EvalConfig:
     """Print the loss of a model on the part of the data that training holds out, or on all of it."""
 
     model: tyro.conf.Positional[str]
-    """The folder of a run (with --ema, the averages of its weights), the gs:// URL of its checkpoints, or the
-    folder of a published model."""
+    """The folder of a run, the gs:// URL of its checkpoints, or the folder of a published model.
+    Of a run with --ema it is the averages of its weights."""
     data: Path
     """A file or a folder of text, JSON Lines or Parquet, as for `mmnnx train`."""
     packing: Packing = "auto"

@@ -23,8 +23,7 @@ class ExportConfig:
     """Write the model of a run as a folder of the Hugging Face hub: safetensors, config and tokenizer."""
 
     run: tyro.conf.Positional[str]
-    """The folder of the run, or the gs:// URL of its checkpoints; with --ema, it is the averages of the
-    weights."""
+    """The folder of the run, or the gs:// URL of its checkpoints; with --ema, the averages of its weights."""
     folder: tyro.conf.Positional[Path]
     """The folder to write, new or empty."""
     step: Annotated[int | None, optional("INT", "the latest")] = None

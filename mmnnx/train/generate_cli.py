@@ -29,8 +29,8 @@ class GenerateConfig:
     """Print what a model writes after a prompt, as it comes; after several prompts, when all is there."""
 
     model: tyro.conf.Positional[str]
-    """The folder of a run (with --ema, the averages of its weights), the gs:// URL of its checkpoints, or the
-    folder of a published model."""
+    """The folder of a run, the gs:// URL of its checkpoints, or the folder of a published model.
+    Of a run with --ema it is the averages of its weights."""
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]")]
     """What the text begins with; several are written at the same time."""
     chat: bool = False

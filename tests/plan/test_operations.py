@@ -96,7 +96,13 @@ def test_loops_that_cannot_be_counted():
     hlo = compiled(f, ((256, 256), F32), ((), jnp.int32))
     assert [read.made_by(i) for i in hlo.uncounted_loops()] == ["while"]
     assert read.flops(operations(hlo)) == {"float32": 2 * 256**3}
-    assert not compiled(lambda x: f(x, 3), ((256, 256), F32)).uncounted_loops()
+    known = compiled(lambda x: f(x, 3), ((256, 256), F32))
+    assert not known.uncounted_loops()
+    assert (hlo.iterations_on_values(), known.iterations_on_values()) == (1, 0)
+    often = compiled(
+        lambda x, n: lax.scan(lambda x, _: (f(x, n), None), x, None, 5)[0], ((256, 256), F32), ((), jnp.int32)
+    )
+    assert often.iterations_on_values() == 5
 
 
 @pytest.mark.parametrize("one_in", [1, 4])
@@ -107,6 +113,7 @@ def test_loops_over_the_tokens_of_experts_count_as_if_each_had_as_many(one_in):
     hlo = parse(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, w, sizes).compile().as_text())
     assert not hlo.uncounted_loops()
     assert flops(hlo) == {"float32": 3 * 2 * 4096 * 64 * 32 // one_in}
+    assert hlo.iterations_on_values() == 3 * {1: 8, 4: 4}[one_in]  # in blocks of 512, of 256
 
 
 def test_kernels_count_as_their_authors_say():

@@ -71,6 +71,7 @@ def test_a_roofline_of_each_operation():
         collectives=(Collective("all-gather", ("model",), 4, int(120e9), 1),),
         values=(),
         uncounted_loops=(),
+        iterations_on_values=0,
         alike="f",
     )
     compute, memory, links = cost.parts(chip)
@@ -78,6 +79,9 @@ def test_a_roofline_of_each_operation():
     assert links == pytest.approx(1.0, 1e-3)
     assert cost.seconds(chip) == compute + memory + links
     assert cost.fastest(chip) == pytest.approx(1.1) and cost.bound(chip) == "compute"
+    waits = dataclasses.replace(cost, iterations_on_values=10)
+    assert waits.seconds(chip) == cost.seconds(chip)  # a TPU asks nobody whether a loop goes on
+    assert waits.seconds(CHIPS["h200"]) - cost.seconds(CHIPS["h200"]) == pytest.approx(250e-6)
     # A copy beside them has the bandwidth while they compute, and delays what it does not get done by then.
     for copied, later in ((bandwidth // 2, 0), (2 * bandwidth, (0.31 + 2) / 0.9 - 1 / 0.8 - 0.21 / 0.9)):
         more = dataclasses.replace(cost, operations=(*products, Operation({}, copied, beside=True)))

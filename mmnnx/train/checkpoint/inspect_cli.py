@@ -29,8 +29,7 @@ class InspectConfig:
     """Show what a checkpoint holds: step, metrics, topology, and a table of state."""
 
     path: tyro.conf.Positional[str]
-    """A run, its folder of checkpoints, or one of them; also one that orbax alone wrote, or the gs:// URL of
-    one."""
+    """A run, its folder of checkpoints, or one of them: a folder or a gs:// URL; also one by orbax alone."""
     json: bool = False
     """Print JSON."""
 
