@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -62,13 +62,15 @@ def count_flops(jaxpr: Any) -> Flops:
 
 def flops_of(eqns: Iterable[Any]) -> Flops:
     """`count_flops` of some equations of a jaxpr."""
-    return _sum(eqns, _flops)
+    total: Flops = Counter()
+    for (dtype, flops, _), n in _products(eqns).items():
+        total[dtype] += n * flops
+    return +total
 
 
 def count_kernels(jaxpr: Any) -> Counter[Product]:
     """Pallas kernels of one device, as `count_products` counts them."""
-    one = lambda eqn: _product(eqn) if eqn.primitive.name == "pallas_call" else Counter()
-    return _sum(_compat.open_jaxpr(jaxpr)[2], one, devices=1, size=lambda product: product[1])
+    return _products(_compat.open_jaxpr(jaxpr)[2], counted=("pallas_call",), devices=1)
 
 
 def count_products(jaxpr: Any) -> Counter[Product]:
@@ -78,35 +80,22 @@ def count_products(jaxpr: Any) -> Counter[Product]:
       >>> count_products(jax.make_jaxpr(jnp.dot)(jnp.ones((8, 4)), jnp.ones((4, 2))))
       Counter({('float32', 128, 224): 1})
     """
-    return _sum(_compat.open_jaxpr(jaxpr)[2], _product, size=lambda product: product[1])
+    return _products(_compat.open_jaxpr(jaxpr)[2])
 
 
-def _product(eqn: Any) -> Counter[Product]:
-    done = _flops(eqn)
-    # A kernel may multiply in several types, or in none.
-    dtype = max(done, key=done.__getitem__, default=eqn.outvars[0].aval.dtype.name)
-    return Counter({(dtype, done.total(), _moved(eqn)): 1})
-
-
-def _sum(
-    eqns: Iterable[Any],
-    of: Callable[[Any], Counter[Any]],
-    devices: int | None = None,
-    size: Callable[[Any], float] = lambda key: 1.0,
-) -> Counter[Any]:
-    """The sum over all matrix products, convolutions and kernels; over all devices, or of one.
-
-    Of a `cond` it is that of the branch with the most of what `size` says of each key.
-    """
-    total: Counter[Any] = Counter()
+def _products(
+    eqns: Iterable[Any], counted: Collection[str] = (*PRODUCTS, "pallas_call"), devices: int | None = None
+) -> Counter[Product]:
+    """The equations whose primitive is counted, and those inside of others; over all devices, or of one."""
+    total: Counter[Product] = Counter()
     for eqn in eqns:
         name = eqn.primitive.name
-        done: Counter[Any] = Counter()
-        if name == "pallas_call" or name in PRODUCTS:
-            done = of(eqn)
+        done: Counter[Product] = Counter()
+        if name in counted:
+            done = _product(eqn)
         elif name == "cond":
-            branches = [_sum(_compat.open_jaxpr(b)[2], of, devices, size) for b in eqn.params["branches"]]
-            done = max(branches, key=lambda branch: sum(size(key) * n for key, n in branch.items()))
+            branches = [_products(_compat.open_jaxpr(b)[2], counted, devices) for b in eqn.params["branches"]]
+            done = max(branches, key=lambda branch: sum(flops * n for (_, flops, _), n in branch.items()))
         else:
             times = eqn.params["length"] if name == "scan" else 1
             if name == "while":
@@ -115,24 +104,20 @@ def _sum(
                 sizes = (eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
                 times = devices or math.prod(sizes)
             for inner in _bodies(eqn):
-                once = _sum(_compat.open_jaxpr(inner)[2], of, devices, size)
-                done += Counter({key: times * n for key, n in once.items()})
-        if expected := _ROWS.search(str(eqn.source_info.name_stack)):
-            done = _part(done, int(expected[1]))
-        total += done
+                once = _products(_compat.open_jaxpr(inner)[2], counted, devices)
+                done.update({product: times * n for product, n in once.items()})
+        said = _ROWS.search(str(eqn.source_info.name_stack))
+        one_in = int(said[1]) if said else 1
+        for (dtype, flops, moved), n in done.items():
+            total[dtype, flops // one_in, moved // one_in] += n
     return total
 
 
-def _part(done: Counter[Any], one_in: int) -> Counter[Any]:
-    """One in so many of the operations of each, and of the bytes that they move."""
-    part: Counter[Any] = Counter()
-    for key, n in done.items():
-        if isinstance(key, tuple):
-            dtype, flops, moved = key
-            part[dtype, flops // one_in, moved // one_in] += n
-        else:
-            part[key] += n // one_in
-    return part
+def _product(eqn: Any) -> Counter[Product]:
+    """An equation, once for each dtype that it multiplies in; what it moves counts with the largest."""
+    done = _flops(eqn) or Counter({eqn.outvars[0].aval.dtype.name: 0})  # a kernel may multiply nothing
+    (largest, flops), *others = done.most_common()
+    return Counter([(largest, flops, _moved(eqn)), *((dtype, n, 0) for dtype, n in others)])
 
 
 def largest_results(jaxpr: Any, count: int = 8) -> list[tuple[int, str]]:
