@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 from tests.environment import MLIR_ALONE, compile_fast
+from tests.slow import mark_slow_cases
 
 compile_fast()  # what is set here holds for the processes that tests start, too
 
@@ -47,8 +48,10 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True, wrapper=True)
 def pytest_collection_modifyitems(config, items):
+    mark_slow_cases(items)
+    yield  # pytest leaves out the slow ones
     if config.getoption("part"):
         first, step = map(int, config.getoption("part").split("/"))
         part = items[first::step]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,27 @@ from hypothesis import settings
 def all_but(kept: Container[Any], cases: Iterable[Any]) -> list[Any]:
     """The cases, of which those that are not kept are slow; one of several arguments is a tuple."""
     return [case if case in kept else _slow(case if isinstance(case, tuple) else (case,)) for case in cases]
+
+
+def few(count: int) -> Any:
+    """Of a test's cases that are not slow `make test` runs so many, spread evenly from the first on."""
+    return pytest.mark.few(count)
+
+
+def mark_slow_cases(items: Iterable[pytest.Item]) -> None:
+    """Marks what `few` leaves to `make test-all`, among all cases that were collected."""
+    of_test: dict[Any, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("slow"):
+            continue
+        if item.get_closest_marker("few"):
+            of_test[item.parent, item.originalname].append(item)
+    for cases in of_test.values():
+        (count,) = cases[0].get_closest_marker("few").args
+        kept = {n * len(cases) // count for n in range(count)}
+        for n, case in enumerate(cases):
+            if n not in kept:
+                case.add_marker(pytest.mark.slow)
 
 
 def grid(*axes: Sequence[Any], step: int = 1) -> list[Any]:

@@ -24,7 +24,7 @@ from mmnnx.options import reported
 from mmnnx.output import Output, saying, take_options
 from mmnnx.train.progress import Display
 from tests.environment import environment
-from tests.slow import all_but
+from tests.slow import all_but, few
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +116,7 @@ def test_colours(capsys, monkeypatch):
         assert bool(colour.search(capsys.readouterr().out)) == coloured, variables
 
 
+@few(1)
 @pytest.mark.parametrize("variables, coloured", [({}, True), ({"NO_COLOR": "1"}, False)])
 def test_colours_of_help_on_a_terminal(variables, coloured):
     """What parses the options has another variable for it."""
@@ -197,6 +198,7 @@ def test_ctrl_c(capsys, monkeypatch):
     assert capsys.readouterr().err == "mmnnx: stopped\n"
 
 
+@pytest.mark.slow
 def test_completion(capsys):
     """bash, asked for what may come next."""
     assert main(["completion", "bash"]) == 0

@@ -29,6 +29,7 @@ from mmnnx.modules import (
 from mmnnx.modules.build import build
 from mmnnx.modules.hf import saving
 from mmnnx.modules.hf.weights import Weights
+from tests.slow import few
 
 SIZES = dict(vocab=64, layers=4, width=16, heads=4, kv_heads=2, mlp=24, head_dim=8)
 MOE = dict(experts=3, top_k=2, load_balancing=0.001, router_z=0.0)
@@ -83,6 +84,7 @@ def assert_equal_files(got: pathlib.Path, expected: pathlib.Path) -> None:
         assert (got / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+@few(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_there_and_back(name, tmp_path):
     model = model_of(name)
@@ -107,6 +109,7 @@ def test_who_may_read_a_file(tmp_path):
     assert {f.stat().st_mode for f in (tmp_path / "model").iterdir()} == {(tmp_path / "new").stat().st_mode}
 
 
+@few(1)
 @pytest.mark.parametrize("layers", [4, 5])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_a_stack_in_pieces(kind, layers, tmp_path, monkeypatch):
@@ -330,6 +333,7 @@ def test_each_variable_is_fetched_once(monkeypatch):
     assert all(np.array_equal(found[name], expected[name]) for name in found)
 
 
+@few(10)
 @pytest.mark.parametrize(
     "changes, said",
     [

@@ -21,6 +21,7 @@ from mmnnx.inspect.figure_style import DARK, LIGHT
 from mmnnx.inspect.phase_styles import STYLES, phase_colour
 from mmnnx.inspect.schedules import by_name
 from mmnnx.mpmd.ir.timeline import UNIT_COSTS, Event, Timeline
+from tests.slow import few
 
 
 def event(
@@ -230,6 +231,7 @@ def test_every_microbatch_number_is_legible_at_4x8():
         assert room.x0 < box.x0 and box.x1 < room.x1  # inside its box
 
 
+@few(1)
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved-1f1b"])
 def test_a_large_pipeline_fits_a_notebook_and_its_boxes_are_seen(name):
     figure = draw_timeline(pipeline(name, 16, 64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import flax.linen as nn
@@ -20,7 +21,7 @@ from mmnnx.modules.kv_cache import KVCache
 from mmnnx.modules.logical import constrain
 from mmnnx.modules.masks import combine
 from mmnnx.modules.rotary import RotaryScaling, rotary
-from tests.slow import all_but, grid
+from tests.slow import all_but, few, grid
 
 normal = nnx.initializers.normal(0.5)
 close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
@@ -99,7 +100,7 @@ def before(length: int, window: int | None = None) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------- references
 
 
-@pytest.mark.parametrize("masked, width", grid([False, True], [10, None]))
+@pytest.mark.parametrize("masked, width", grid([False, True], [10, None], step=2))
 def test_multi_head_and_cross_attention_are_those_of_linen(width, masked):
     attention = build(bias=True, out_bias=True, memory_width=width)
     mask = (
@@ -122,7 +123,7 @@ def test_multi_head_and_cross_attention_are_those_of_linen(width, masked):
     same(call, linen, weights, *inputs)
 
 
-@pytest.mark.parametrize("kv_heads, window", grid([1, 2, 4], [3, None, 1]))
+@pytest.mark.parametrize("kv_heads, window", grid([1, 2, 4], [3, None, 1], step=3))
 def test_causal_grouped_query_attention_in_a_window(kv_heads, window):
     call, weights = with_weights(build(16, 4, kv_heads, causal=True, window=window))
     reference = functools.partial(formula, heads=4, mask=before(7, window))
@@ -145,6 +146,7 @@ def test_head_size_apart_from_the_width():
     same(call, functools.partial(formula, heads=4), weights, sample(2, 5, 16))
 
 
+@few(1)
 @pytest.mark.parametrize("shape", [(2, 4, 5, 5), (2, 1, 5, 5), (1, 4, 1, 5), (2, 1, 1, 5)])
 def test_masks_of_every_shape_take_away_from_causality(shape):
     mask = jax.random.bernoulli(jax.random.key(2), 0.5, shape)
@@ -181,6 +183,7 @@ def test_segments_and_a_mask_and_cross_attention():
     same(call, functools.partial(formula, heads=4, mask=seen), weights, *inputs)
 
 
+@few(1)
 @pytest.mark.parametrize("scaling", [None, RotaryScaling(original_max_position_embeddings=64)])
 def test_rotary_positions_and_normalised_queries(scaling):
     attention = build(16, 2, 1, causal=True, rotary_base=100.0, rotary_scaling=scaling, qk_norm=True)
@@ -333,6 +336,7 @@ def test_gradients_through_a_cache():
     same(in_pieces, attention, x)
 
 
+@pytest.mark.slow
 def test_tokens_beyond_the_capacity_are_not_kept_and_get_nan():
     attention, step = style("llama")
     x = sample(2, 7, 16)
@@ -412,17 +416,19 @@ def test_a_subclass_overrides_attend():
 # ------------------------------------------------------------------------------------------ tensor parallel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes, kv_heads",
-    grid(
-        [
-            ((1, 4), dict(heads="model", kv_heads="model")),
-            ((2, 2), dict(batch="data", embed="data", heads="model", kv_heads="model")),
-            ((1, 4), dict(sequence="model")),
-        ],
-        [2, 4],
-        step=3,
-    ),
+    [
+        *itertools.product(
+            [
+                ((1, 4), dict(heads="model", kv_heads="model")),
+                ((2, 2), dict(batch="data", embed="data", heads="model", kv_heads="model")),
+                ((1, 4), dict(sequence="model")),
+            ],
+            [2, 4],
+        )
+    ],
 )
 def test_on_several_devices_equals_one(axes, kv_heads):
     """Two key-value heads over four devices: their weights are split, and the heads are left to XLA."""
@@ -549,7 +555,7 @@ def test_keys_and_values_of_one_shape():
             dict(causal=True, kv_heads=2),
         ],
         [None, "keys", "all"],
-        step=2,
+        step=6,
     ),
     ids=str,
 )
@@ -600,7 +606,8 @@ def test_gradients_of_keys_are_summed_over_chunks_in_float32():
     assert errors[1] < 2 * errors[0]
 
 
-@pytest.mark.parametrize("window, masked", grid([None, 2], [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("window, masked", [*itertools.product([None, 2], [True, False])])
 def test_chunks_that_do_not_divide(window, masked):
     """As of tokens whose last is a label alone: the last chunk is shorter. Values and gradients."""
     q, k, v, weights = (sample(2, 7, 2, 8, seed=n) for n in range(4))

@@ -83,7 +83,7 @@ def placed(stages: int = 4, layers: int = 4, **options) -> tuple[mm.MultiMesh, L
 GREEDY = [{}, dict(scan=1, window=4), dict(tied=True, qk_norm=True, bias=True, head_dim=8)]
 
 
-@pytest.mark.parametrize("options", all_but(GREEDY[1:], GREEDY))
+@pytest.mark.parametrize("options", all_but(GREEDY[1:2], GREEDY))
 def test_greedy_tokens_are_the_likeliest_of_full_forwards(options):
     model = build(**options)
     tokens = generate(model, prompts(), 7)
@@ -98,7 +98,8 @@ def test_a_prompt_may_be_short(length):
     np.testing.assert_array_equal(generate(model, prompt, 3), by_full_forwards(model, prompt, 3))
 
 
-@pytest.mark.parametrize("scan", all_but([2], [False, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, 2])
 def test_rows_of_several_lengths(scan):
     model, prompt, lengths = build(scan=scan), prompts(4, 6), [6, 1, 3, 5]
     prompt[1, 1:] = -1  # padding may be any number
@@ -288,6 +289,7 @@ def test_options_may_be_arrays_of_one_number():
     np.testing.assert_array_equal(draw(arrays), draw(options))
 
 
+@pytest.mark.slow
 def test_a_prompt_may_end_with_eos():
     model = build()
     free = generate(model, prompts(1), 4)
@@ -358,6 +360,7 @@ def test_tokens_are_drawn_from_the_filtered_distribution():
     assert (tokens[:, 0] != tokens[:, 1]).any()
 
 
+@pytest.mark.slow
 def test_the_key_decides_and_top_k_of_one_is_greedy():
     draw = lambda seed, **options: np.asarray(
         generate(build(layers=1), prompts(), 8, key=jax.random.key(seed), **options)

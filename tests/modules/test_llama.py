@@ -10,7 +10,7 @@ from flax import nnx
 from mmnnx.modules.generate import generate
 from mmnnx.modules.lm import LM, LMConfig
 from tests.modules.llama import EVERY, FILE, FLAVOURS, NEW, PROMPT, our_path, probed, tokens, weight
-from tests.slow import all_but
+from tests.slow import few
 
 
 @pytest.fixture(scope="module", params=FLAVOURS)
@@ -38,6 +38,7 @@ def turned(name, x):
     return x.T if our_path(name)[-1] == "kernel" else x
 
 
+@few(1)
 def test_logits(pair):
     expected, model = pair
     assert expected["logits"].std() > 0.5
@@ -45,6 +46,7 @@ def test_logits(pair):
     np.testing.assert_allclose(got, expected["logits"], rtol=1e-3, atol=2e-4)
 
 
+@few(1)
 def test_loss_and_gradients(pair):
     expected, model = pair
     loss, grads = nnx.jit(nnx.value_and_grad(lambda model, x: model.loss(x)))(model, jnp.asarray(tokens()))
@@ -56,7 +58,8 @@ def test_loss_and_gradients(pair):
         np.testing.assert_allclose(got, want, atol=2e-4 * np.abs(want).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("pair", all_but(["Qwen3"], FLAVOURS), indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", FLAVOURS, indirect=True)
 def test_greedy_generation(pair):
     expected, model = pair
     np.testing.assert_array_equal(generate(model, tokens(PROMPT), NEW), expected["generated"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from mmnnx.modules.mlp import MLP, SwiGLU
 from mmnnx.modules.presets import PRESETS
 from mmnnx.modules.rotary import RotaryScaling
 from tests.mpmd.parity import assert_parity, pipeline, place
-from tests.slow import all_but, grid
+from tests.slow import all_but, few
 
 SMALL = dict(vocab=32, layers=2, width=16, heads=4, kv_heads=2, mlp=24)
 
@@ -141,7 +142,8 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_token():
     np.testing.assert_allclose(loss_and_gradients(model, batch)[0], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tied", all_but([False], [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
 def test_a_loss_in_chunks_is_the_same(tied):
     """Its gradients too; and no array has the logits of the whole sequence."""
     whole, chunked = build(tied=tied), build(tied=tied, loss_chunks=3)
@@ -189,6 +191,7 @@ def test_every_weight_names_its_axes():
     assert names["head"] == {("embed", "vocab")}
 
 
+@pytest.mark.slow
 def test_names_of_axes_do_not_disturb_a_mesh_that_lacks_them():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))
     with jax.set_mesh(mesh):
@@ -268,8 +271,9 @@ def stacked(model: LM, segments: int) -> LM:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "segments, remat", grid([1, 0, 2], [jax.checkpoint_policies.dots_saveable, True, False], step=3)
+    "segments, remat", [*itertools.product([1, 0, 2], [jax.checkpoint_policies.dots_saveable, True, False])]
 )
 def test_scanned_or_rematerialised_blocks_change_nothing(segments, remat):
     other = build(layers=3, remat=remat)
@@ -287,6 +291,7 @@ def test_scanned_or_rematerialised_blocks_change_nothing(segments, remat):
     np.testing.assert_allclose(found["embed"]["embedding"][...], grads["embed"]["embedding"][...], atol=1e-6)
 
 
+@few(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -317,7 +322,7 @@ IN_PARTS = [{}, dict(scan=2, qk_norm=True, bias=True), dict(window=3, tied=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", all_but(IN_PARTS[1:2], IN_PARTS))
+@pytest.mark.parametrize("options", IN_PARTS)
 def test_with_a_cache_in_parts_as_all_at_once(options):
     model = build(scan=False, **{k: v for k, v in options.items() if k != "scan"})
     model = stacked(model, options["scan"]) if "scan" in options else model
@@ -353,6 +358,7 @@ def test_a_window_bounds_what_is_seen():
     assert changed.tolist() == [False] * 2 + [True] * 3 + [False] * 5
 
 
+@few(1)
 @pytest.mark.parametrize(
     "options",
     [

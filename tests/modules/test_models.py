@@ -21,7 +21,7 @@ from mmnnx.modules.two_tower import TextConfig, TextEncoder, TwoTower, TwoTowerC
 from mmnnx.modules.vit import ImageEncoder, ViT, ViTBlock, ViTConfig
 from mmnnx.sharding.pipeline import pipeline_sharding
 from tests.mpmd.parity import assert_parity, assert_same, homes, pipeline
-from tests.slow import all_but, grid
+from tests.slow import few, grid
 
 VOCAB = 16
 BLOCK = dict(width=8, heads=2, mlp=12)
@@ -176,10 +176,11 @@ def test_towers_side_by_side_do_not_wait_for_each_other():
     assert program.simulate().makespan == 3 * (5 + 2 - 1)  # as a pipeline of two stages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, rules",
     [
-        pytest.param(MoELM, {"expert": "model", "batch": "data", "heads": "model"}, marks=pytest.mark.slow),
+        (MoELM, {"expert": "model", "batch": "data", "heads": "model"}),
         (TwoTower, {"heads": "model", "mlp": "model", "batch": "data", "embed": "data"}),
     ],
 )
@@ -203,7 +204,7 @@ def test_stages_over_several_devices_give_the_same(model, rules):
 # Vision transformer
 
 
-@pytest.mark.parametrize("pooling, dtype", grid(["class", "mean"], [jnp.float32, jnp.bfloat16]))
+@pytest.mark.parametrize("pooling, dtype", grid(["class", "mean"], [jnp.float32, jnp.bfloat16], step=2))
 def test_vit_gives_logits_in_float32(pooling, dtype):
     model = make(ViT, pooling=pooling, dtype=dtype)
     images, _ = batch_of(ViT)
@@ -220,6 +221,7 @@ def patches(images: np.ndarray) -> np.ndarray:
     return np.stack(rows, axis=1)
 
 
+@few(1)
 @pytest.mark.parametrize("pooling", ["class", "mean"])
 def test_vit_is_a_product_of_patches_then_its_blocks(pooling):
     model = make(ViT, pooling=pooling)
@@ -291,6 +293,7 @@ def test_padding_of_a_source_does_not_matter():
     assert jnp.abs(run(model, unpadded, target) - run(model, source, target)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_loss_is_of_each_target_token_from_those_before():
     model, (source, target) = make(EncoderDecoder, start=3), batch_of(EncoderDecoder)
     shifted = np.concatenate([np.full((8, 1), 3, np.int32), target[:, :-1]], axis=1)
@@ -325,6 +328,7 @@ def test_a_decoder_block_is_attention_then_cross_attention_then_a_layer():
     np.testing.assert_allclose(run(block, x, memory, mask), by_hand(block, x, memory, mask), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tied_the_embedding_is_the_output_layer():
     model, (source, target) = make(EncoderDecoder, tied=True), batch_of(EncoderDecoder)
     assert not hasattr(model, "head")
@@ -409,7 +413,8 @@ def test_scanned_blocks_are_the_same_in_one_segment_or_two():
     np.testing.assert_allclose(run(one, tokens, method="routed")[1].fraction.sum(), 2, rtol=1e-5)
 
 
-@pytest.mark.parametrize("scan", all_but([2], [False, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, 2])
 def test_a_cached_decode_is_the_full_forward(scan):
     model, (tokens,) = make(MoELM, scan=scan), batch_of(MoELM)
     cache, parts = model.init_cache(8, 7), []
@@ -445,6 +450,7 @@ def test_features_have_length_one_and_the_scale_is_one_over_the_temperature():
     np.testing.assert_allclose(run(model, images, texts)[2], 100.0, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_text_is_what_its_last_token_has_seen():
     tower = make(TwoTower).text
     _, texts = batch_of(TwoTower)
@@ -464,6 +470,7 @@ def test_the_contrastive_loss_is_the_formula():
     np.testing.assert_allclose(got, (rows.mean() + columns.mean()) / 2, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_of_microbatches_is_of_their_own_contrast():
     """Half the batch is half the choice: at nought similarity, log 4 and not log 8."""
     model, (images, texts) = make(TwoTower), batch_of(TwoTower)
@@ -503,6 +510,7 @@ def test_towers_compute_in_types_of_their_own():
 # All of them
 
 
+@few(1)
 @pytest.mark.parametrize(
     "model, half",
     [
@@ -555,6 +563,7 @@ def test_inputs_of_other_shapes_are_refused():
         make(TwoTower).text(jnp.ones((1, 9), jnp.int32))
 
 
+@pytest.mark.slow
 def test_a_temperature_that_is_too_low_comes_back():
     """CLIP bounds the scale at 100; a step beyond it is taken back by the gradients of later ones."""
     model = make(TwoTower)

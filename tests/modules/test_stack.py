@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from flax import nnx
 
 from mmnnx.modules.stack import Stack, apply_layers
 from tests.mpmd.parity import assert_parity, assert_same, pipeline, place
-from tests.slow import grid
+from tests.slow import few
 
 WIDTH = 8
 
@@ -69,8 +71,10 @@ def of_list(layers, x):
     return nnx.value_and_grad(lambda layers: loss(lambda x: apply_layers(layers, x), x))(layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "segments, remat", grid([4, 2, 1, (1, 5)], [jax.checkpoint_policies.dots_saveable, True, False], step=4)
+    "segments, remat",
+    [*itertools.product([4, 2, 1, (1, 5)], [jax.checkpoint_policies.dots_saveable, True, False])],
 )
 def test_values_and_gradients_are_those_of_a_list(segments, remat):
     stacked = stack(segments=segments, remat=remat)
@@ -96,6 +100,7 @@ def test_segments_do_not_change_the_weights_and_layers_have_their_own():
     assert not np.array_equal(kernel, stack(seed=1).segments[0].layers.linear.kernel)
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("segments", "lengths"), [(1, [6]), (4, [1, 2, 1, 2]), (6, [1] * 6), ((2, 4), [2, 4]), ([1, 5], [1, 5])]
 )

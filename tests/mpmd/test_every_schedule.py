@@ -23,7 +23,7 @@ from mmnnx.mpmd.schedule import Action, Stages, get_schedule, schedule_names
 from tests import models
 from tests.models import in_tasks, make
 from tests.mpmd.parity import MOMENTUM, assert_parity, born, on_meshes, pipeline, place
-from tests.slow import all_but, grid
+from tests.slow import all_but, few, grid
 
 LOOPING = ["interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble"]
 VEES = ["zbv", "dualpipe-v"]
@@ -232,7 +232,7 @@ def test_transformer(name, num_microbatches):
 @pytest.mark.parametrize(
     "name, num_microbatches",
     all_but(
-        [(name, 6) for name in ("zero-bubble-h1", "zbv")],
+        [("zbv", 6)],
         [(name, 6) for name in NAMES] + [(name, 1) for name in ("gpipe", "1f1b", "zbv")],
     ),
 )
@@ -248,7 +248,8 @@ def test_state_that_changes_with_every_microbatch(name):
     check(CONVNET, name, laid_out(name), 4)
 
 
-@pytest.mark.parametrize("name", all_but(["dualpipe-v"], NAMES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_eight_devices(name):
     """Two devices in each of four stages on as many meshes, or of eight stages two to a mesh; kernels are
     divided between them.
@@ -277,10 +278,11 @@ def test_several_microbatches_in_a_call_on_several_devices(name):
     check(mlp(4), name, (0, 1, 2, 3), 4, 2, per_call=2)
 
 
+@few(1)
 @pytest.mark.parametrize(
     "name, options",
     [
-        pytest.param("interleaved-1f1b", {"interleave": 3, "unrolling": 1}, marks=pytest.mark.slow),
+        ("interleaved-1f1b", {"interleave": 3, "unrolling": 1}),
         ("interleaved-1f1b", {"unrolling": 3}),
         ("looped-bfs", {"interleave": 3}),
         ("interleaved-zero-bubble", {"interleave": 3, "unrolling": 3}),
@@ -291,7 +293,8 @@ def test_three_rounds(name, options):
 
 
 @pytest.mark.parametrize(
-    "name, meshes", grid(["1f1b", "wavefront", "zero-bubble-h1"], [(0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 2, 0)])
+    "name, meshes",
+    grid(["1f1b", "wavefront", "zero-bubble-h1"], [(0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 2, 0)], step=3),
 )
 def test_a_schedule_of_lines_on_stages_that_share_meshes(name, meshes):
     check(TWO_STAGE_LOSS, name, meshes, 3)

@@ -137,12 +137,7 @@ CASES = {
 @pytest.mark.parametrize(
     "name",
     all_but(
-        (
-            "mlp",
-            "tied transformer",
-            "submodule used in two stages",
-            "cond, while loop and checkpoint",
-        ),
+        ["mlp", "tied transformer"],
         CASES,
     ),
 )
@@ -154,7 +149,7 @@ def test_split_trains_as_whole(name):
     )
 
 
-BORN = ["convnet with batch norm and dropout", "stacks of layers under scan", "gru"]
+BORN = ["convnet with batch norm and dropout", "gru"]
 
 
 @pytest.mark.parametrize("name", all_but(BORN, CASES))
@@ -169,7 +164,7 @@ def test_it_is_initialised_on_its_devices_as_on_one(name):
         assert_same(made, placed, rtol=1e-6)
 
 
-@pytest.mark.parametrize("microbatches, schedule", grid([1, 2, 8], ["gpipe", "1f1b"]))
+@pytest.mark.parametrize("microbatches, schedule", grid([1, 2, 8], ["gpipe", "1f1b"], step=3))
 def test_every_schedule_and_count(schedule, microbatches):
     case = CASES["mlp"]
     mesh, tasks = pipeline(4)

@@ -3,6 +3,7 @@
 import importlib
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import pickle
 import subprocess
@@ -20,7 +21,7 @@ import multimesh_compat.jax
 from multimesh_compat import plugin
 from multimesh_compat.install import install
 from multimesh_compat.jax import constraints, flax
-from tests.slow import all_but, grid
+from tests.slow import all_but
 
 ALIASES = ["multimesh.jax", "legate.jax", "jax_plugins.multimesh", "jax_plugins.legate"]
 PACKAGES = {"multimesh", "legate", "jax_plugins"}
@@ -301,8 +302,9 @@ print(len(done), len(set(done)), multimesh_compat.jax.__spec__.name, multimesh_c
     assert run(program) == "16 1 multimesh_compat.jax multimesh_compat.jax.flax\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "order, real", grid(["install(); import jax", "import jax; install()"], [True, False], step=2)
+    "order, real", [*itertools.product(["install(); import jax", "import jax; install()"], [True, False])]
 )
 def test_jax_finds_its_real_plugins_and_no_others(order, real, tmp_path):
     """JAX imports and initializes every module in the folders of jax_plugins, and logs what fails."""

@@ -21,6 +21,7 @@ from multimesh_compat.jax.constraints import with_sharding_constraint
 from multimesh_compat.jax.flax.axes import ShardedAxes, shard_axes
 from multimesh_compat.jax.flax.modules import module_class, task
 from multimesh_compat.jax.parallel import parallelize
+from tests.slow import few
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (16, 9))
@@ -445,6 +446,7 @@ class TestModules:
         names = {t.name for s in scopes_of(wrapped.apply, variables, X) if (t := find_task(s)) is not None}
         assert names == {"inner", "outer"}
 
+    @few(1)
     @pytest.mark.parametrize("transform", [nn.remat, nn.jit])
     def test_lifted_transforms_around_it(self, transform):
         cls = task(nn.Sequential, task=STAGE)

@@ -47,10 +47,12 @@ from tests.multimesh.loops import (
     register_layers,
     unsplit,
 )
+from tests.slow import few
 
 # Schedules, over layers registered by name
 
 
+@few(2)
 @pytest.mark.parametrize("sizes", [TWO, FOUR], ids=["2x2x2", "4x2x1"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_value_and_grad_over_registered_layers(schedule, sizes):
@@ -262,6 +264,7 @@ def classify(params, image, label):
     return -jnp.sum(jax.nn.log_softmax(logits)[jnp.arange(label.shape[0]), label])
 
 
+@few(1)
 @pytest.mark.parametrize(
     "pack, unpack",
     [
@@ -293,6 +296,7 @@ def test_slices_any_argument(argnum):
     check_loop(grad, grad, *args, argnum=argnum)
 
 
+@few(1)
 @pytest.mark.parametrize("dim", [1, 2, -1, -3])
 def test_slices_any_dimension(dim):
     """Negative ones count from the last."""

@@ -31,6 +31,7 @@ from tests.multimesh.loops import (
     register_layers,
     unsplit,
 )
+from tests.slow import few
 
 # Work around the loop
 
@@ -71,6 +72,7 @@ def fresh_state(count):
 PLAIN_STEP = jax.jit(train_step(lambda params, batch: by_hand(GRAD, params, batch, argnum=1)))
 
 
+@few(1)
 @pytest.mark.parametrize("sizes", [TWO, FOUR], ids=["2x2x2", "4x2x1"])
 def test_work_before_and_after_the_loop(sizes):
     """Each stage normalises what it reads, and updates its own parameters and moments; they stay with it."""
@@ -151,6 +153,7 @@ def test_steps_in_a_scan():
 # Donation
 
 
+@few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h2"])
 @pytest.mark.parametrize("placed", [False, True], ids=["on one device", "on their stages"])
 def test_donated_state_is_gone_and_its_successor_right(placed, schedule):

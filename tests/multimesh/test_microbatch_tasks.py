@@ -32,7 +32,7 @@ from tests.multimesh.loops import (
     register_layers,
     unsplit,
 )
-from tests.slow import grid
+from tests.slow import few, grid
 
 # Tasks in every form
 
@@ -263,6 +263,7 @@ with_its_own_gradient.defvjp(
 )
 
 
+@few(2)
 @pytest.mark.parametrize(
     "fun", [jitted, scanned, branching, mapped, with_its_own_gradient], ids=lambda f: f.__name__
 )
@@ -346,7 +347,7 @@ REMATERIALISED = {
 }
 
 
-@pytest.mark.parametrize("where, schedule", grid([*REMATERIALISED], WHOLE_AND_CUT))
+@pytest.mark.parametrize("where, schedule", grid([*REMATERIALISED], WHOLE_AND_CUT, step=3))
 def test_rematerialised_tasks(where, schedule):
     """The same gradients; the backward of each stage computes again what it keeps otherwise."""
     params, x = [normal(4, 4) for _ in range(2)], normal(8, 4)

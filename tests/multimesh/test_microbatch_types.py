@@ -33,10 +33,12 @@ from tests.multimesh.loops import (
     register_layers,
     unsplit,
 )
+from tests.slow import few
 
 # Dtypes
 
 
+@few(1)
 @pytest.mark.parametrize("schedule", WHOLE_AND_CUT)
 def test_tokens_masks_and_two_precisions(schedule):
     """int32 tokens, a bool mask and uint8 pixels in; bfloat16 inside; float32 logits, loss and counts out."""
@@ -101,6 +103,7 @@ def test_gradients_of_bfloat16_summed_in_float32(schedule):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(out)} == {"float32"}
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "bfloat16"])
 def test_tasks_of_one_dtype(dtype):
     """Nothing on the way makes it another: neither tasks, nor transfers, nor what becomes of the results."""

@@ -76,7 +76,7 @@ COLUMNS = {d + 4: (slice(0, 8, 1), slice(2 * d, 2 * d + 2, 1)) for d in range(4)
 
 @pytest.mark.parametrize(
     "derive, tasks",
-    grid([lambda f: f, jax.value_and_grad, jax.checkpoint, jax.jit], [device_lists, task_meshes]),
+    grid([lambda f: f, jax.value_and_grad, jax.checkpoint, jax.jit], [device_lists, task_meshes], step=4),
 )
 def test_parameters_and_batch_are_sharded_for_the_task_that_reads_them(tasks, derive):
     sharded, sharded_init, get_batch = parallelize(

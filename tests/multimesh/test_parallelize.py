@@ -27,6 +27,7 @@ from multimesh_compat.jax import (
     task,
     with_sharding_constraint,
 )
+from tests.slow import few
 
 
 def devices(x):
@@ -445,10 +446,11 @@ class TestTasksInsideTransformations:
 
         return loss
 
+    @few(1)
     @pytest.mark.parametrize(
         "around",
         [
-            pytest.param(jax.checkpoint, marks=pytest.mark.slow),
+            jax.checkpoint,
             lambda f: lambda w, x: jax.lax.scan(lambda c, _: (f(w, c), None), x, length=2)[0],
             jax.jit,
         ],

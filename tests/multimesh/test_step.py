@@ -19,6 +19,7 @@ from multimesh_compat.jax.constraints import with_sharding_constraint
 from multimesh_compat.jax.flax.axes import shard_axes
 from multimesh_compat.jax.flax.modules import task
 from multimesh_compat.jax.flax.step import parallelize_step
+from tests.slow import few
 
 KEY = jax.random.key(42)
 BATCH = (
@@ -115,6 +116,7 @@ class TestDocumentedFlow:
         assert {shard.data.shape for shard in kernel.addressable_shards} == {(8, 2)}
         assert where(state.step) == (set(range(8)), P())
 
+    @few(1)
     def test_losses_and_parameters_are_those_of_one_device(self, pipeline):
         step, state, _ = parallelize_step(pipeline, optax.sgd(0.1), make_mesh(), BATCH)
         found, after = train(step, state, [BATCH] * 4)
@@ -125,6 +127,7 @@ class TestDocumentedFlow:
         assert_close([layer(after.params, n) for n in range(2)], [layer(params, n) for n in range(2)])
         assert int(after.step) == 4
 
+    @few(1)
     def test_the_state_stays_where_it_is(self, pipeline):
         step, state, _ = parallelize_step(pipeline, optax.adam(0.1), make_mesh(), BATCH)
         _, after = step(state, BATCH)
@@ -137,6 +140,7 @@ class TestDocumentedFlow:
         first, second = (0, 1, 2, 3), (4, 5, 6, 7)
         assert phases == [(first, "forward"), (second, "forward"), (second, "backward"), (first, "backward")]
 
+    @few(1)
     def test_slots_of_adam_are_where_their_parameter_is(self, pipeline):
         step, state, _ = parallelize_step(pipeline, optax.adam(0.01), make_mesh(), BATCH)
         adam = state.opt_state[0]
@@ -174,6 +178,7 @@ class TestAxes:
         found, _ = train(step, state, [BATCH] * 2)
         np.testing.assert_allclose(found, one_device(Pipeline(), optimizer, [BATCH] * 2)[0], rtol=1e-5)
 
+    @few(1)
     @pytest.mark.parametrize("kind", ["adamw", "multi_transform"])
     def test_what_an_optimizer_masks_has_no_slots(self, kind):
         def is_kernel(params):
@@ -231,6 +236,7 @@ class TestAxes:
 
 
 class TestBatches:
+    @few(1)
     @pytest.mark.parametrize(
         "sharding, replicate",
         [

@@ -161,7 +161,7 @@ def by_flax(fun: Any, style: str, donated: bool) -> Any:
     return after_two_calls(nnx.jit(fun, **options, **STYLES[style]), Model(array=not donated))
 
 
-@pytest.mark.parametrize("fun, style, donated", grid(FUNCTIONS, [*STYLES], [False, True]))
+@pytest.mark.parametrize("fun, style, donated", grid(FUNCTIONS, [*STYLES], [False, True], step=3))
 def test_two_calls(place, fun, style, donated):
     """An array that no Variable holds is gone for good once it is donated: donated models have none."""
     options = dict(donate_argnums=0) if donated else {}

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from tests.mpmd.parity import pipeline
 from tests.nnx.modes import FUNCTIONAL, GRAPH, TREE, in_every_style, without_updates
+from tests.slow import few
 
 KERNEL, BIAS = nnx.PathContains("kernel"), nnx.PathContains("bias")
 
@@ -117,6 +118,7 @@ def test_by_filters_with_graph_updates(place):
     np.testing.assert_allclose(total, linear().kernel[...].sum(), rtol=1e-5)
 
 
+@few(6)
 @pytest.mark.parametrize("static", [dict(static_argnums=(2,)), dict(static_argnames=("relu",))])
 @in_every_style
 def test_an_array_beside_static_arguments(place, style, static):

@@ -10,6 +10,7 @@ from flax import nnx
 import mmnnx as mm
 from mmnnx.mpmd.jit.fast_path import FastPath
 from tests.nnx.modes import FUNCTIONAL, TREE, in_every_style
+from tests.slow import few
 
 
 @pytest.fixture
@@ -39,6 +40,7 @@ def step(model, x):
     return {"y": y, "still": model.still + 1}, model.b[...]
 
 
+@few(6)
 @in_every_style
 @pytest.mark.parametrize("options", [{}, dict(donate_argnums=0)], ids=["kept", "donated"])
 def test_each_call_is_as_by_flax(place, taken, style, options):

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from tests.mpmd.parity import pipeline
 from tests.nnx.modes import FUNCTIONAL, GRAPH, TREE, in_every_style, without_updates
+from tests.slow import few
 
 N = 4  # shards
 
@@ -84,6 +85,7 @@ def specs(model, rules, style):
 KERNEL_BY_COLUMNS = {nnx.PathContains("kernel"): P(None, "x"), nnx.PathContains("bias"): P()}
 
 
+@few(2)
 @in_every_style
 def test_parts_of_a_module(where, style):
     model, seen = linear(), []
@@ -131,6 +133,7 @@ def test_state_by_itself(where, style):
     assert set(seen) == {((3, 8 // N), (8,))}
 
 
+@few(2)
 @in_every_style
 def test_variables(where, style):
     """Those that change are updated, whole or by shards."""
@@ -148,6 +151,7 @@ def test_variables(where, style):
     assert int(count[...]) == 1
 
 
+@few(2)
 @in_every_style
 def test_data_parallel(where, style):
     model, seen = linear(), []
@@ -162,6 +166,7 @@ def test_data_parallel(where, style):
     assert set(seen) == {(8 // N, 3)}
 
 
+@few(2)
 @in_every_style
 def test_tensor_parallel(where, style):
     model = MLP()
@@ -176,6 +181,7 @@ def test_tensor_parallel(where, style):
     np.testing.assert_array_equal(y, np.full((4, 3), 16.0))
 
 
+@few(4)
 @in_every_style
 @pytest.mark.parametrize("changed", [False, True])
 def test_variables_with_axis_names(where, style, changed):
@@ -217,6 +223,7 @@ def test_shared_state(where, style):
     np.testing.assert_array_equal(v[...], np.full(8, 2.0))
 
 
+@few(2)
 @in_every_style
 def test_state_of_a_module_is_updated(where, style):
     model = nnx.Dict(count=nnx.Variable(jnp.array(0)), w=nnx.Param(jnp.ones(8)))
@@ -239,6 +246,7 @@ def test_inconsistent_aliasing(where, style):
         where.call(f, v, v, **style)
 
 
+@few(1)
 @pytest.mark.parametrize("jit", [nnx.jit, mm.jit])
 def test_a_mesh_of_its_own_where_nothing_is_placed(jit):
     """As in the documents of Flax: arguments on the default device go to the mesh of the shard_map."""

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, homes, pipeline
 from tests.nnx.modes import FUNCTIONAL, GRAPH, TREE, in_every_style, without_updates
+from tests.slow import few
 
 
 def param(value=1.0):
@@ -163,6 +164,7 @@ def by_flax():
     return [jitted(model, optimizer, batch) for _ in range(2)], model, optimizer
 
 
+@few(1)
 @in_every_style
 def test_a_pipeline(by_flax, style):
     """A model born on two meshes, its optimizer, and microbatches: all in one style, by Flax's own switch."""

@@ -88,6 +88,7 @@ def test_what_is_loaded_is_not_compiled(tmp_path):
     assert "ward" not in compiled and len(compiled.split()) < 8
 
 
+@pytest.mark.slow
 def test_alike_fragments_are_in_the_file_once(tmp_path, forgotten):
     plan = plan_here(JOB)
     plan.save(tmp_path / "step.executables")

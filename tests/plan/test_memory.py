@@ -55,6 +55,7 @@ def test_planned_bytes_are_measured_bytes(name, monkeypatch):
         assert memory.arrays * memory.devices == pytest.approx(profile.peak_bytes[mesh], rel=0.005)
 
 
+@pytest.mark.slow
 def test_what_the_bytes_are():
     """Adam keeps two of each weight; a gradient is one more; remat saves less; tensor parallelism halves."""
     plans = {name: planned(name) for name in ("lm", "remat", "tensor")}

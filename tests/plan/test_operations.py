@@ -25,6 +25,7 @@ from mmnnx.plan import operations as read
 from mmnnx.plan.hlo import parse
 from mmnnx.plan.language_models import flops_of_token
 from mmnnx.plan.operations import largest_values, operations
+from tests.slow import few
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
@@ -247,6 +248,7 @@ def products_of_training(config, sequence, rank):
     return count_flops(jaxpr).total() / sequence
 
 
+@few(1)
 @pytest.mark.parametrize("rank", [0, 8])
 def test_operations_for_a_token_are_those_of_its_products(rank):
     """But for scores above the diagonal, few here, which JAX computes and the model does not need."""

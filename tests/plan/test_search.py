@@ -14,6 +14,7 @@ from mmnnx.plan.chips import CHIPS
 from mmnnx.plan.estimate import estimate
 from mmnnx.plan.language_models import TrainingJob, is_of_experts
 from mmnnx.plan.search import search
+from tests.slow import few
 
 TINY = TrainingJob("tiny", "v5e:2x4", stages=1, batch=32, sequence=128)
 LARGE = TrainingJob("llama3-70b", "v5p:4x4x8", stages=16, tensor=8, batch=32, remat=True)
@@ -77,6 +78,7 @@ def test_experts_are_counted_by_what_is_computed():
     assert sparse.computing > dense.computing and sparse.memory > dense.memory
 
 
+@few(1)
 @pytest.mark.parametrize("data", [1, 2])
 def test_gradients_of_experts_are_summed_over_the_devices_that_have_the_same(data):
     """Each of four devices has two of mixtral's eight experts, and all have the other weights."""

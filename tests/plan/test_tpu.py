@@ -97,6 +97,7 @@ def test_it_cannot_be_called():
         few("v5e:2x4")(jnp.ones((8, 128)))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_an_answer(tmp_path):
     long = TrainingJob("tiny", "v5e:2x4", stages=2, tensor=4, batch=4, sequence=40_960, rows=2, layers=2)
     plan = long.plan()

@@ -16,7 +16,7 @@ def one_process(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, 4])
 def test_meshes_of_different_sizes(count, one_process, tmp_path):
     """A stage of four devices (of two processes of four), one of two, one of one: as in one process."""
     run("sizes.py", count, 8 // count, str(tmp_path / "values"))

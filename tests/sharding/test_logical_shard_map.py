@@ -109,7 +109,7 @@ class Layer(nnx.Module):
         return x + logical_shard_map(Product(), LAYOUT, x, self.w[...])[0]
 
 
-@pytest.mark.parametrize("how, scoped", grid(["plain", "remat", "scan", "vmap"], [False, True]))
+@pytest.mark.parametrize("how, scoped", grid(["plain", "remat", "scan", "vmap"], [False, True], step=4))
 def test_a_pipeline_of_them_is_the_whole(how, scoped):
     """Values and gradients; where the state of a layer says its mesh, and where a scope does."""
     meshes = mm.MultiMesh(axis_sizes=(2, 2, 2), axis_names=("stage", "a", "b"))

@@ -24,6 +24,7 @@ from mmnnx.sharding.stacked import stacked_length
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_parity, homes, pipeline
+from tests.slow import few
 
 
 def layout(placement: mm.TaskSharding) -> list[str]:
@@ -347,6 +348,7 @@ class TestStacks:
         (rule,) = pipeline_sharding(nnx.Dict(blocks=blocks), 3).rules
         assert rule[0].sizes_of(6) == (2, 2, 2)
 
+    @few(2)
     @pytest.mark.parametrize(
         "make",
         [

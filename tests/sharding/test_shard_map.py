@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
-from tests.slow import all_but
+from tests.slow import few
 
 X = np.arange(16, dtype=np.float32).reshape(4, 4)
 
@@ -89,6 +89,7 @@ def test_the_mesh_of_a_registered_task():
     assert {d.id for d in axes.sharding.device_set} == {2, 3}
 
 
+@few(1)
 @pytest.mark.parametrize("kind", ["Mesh", "MultiMesh", "AbstractMesh"])
 def test_an_explicit_mesh(multimesh, tasks, kind):
     """mesh= wins over the task and the MultiMesh around it."""
@@ -177,7 +178,8 @@ def state_sharding(task=None):
     return mm.TaskSharding({filter: (task, spec) for filter, spec in specs.items()})
 
 
-@pytest.mark.parametrize("kind", all_but(["TaskSharding"], ["StateSharding", "TaskSharding"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["StateSharding", "TaskSharding"])
 def test_specs_of_state(multimesh, tasks, kind):
     """State goes in as shards, and what is updated inside comes out."""
     specs = state_sharding(tasks[1] if kind == "TaskSharding" else None)
@@ -203,6 +205,7 @@ class Net(nnx.Module):
         self.first, self.second = Layer(), Layer()
 
 
+@few(1)
 @pytest.mark.parametrize("kind", ["StateSharding", "TaskSharding"])
 def test_split_over_two_tasks(multimesh, tasks, kind):
     """Each task maps over its own mesh, with its state where it lives; the values are those of one device."""

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from mmnnx.sharding import MultiMesh, Task, TaskMesh, clear_tasks, register_task, task
 from mmnnx.sharding.name_stack import is_backward, scopes
 from mmnnx.sharding.task_scope import current_task, find_task, scope_name, splitting, task_scope
+from tests.slow import few
 
 P = PartitionSpec
 
@@ -70,6 +71,7 @@ BODIES = {
 
 
 class TestTransformations:
+    @few(3)
     @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
     def test_every_equation_of_value_and_gradient_has_the_mark(self, body):
         stage = Task("stage 0")

@@ -15,7 +15,6 @@ from mmnnx.train.devices import choose_devices
 from mmnnx.train.metrics import Meter
 from mmnnx.train.run_folder import read_run
 from mmnnx.train.step import create, make_model, make_train_step, place, trained
-from tests.slow import all_but
 from tests.train.published import publish
 
 LAYOUTS = {
@@ -40,7 +39,8 @@ def peaks(config: TrainConfig, batch: dict[str, np.ndarray]) -> tuple[int, dict[
     return len(program.transfers), program.simulate().peak_bytes
 
 
-@pytest.mark.parametrize("layout", all_but(["fsdp and tensor"], LAYOUTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_that_of_numpy_lives_beside_the_weights_and_costs_a_copy(layout, config, tmp_path):
     options = LAYOUTS[layout] | dict(batch=8, ema=DECAY)
     if "lora" in options:

@@ -20,7 +20,6 @@ from mmnnx.train.loop import train
 from mmnnx.train.rows import rows_of
 from mmnnx.train.run_folder import RunFolder
 from mmnnx.train.tokens import HubTokenizer
-from tests.slow import all_but
 from tests.train.published import publish, records
 
 
@@ -55,7 +54,7 @@ def loss_of(model, documents: list[np.ndarray], length: int) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "everything, packing",
-    all_but([(True, "auto")], [(a, p) for a in (False, True) for p in ("auto", "stream")]),
+    [(a, p) for a in (False, True) for p in ("auto", "stream")],
 )
 def test_the_mean_over_tokens(folder, capsys, everything, packing):
     corpus = load_corpus(folder / "data.jsonl", HubTokenizer(folder / "model"))
@@ -80,6 +79,7 @@ def test_the_mean_over_tokens(folder, capsys, everything, packing):
     )
 
 
+@pytest.mark.slow
 def test_a_run_and_what_is_printed(folder, capsys):
     options = ["--data", str(folder / "data.jsonl"), "--sequence", "16"]
     before, after = (found(capsys, str(folder / name), *options)["loss"] for name in ("model", "run"))

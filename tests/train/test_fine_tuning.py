@@ -169,6 +169,7 @@ def test_exports_of_a_step_and_a_type(folder, tmp_path, capsys):
     assert "7" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_a_model_of_bytes_is_exported(whole, tmp_path):
     assert main(["export", str(whole.path), str(tmp_path / "new")]) == 0
     assert hf.read_config(tmp_path / "new").vocab == 256

@@ -157,6 +157,7 @@ def test_a_model_cannot_command_the_terminal(model, capsys, monkeypatch):
     assert found.startswith("a\n\\x1b")  # a question and its answer
 
 
+@pytest.mark.slow
 def test_tokens_are_shown_in_order(model):
     shown = []
     made = generate(

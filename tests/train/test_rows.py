@@ -18,7 +18,7 @@ from mmnnx.modules.build import build
 from mmnnx.train.batches import in_batches, train_batches
 from mmnnx.train.data import Text
 from mmnnx.train.rows import Packed, Stream, best_fit, rows_of
-from tests.slow import all_but, examples
+from tests.slow import examples
 
 LENGTH = 24
 SIZES = dict(vocab=32, layers=4, width=16, heads=2, kv_heads=2, mlp=24)
@@ -169,7 +169,7 @@ three = st.lists(st.integers(2, 10), min_size=3, max_size=3).filter(lambda n: su
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", all_but(["GPT-2"], CONFIGS))
+@pytest.mark.parametrize("kind", CONFIGS)
 @given(lengths=three)
 @examples(20)
 def test_three_documents_in_a_row_are_as_each_alone(kind, lengths):

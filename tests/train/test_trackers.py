@@ -38,6 +38,7 @@ def stopped_and_resumed(config, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_each_step_once(stopped_and_resumed, whole):
     """Also those after the checkpoint, which the resumed run takes again."""
     folder = stopped_and_resumed(tensorboard=True)

@@ -123,7 +123,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", all_but(["fsdp and tensor"], LAYOUTS))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_where_it_runs_does_not_change_the_losses(layout, config, tmp_path):
     sizes = dict(layers=4, steps=3, batch=8, microbatches=4, scan="scanned" in layout)
     one = losses(train(config(**sizes, stages=1, out=tmp_path / "one")))
@@ -131,9 +131,7 @@ def test_where_it_runs_does_not_change_the_losses(layout, config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer, scan", all_but([("muon", True)], product(["muon", "lion", "adafactor"], [True, False]))
-)
+@pytest.mark.parametrize("optimizer, scan", [*product(["muon", "lion", "adafactor"], [True, False])])
 def test_other_optimizers_learn(optimizer, scan, config, tmp_path):
     rate = {"lion": 3e-3, "muon": 2e-2, "adafactor": 5e-2}[optimizer]
     options = dict(optimizer=optimizer, scan=scan, learning_rate=rate, layers=2, steps=16, eval_every=16)
@@ -325,6 +323,7 @@ def test_a_run_that_is_going_on_is_left_alone(config, tmp_path, at_step, monkeyp
     assert losses(train(config())) == losses(whole) and len(told) == 1
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_says_so(config, tmp_path, at_step, monkeypatch, capsys):
     at_step(2, crash)
     with pytest.raises(RuntimeError):

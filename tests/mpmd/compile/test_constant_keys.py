@@ -70,7 +70,8 @@ def draws(f: Fragment) -> int:
     return sum(e.primitive.name == "random_bits" for e in f.jaxpr.eqns)
 
 
-@pytest.mark.parametrize("kind", all_but(["keys"], MAKERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MAKERS)
 def test_what_is_drawn_is_as_on_one_device(kind):
     make = MAKERS[kind]
     model, program = born(make)

@@ -62,7 +62,8 @@ def trainer(per_stage, schedule, donate=(0, 1)):
     )
 
 
-@pytest.mark.parametrize("schedule, per_stage", all_but([("1f1b", (2,))], CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule, per_stage", CASES)
 def test_what_dies_is_overwritten_and_all_is_right(per_stage, schedule):
     """A backward writes the gradient that it sends over a residual, or over the one that it received."""
     mesh, tasks = pipeline(3, *per_stage)
@@ -135,6 +136,7 @@ def test_arguments_that_are_not_given_up_stay():
     assert not any(x.is_deleted() for x in (*old, *jax.tree.leaves(batch)))
 
 
+@pytest.mark.slow
 def test_what_came_from_a_mesh_of_another_shape_is_left_alone():
     """A replicated array is sent there by way of shards, of which some may be those of the sender."""
     devices = np.array(jax.devices()[:3])

@@ -64,6 +64,7 @@ def test_equal_pieces_are_one_array_of_jax():
         assert float(jnp.sum(kernel(model) ** 2)) > 0  # as any other array
 
 
+@pytest.mark.slow
 def test_no_piece_is_copied_on_its_way_in_or_out():
     mesh, tasks = pipeline(2)
     with mesh:

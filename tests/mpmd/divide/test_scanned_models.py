@@ -20,7 +20,7 @@ from tests.models import make
 from tests.mpmd.divide.scanned import WAYS, Scanned
 from tests.mpmd.parity import MOMENTUM, assert_parity, pipeline
 from tests.mpmd.test_every_schedule import ANYWHERE, LOOPING, VEES
-from tests.slow import all_but, examples, grid
+from tests.slow import all_but, examples, few, grid
 
 
 def divided(tasks, sizes=None, spec=P()):
@@ -47,13 +47,13 @@ def check(kinds, sizes, way="nnx.scan", meshes=None, spec=P(), devices=1, **opti
     )
 
 
-@pytest.mark.parametrize("kind, way", grid(list(KINDS), list(WAYS), step=4))
+@pytest.mark.parametrize("kind, way", grid(list(KINDS), list(WAYS), step=12))
 def test_layers(kind, way):
     """Modules made by nnx.vmap and run by nnx.scan, as in JaxPP's issue 7, and over several stages."""
     check((kind,), (2, 2), way)
 
 
-@pytest.mark.parametrize("schedule", all_but(["sequential", "eager-1f1b"], ANYWHERE))
+@pytest.mark.parametrize("schedule", all_but(["sequential"], ANYWHERE))
 def test_schedules(schedule):
     check(("tanh",), (1, 1, 1, 1), schedule=schedule)
 
@@ -64,7 +64,8 @@ def test_schedules_that_go_round_the_meshes(schedule):
     check(("tanh",), (1, 2, 1, 1), meshes=(0, 1, 0, 1), schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", all_but(["zbv"], VEES))
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", VEES)
 def test_schedules_that_turn_back(schedule):
     check(("tanh",), (1, 1, 2, 1), meshes=(0, 1, 1, 0), schedule=schedule)
 
@@ -77,6 +78,7 @@ ALL_OPTIMIZERS = OPTIMIZERS | {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
 @pytest.mark.parametrize("factored", [4, 128])
 def test_an_optimizer_that_is_made_for_a_model_that_is_there(sizes, factored):
@@ -111,7 +113,8 @@ def test_optimizers(optimizer):
 SPECS = [P(None, "data"), P(None, "data", "model"), P("data"), P()]
 
 
-@pytest.mark.parametrize("spec", all_but(SPECS[2:3], SPECS))
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS)
 def test_data_parallel_and_sharded_over_it(spec):
     """Data and tensor parallelism inside of a stage, and weights sharded over the data axis (FSDP)."""
     mesh, tasks = pipeline(2, 2, 2, axes=("data", "model"))

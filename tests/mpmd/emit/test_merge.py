@@ -18,6 +18,7 @@ from mmnnx.mpmd.ir.instructions import Call, Control, Transfer
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import ADAMW, assert_parity, born_with_optimizer, pipeline, place
+from tests.slow import few
 
 
 @functools.cache
@@ -69,6 +70,7 @@ def test_a_while_has_no_call_for_counters_alone():
     assert len(iteration) == 4
 
 
+@few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
 def test_the_last_stage_runs_forward_and_backward_at_once(schedule):
     program = program_of(schedule)

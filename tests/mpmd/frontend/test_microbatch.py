@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, pipeline
-from tests.slow import grid
+from tests.slow import few, grid
 
 RNG = np.random.default_rng(0)
 A, B = (RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(2))
@@ -66,13 +66,14 @@ def test_sum_is_the_default(run):
     )
 
 
-@pytest.mark.parametrize("size, schedule", grid([1, 2, 4, 8], ["gpipe", "1f1b", None]))
+@pytest.mark.parametrize("size, schedule", grid([1, 2, 4, 8], ["gpipe", "1f1b", None], step=3))
 def test_sizes_and_schedules(run, schedule, size):
     f = jax.value_and_grad(lambda params, x: jnp.sum(two_layers(*params, x) ** 2))
     got = run(mm.microbatch(f, 0, size, argnum=1, schedule=schedule), (A, B), X)
     assert_same(got, f((A, B), X))
 
 
+@few(3)
 @pytest.mark.parametrize("count", [1, 4])
 def test_so_many_microbatches(run, count):
     """By their number, the slices are those of the size that it gives."""
@@ -94,6 +95,7 @@ REDUCTIONS = {
 }
 
 
+@few(6)
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_reductions(run, reduce):
     got = run(mm.microbatch(two_layers, 0, 2, argnum=2, reduce=reduce), A, B, X)
@@ -159,6 +161,7 @@ def test_the_function_is_traced_once(run):
     assert len(traces) == 1
 
 
+@few(1)
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit, mm.jit])
 def test_a_model_that_is_closed_over_in_a_transformation_of_jax(jit):
     """The model is only read, so nothing is written back."""
@@ -205,6 +208,7 @@ def test_what_the_function_closes_over_is_differentiated():
     assert_same(jax.vmap(loss)(jnp.stack([A, 2 * A])), jnp.stack([whole(A), whole(2 * A)]))
 
 
+@few(4)
 @pytest.mark.parametrize("reduce", [*REDUCTIONS])
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Manual])
 def test_where_types_say_how_arrays_are_sharded(kind, reduce):
@@ -416,6 +420,7 @@ def test_shardings_that_do_not_fit_the_slices(within, spec, words):
         mm.jit(f)(X)
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.int8])
 def test_under_strict_promotion(dtype):
     x = jnp.asarray(np.arange(8).reshape(4, 2), dtype)
@@ -425,6 +430,7 @@ def test_under_strict_promotion(dtype):
         assert f(x) == expected == (14 + 126) / 2
 
 
+@few(6)
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 @pytest.mark.parametrize("reduce, expected", [("sum", 10), ("mean", 2.5), ("max", 4)])
 def test_floats_of_eight_bits(run, dtype, reduce, expected):
@@ -534,6 +540,7 @@ def test_shared_weights_in_bfloat16_are_summed_where_they_are_used():
     np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=2e-2, atol=1e-2)
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bfloat16, jnp.float32])
 def test_a_sum_that_is_converted_is_converted_after_it_is_added_up(dtype):
     """Each term, on its mesh, is below one and their sum above: they are not rounded one by one."""

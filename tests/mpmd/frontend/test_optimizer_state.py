@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from mmnnx.inspect.locations import Homes, spec_text
 from tests.mpmd.parity import assert_same, born, pipeline, values
+from tests.slow import few
 
 WIDTH = 8
 
@@ -69,6 +70,7 @@ def stage(path):
     return MESH.mesh.devices[next(n for name, n in zip(path, path[1:]) if name == "layers")]
 
 
+@few(4)
 @pytest.mark.parametrize(
     "sharding", [None, mm.TaskSharding(RULES), mm.TaskSharding({**RULES, ...: TASKS[2]})]
 )
@@ -170,6 +172,7 @@ def test_a_rule_of_their_own_that_does_not_fit():
         placed("adam", out_shardings=mm.TaskSharding(rules))
 
 
+@few(4)
 @pytest.mark.parametrize(
     "rules", [RULES, *({**zero, **RULES} for zero in ZERO.values())], ids=["none", *ZERO]
 )
@@ -259,6 +262,7 @@ def check_parts(agent, optimizers):
     assert not agent.actor.kernel.has_metadata("mmnnx_origin")
 
 
+@few(1)
 @pytest.mark.parametrize("names", [["actor"], ["twin", "critic", "actor"], ["average", "twin"]])
 def test_of_parts_that_are_alike(names):
     """A network and its moving average, two critics, in any order: each by the parameters it was made for."""

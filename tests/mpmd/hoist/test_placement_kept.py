@@ -16,6 +16,7 @@ from mmnnx.mpmd.partition.timetable import fits
 from mmnnx.mpmd.place.place import _cheapest
 from mmnnx.mpmd.place.region import Problem
 from tests.mpmd.parity import pipeline
+from tests.slow import few
 
 
 class Tied(nnx.Module):
@@ -72,6 +73,7 @@ def assert_alike(nodes, one, other):
             assert one.where[v].home == other.where[v].home, node
 
 
+@few(1)
 @pytest.mark.parametrize("spec", [P(), P("data")], ids=["data", "fsdp"])
 def test_each_stage_hands_on_what_would_be_placed(stages, spec):
     mesh, tasks = pipeline(2, 2, axes=("data",))

@@ -22,7 +22,7 @@ from mmnnx.mpmd.ir.equations import Equation
 from mmnnx.sharding.pipeline import pipeline_sharding
 from tests.models import make
 from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place, train_step
-from tests.slow import grid
+from tests.slow import few, grid
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -143,6 +143,7 @@ def test_nothing_is_reduced_or_gathered_in_the_loop(hlo, spec, schedule):
     assert not program.notes
 
 
+@pytest.mark.slow
 def test_without_it_each_microbatch_reduces(hlo, monkeypatch):
     """What the test above counts is there to be counted."""
     monkeypatch.setattr("mmnnx.mpmd.hoist.hoist.hoist_reductions", lambda placed, given: placed)
@@ -156,6 +157,7 @@ def test_without_it_each_microbatch_reduces(hlo, monkeypatch):
     assert found["all-reduce", 0] >= 2 and found["all-gather", 0] >= 4
 
 
+@pytest.mark.slow
 def test_a_batch_that_arrives_sharded_needs_no_arg_shardings(hlo):
     mesh, tasks = pipeline(2, 4, axes=("data",))
     batch = jax.device_put(TOKENS, jax.NamedSharding(mesh.slice(stage=0), P("data")))
@@ -416,16 +418,14 @@ def test_state_that_is_only_added_to_starts_where_it_is(start):
     assert (2, 8) in {tuple(v.aval.shape) for v, _ in program.values}
 
 
+@few(1)
 @pytest.mark.parametrize(
     "count",
     [
         lambda y: jnp.sum(y > 0, 0, dtype=jnp.uint32) // jnp.uint32(2),
         lambda y: jax.lax.div(jnp.sum((y * 100).astype(jnp.int32), 0), 3),
         lambda y: jnp.sum((y > 0).astype(jnp.int8) * jnp.int8(30), 0, dtype=jnp.int8),  # runs over, and stays
-        pytest.param(
-            lambda y: -jnp.sum((y * 100).astype(jnp.int16), 0, dtype=jnp.int16) * jnp.int16(7),
-            marks=pytest.mark.slow,
-        ),
+        lambda y: -jnp.sum((y * 100).astype(jnp.int16), 0, dtype=jnp.int16) * jnp.int16(7),
     ],
     ids=["uint32 halved", "int32 divided", "int8", "int16"],
 )

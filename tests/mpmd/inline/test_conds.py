@@ -15,7 +15,7 @@ from jax import lax
 import mmnnx as mm
 from mmnnx.mpmd.partition.scalar_packing import FEWEST
 from tests.mpmd.parity import assert_same, born, pipeline, place, values
-from tests.slow import all_but, grid
+from tests.slow import all_but, few, grid
 
 
 class Model(nnx.Module):
@@ -89,6 +89,7 @@ def placed():
         return mesh, born(Model, place(tasks, ["a", "count"], ["b"]))
 
 
+@few(3)
 @pytest.mark.parametrize("kind", IN_ONE_TASK)
 def test_in_one_task(kind):
     """The rest of a module that is an operand, and what nothing reads, does not count."""
@@ -102,7 +103,7 @@ def test_in_one_task(kind):
         assert {t.shape for t in run.program(model, x).transfers} == {(2, 4)}
 
 
-@pytest.mark.parametrize("kind, differentiated", grid([*IN_TWO_TASKS], [True, False]))
+@pytest.mark.parametrize("kind, differentiated", grid([*IN_TWO_TASKS], [True, False], step=4))
 def test_in_two_tasks(kind, differentiated):
     """One cond for each task, whichever branch is taken."""
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 import mmnnx as mm
 from tests.mpmd.parity import MOMENTUM, assert_same, born_with_optimizer, pipeline, place, values
-from tests.slow import grid
+from tests.slow import few, grid
 
 TOKENS = np.random.default_rng(0).integers(0, 16, (4, 4, 9)).astype(np.int32)
 
@@ -155,7 +155,7 @@ def on_one_device(kind: str):
     return [values((step(*whole, TOKENS), *map(nnx.state, whole))) for _ in range(2)]
 
 
-@pytest.mark.parametrize("kind, donate", grid([*LOOPS], [False, True], step=5))
+@pytest.mark.parametrize("kind, donate", grid([*LOOPS], [False, True], step=10))
 def test_parity(kind, donate):
     mesh, *split = made()
     with mesh:
@@ -174,6 +174,7 @@ def program(kind: str, length: int = len(TOKENS)):
         return mm.jit(LOOPS[kind]).program(*split, TOKENS[:length])
 
 
+@few(3)
 @pytest.mark.parametrize("kind", LOOPS)
 def test_weights_stay_where_they_are(kind):
     """What is sent is of the batch: activations, their gradients, tokens."""

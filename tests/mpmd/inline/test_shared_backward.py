@@ -56,7 +56,7 @@ def sent(make, loss_fn=lambda model, x: (model(x) ** 2).mean(), batch=X, **optio
     return Counter(t.shape for t in program.transfers)
 
 
-@pytest.mark.parametrize("kind, schedule", grid(list(MADE), ["1f1b", "gpipe", "zero-bubble-h1"], step=3))
+@pytest.mark.parametrize("kind, schedule", grid(list(MADE), ["1f1b", "gpipe", "zero-bubble-h1"], step=9))
 def test_each_gradient_goes_home_once(kind, schedule):
     shapes = sent(lambda: Tied(kind), schedule=schedule)
     tables = sum(n for shape, n in shapes.items() if shape and shape[0] > ROWS // 2)
@@ -90,6 +90,7 @@ def test_a_bias_by_relative_positions():
     assert shapes[4, heads] == STAGES - 1
 
 
+@pytest.mark.slow
 def test_a_gradient_of_few_microbatches_is_left_whole():
     """It would be sent as often as what its backward reads."""
     whole = sent(lambda: Tied("normalised"), microbatch=len(X) // 2)
@@ -169,6 +170,7 @@ def test_a_backward_that_saves_no_bytes_is_taken_once(everywhere):
     assert flops[0] < 1.1 * flops[1]
 
 
+@pytest.mark.slow
 def test_what_is_not_linear_is_left_whole():
     """A mask of the batch is another in each microbatch."""
 

@@ -13,6 +13,7 @@ from jax import lax
 import mmnnx as mm
 from mmnnx.mpmd.compile.rewrites import rewrite
 from tests.mpmd.parity import assert_same, born, pipeline, place, values
+from tests.slow import few
 
 
 class Model(nnx.Module):
@@ -219,6 +220,7 @@ def compare(run, tasks, mesh, calls=(0, 3), rtol=1e-4):
     assert "while %" in str(program)
 
 
+@few(5)
 @pytest.mark.parametrize("run", CASES, ids=lambda run: run.__name__)
 def test_parity(run):
     """After no iteration, and after several."""

@@ -88,7 +88,7 @@ def lowerings(kind, length, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    ["training steps of microbatches", pytest.param("training steps of sums", marks=pytest.mark.slow)],
+    ["training steps of microbatches", "training steps of sums"],
 )
 def test_an_unrolled_loop_is_lowered_once(kind, monkeypatch, no_folder):
     """However many iterations there are: those in the middle are alike."""

@@ -15,7 +15,7 @@ from mmnnx.mpmd.ir.timeline import UNIT_COSTS
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import born, pipeline, place, train_step
-from tests.slow import grid
+from tests.slow import few, grid
 
 
 @functools.cache
@@ -205,6 +205,7 @@ def test_events_are_all_calls_and_transfers():
 # Residuals in flight
 
 
+@few(5)
 @pytest.mark.parametrize("stages, microbatches", [(2, 1), (2, 5), (4, 2), (4, 4), (4, 8)])
 @pytest.mark.parametrize(
     "schedule, formula",
@@ -260,6 +261,7 @@ def test_bytes_are_those_of_the_arrays(schedule, donate):
         assert not any(off.values()), off
 
 
+@few(2)
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_takes_no_time_takes_memory(schedule, donate):

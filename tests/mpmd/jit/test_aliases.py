@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, homes, pipeline, values
-from tests.slow import examples, grid
+from tests.slow import examples, few, grid
 
 NAMES = "abc"
 
@@ -132,6 +132,7 @@ def exchanged_modules(m):
     m.first.a[...] += 10
 
 
+@few(1)
 @pytest.mark.parametrize("step", [exchanged, replaced, exchanged_modules])
 def test_variables_that_others_hold_too(step):
     """What a call writes is in those that the modules held then."""

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same
+from tests.slow import few
 
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
 
@@ -73,6 +74,7 @@ def train(jit, layers, steps=2, size=None, **options):
     return losses, nnx.state(layers), nnx.state(optimizer, nnx.optimizer.OptState)
 
 
+@few(1)
 @pytest.mark.parametrize("where", ["set_mesh", "arguments"])
 def test_a_train_step_on_one_mesh(where):
     """As under nnx.jit, in types of results too; without jax.set_mesh the mesh is that of the arguments."""
@@ -88,6 +90,7 @@ def test_a_train_step_on_one_mesh(where):
     assert {a.sharding.mesh for a in jax.tree.leaves(got[1])} == {mesh}
 
 
+@few(1)
 @pytest.mark.parametrize("size", [None, 4], ids=["whole", "microbatches"])
 def test_a_train_step_on_two_meshes(size):
     """Types inside of tasks are those on one mesh, and results have them."""
@@ -113,6 +116,7 @@ def tasks_of(*meshes):
     return tasks, mm.TaskSharding(rules)
 
 
+@few(1)
 @pytest.mark.parametrize("scopes", [False, True], ids=["placed", "scopes"])
 def test_state_placed_by_tasks_on_such_meshes(scopes):
     """It is born with shardings in its types; in the scope of a task specs name the axes of its mesh."""

@@ -21,7 +21,7 @@ from mmnnx import _compat
 from mmnnx.mpmd.jit import jit as jit_module
 from mmnnx.mpmd.jit.fast_path import FastPath
 from tests.mpmd.parity import assert_same, born, pipeline
-from tests.slow import grid
+from tests.slow import few, grid
 
 X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
 
@@ -202,6 +202,7 @@ def describe(model, x):
     ]
 
 
+@few(3)
 @pytest.mark.parametrize("change", [grow, shrink, rescale, rename, halve, retype, train, share, annotate])
 def test_a_changed_model_does_not_take_a_stale_one(model, taken, change):
     """Variables added, removed, shared, of another type; attributes and their names, mode, metadata."""

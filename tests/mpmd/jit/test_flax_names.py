@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from tests.mpmd.modes import Pair
 from tests.mpmd.parity import assert_same, homes, pipeline
+from tests.slow import few
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 
@@ -25,6 +26,7 @@ def make_optimizer(model):
     return nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
 
 
+@few(1)
 def test_cached_partial(mode):
     """State is updated in the model that was bound, also when its arrays are replaced between calls."""
     whole = Pair()

@@ -26,7 +26,6 @@ from tests.mpmd.parity import (
     place,
     train_step,
 )
-from tests.slow import all_but
 
 HALVES = [("layers", (0, 1))], [("layers", (2, 3))]
 MLP = make(models.MLP, 4, 8)
@@ -51,7 +50,8 @@ UPDATES = {
 }
 
 
-@pytest.mark.parametrize("update", all_but(["a pure dict"], UPDATES))
+@pytest.mark.slow
+@pytest.mark.parametrize("update", UPDATES)
 def test_an_update_from_the_host(update):
     """The next steps leave state where it was, and do what one device does with these values. Nothing is
     traced or compiled for it."""

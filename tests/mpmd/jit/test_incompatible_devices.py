@@ -9,6 +9,7 @@ import mmnnx as mm
 from mmnnx.modules import LM, EncoderDecoder, EncoderDecoderConfig, LMConfig, ViT, ViTConfig
 from tests.mpmd.modes import Pair
 from tests.mpmd.parity import born, pipeline, place
+from tests.slow import few
 
 X = np.ones((2, 4), np.float32)
 
@@ -51,6 +52,7 @@ CALLS = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_inside_of_a_multimesh(call):
     """Whatever raises it, with the tasks whose devices they are where there are some."""

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from tests.mpmd.modes import Pair
 from tests.mpmd.parity import arrays, assert_same, born, homes, pipeline, place
+from tests.slow import few
 
 
 @pytest.fixture
@@ -556,6 +557,7 @@ def test_inside_another_jit(mode):
     np.testing.assert_allclose(nnx.jit(lambda model, x: 2 * f(model, x))(model, X), 2 * model(X), rtol=1e-5)
 
 
+@few(1)
 def test_under_grad_and_vmap(mode):
     model = Pair()
     f = mode.jit(lambda model, x: jnp.sum(model(x) ** 2))

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests.mpmd.parity import pipeline
+from tests.slow import few
 
 MESH, TASKS = pipeline(2)
 
@@ -21,6 +22,7 @@ def over_both(x):
     return mm.task(lambda y: y * 2, task=TASKS[1])(mm.task(lambda y: y + 1, task=TASKS[0])(x))
 
 
+@few(1)
 @pytest.mark.parametrize(
     "argument", [2.0, np.ones(2, np.float32), jnp.ones(2)], ids=["float", "NumPy", "jax"]
 )

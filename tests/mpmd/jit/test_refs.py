@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same, pipeline
+from tests.slow import few
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 
@@ -58,6 +59,7 @@ def held(model):
 MODES = [{}, {"graph": False}, {"graph_updates": False}]
 
 
+@few(1)
 @pytest.mark.parametrize("mode", MODES, ids=["graph", "tree", "no updates"])
 def test_references_of_a_model_on_two_tasks(mode):
     """Repeated calls see, and show, what they hold; each stays where it was placed."""
@@ -121,6 +123,7 @@ def test_plain_references():
         assert len({call.mesh for call in split.program(mine, xs, xs[0]).calls}) == 2
 
 
+@few(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_references_in_a_microbatch_loop(size):
     """They are carried from each microbatch to the next, as under nnx.jit."""

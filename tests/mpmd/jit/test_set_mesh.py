@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from tests.mpmd.parity import assert_same
+from tests.slow import few
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
@@ -40,6 +41,7 @@ SPECS = {
 }
 
 
+@few(3)
 @KINDS
 @pytest.mark.parametrize("options", SPECS.values(), ids=SPECS)
 def test_specs_name_axes_of_the_mesh(options, kind):

@@ -24,6 +24,7 @@ from tests import models
 from tests.models import make
 from tests.mpmd.modes import Pair
 from tests.mpmd.parity import assert_same, born, homes, pipeline, place
+from tests.slow import few
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 
@@ -40,6 +41,7 @@ class Wide(Pair):
         self.first, self.second = (nnx.Linear(*io, rngs=nnx.Rngs(0)) for io in ((4, width), (width, 3)))
 
 
+@few(1)
 def test_threads_that_call_it_first_with_different_models(mode):
     """Each trains its own; all begin while nothing is traced yet."""
     step = mode.jit(descend)
@@ -158,6 +160,7 @@ def test_callbacks_happen_once_for_each_microbatch(mode):
     assert sorted(seen) == [0, 8, 16, 24]
 
 
+@few(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
 def test_callbacks_on_gradients_happen_once_for_each_microbatch(mode, schedule):
     """Of an activation, of all weights and of one layer's."""
@@ -248,6 +251,7 @@ def test_where_a_nan_was_made(monkeypatch):
     assert found and tasks[0].name in found[1]
 
 
+@few(1)
 def test_without_compiling(mode):
     """Under `jax.disable_jit` Python runs the function, and state stays where it was."""
     ran = []
@@ -309,6 +313,7 @@ def test_what_goes_between_meshes_was_asked_for(mode):
     assert_same(model, alone)
 
 
+@few(1)
 def test_leaks_are_not_found(mode):
     inner = mode.jit(lambda model, x: model(x))
     model = mode.make(Pair)

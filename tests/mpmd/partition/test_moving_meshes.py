@@ -20,7 +20,7 @@ from mmnnx.mpmd.schedule import schedule_names
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import MOMENTUM, arrays, assert_parity, assert_same, born, pipeline, place, train_step
-from tests.slow import all_but
+from tests.slow import all_but, few
 
 VOCAB, WIDTH = 32, 8
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -193,14 +193,15 @@ def test_other_stages_keep_the_order_of_their_schedule():
 # The same result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule, over, per_stage",
     [
-        pytest.param("gpipe", "stage", (), marks=pytest.mark.slow),
+        ("gpipe", "stage", ()),
         ("1f1b", "stage", ()),
-        pytest.param("gpipe", third_of, (2,), marks=pytest.mark.slow),
-        pytest.param("1f1b", {"stage": (0, 2)}, (2,), marks=pytest.mark.slow),
-        pytest.param("zero-bubble-h1", {"stage": (3, 1)}, (), marks=pytest.mark.slow),
+        ("gpipe", third_of, (2,)),
+        ("1f1b", {"stage": (0, 2)}, (2,)),
+        ("zero-bubble-h1", {"stage": (3, 1)}, ()),
     ],
 )
 def test_an_embedding_spread_over_stages(schedule, over, per_stage):
@@ -298,9 +299,7 @@ def test_state_that_is_carried_and_is_no_sum(schedule):
     )
 
 
-@pytest.mark.parametrize(
-    "scoped, schedule", all_but([(1, "1f1b"), (2, None)], [(1, "1f1b"), (2, "gpipe"), (2, None)])
-)
+@pytest.mark.parametrize("scoped, schedule", all_but([(1, "1f1b")], [(1, "1f1b"), (2, "gpipe"), (2, None)]))
 def test_in_the_middle_and_at_the_end(scoped, schedule):
     """Wherever the task is in the flow; on meshes of other stages, and on two that have no stage."""
     mesh, tasks = pipeline(4)
@@ -319,6 +318,7 @@ def test_in_the_middle_and_at_the_end(scoped, schedule):
     )
 
 
+@few(1)
 @pytest.mark.parametrize("microbatch", [None, 2])
 def test_forwards_alone(microbatch):
     """Inference; without a loop it runs on its first slice."""
@@ -360,12 +360,13 @@ HALVES = mm.Task("halves", loop_dependent_mesh_slice="stage", remat=True, split_
 STAYS, LAST = mm.Task("stays", mesh_slice={"stage": 0}), mm.Task("last", mesh_slice={"stage": 1})
 
 
+@few(1)
 @pytest.mark.parametrize(
     "tasks, schedule",
     [
         ((MOVES, BACK, LAST), "1f1b"),
-        pytest.param((MOVES, LAST, BACK), "zero-bubble-h1", marks=pytest.mark.slow),
-        pytest.param((STAYS, HALVES, LAST), "zero-bubble-h1", marks=pytest.mark.slow),
+        ((MOVES, LAST, BACK), "zero-bubble-h1"),
+        ((STAYS, HALVES, LAST), "zero-bubble-h1"),
         ((MOVES, MOVES, MOVES), "1f1b"),
     ],
     ids=["two in a row", "at both ends", "with halves and remat", "nothing else"],

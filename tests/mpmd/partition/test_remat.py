@@ -18,7 +18,7 @@ from mmnnx import _compat
 from tests import models
 from tests.models import in_tasks, make
 from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place
-from tests.slow import all_but
+from tests.slow import all_but, few
 
 POLICIES = jax.checkpoint_policies
 PARTS = ("backward-input", "backward-weight")
@@ -92,15 +92,16 @@ def products(program, phase, stage=0) -> int:
 # The same result
 
 
+@few(1)
 @pytest.mark.parametrize(
     "remat",
     [
         True,
-        pytest.param(False, marks=pytest.mark.slow),
+        False,
         POLICIES.dots_saveable,
-        pytest.param(POLICIES.dots_with_no_batch_dims_saveable, marks=pytest.mark.slow),
-        pytest.param(POLICIES.nothing_saveable, marks=pytest.mark.slow),
-        pytest.param(POLICIES.everything_saveable, marks=pytest.mark.slow),
+        POLICIES.dots_with_no_batch_dims_saveable,
+        POLICIES.nothing_saveable,
+        POLICIES.everything_saveable,
         [True, None],
     ],
     ids=["True", "False", "dots", "dots without batch", "nothing", "everything", "first stage"],
@@ -175,6 +176,7 @@ class Dropped(nnx.Module):
         return self.head(self.dropout(self.linear(x)))
 
 
+@few(1)
 @pytest.mark.parametrize("remat", [None, True, POLICIES.dots_saveable], ids=["None", "True", "dots"])
 def test_gradients_are_nought_where_the_forward_dropped(remat):
     """Each microbatch its own mask, and the backward that of its forward."""
@@ -199,9 +201,10 @@ def test_gradients_are_nought_where_the_forward_dropped(remat):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat",
-    [pytest.param(True, id="True", marks=pytest.mark.slow), pytest.param(POLICIES.dots_saveable, id="dots")],
+    [pytest.param(True, id="True"), pytest.param(POLICIES.dots_saveable, id="dots")],
 )
 def test_stacks_of_layers_under_scan(remat):
     mesh, tasks = pipeline(2)

@@ -18,7 +18,7 @@ from mmnnx.mpmd.ir.instructions import Call, Transfer
 from tests import models
 from tests.models import in_tasks, make
 from tests.mpmd.parity import MOMENTUM, assert_parity, born, pipeline, place
-from tests.slow import all_but
+from tests.slow import all_but, few
 
 DEAR = {"dot_general", "conv_general_dilated", "random_bits", "scan", "while", "scatter-add", "cumsum"}
 INPUT, WEIGHT = "backward-input", "backward-weight"
@@ -267,13 +267,14 @@ def test_gradients_that_are_there_are_not_kept(schedule):
 # That it makes no difference to the result
 
 
+@few(1)
 @pytest.mark.parametrize(
     "name, schedule",
     [
         ("norms", "zero-bubble-h2"),
         ("remat", "zero-bubble-h2"),
-        pytest.param("tied transformer", "zero-bubble-h1", marks=pytest.mark.slow),
-        pytest.param("convolutions, batch norm and dropout", "zero-bubble-h1", marks=pytest.mark.slow),
+        ("tied transformer", "zero-bubble-h1"),
+        ("convolutions, batch norm and dropout", "zero-bubble-h1"),
     ],
 )
 def test_it_trains_as_the_whole(name, schedule):
@@ -339,13 +340,9 @@ def test_a_task_has_its_backward_split(schedule):
     assert all(a.phase in ("forward", "backward") for row in (0, 2) for a in found.table()[row])
 
 
+@few(1)
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"schedule": "1f1b"}, marks=pytest.mark.slow),
-        {"schedule": "zero-bubble-h1"},
-        {"microbatch": None},
-    ],
+    "options", [{"schedule": "zero-bubble-h1"}, {"schedule": "1f1b"}, {"microbatch": None}]
 )
 def test_a_task_with_a_split_backward_trains_as_the_whole(options):
     mesh, tasks = pipeline(3)

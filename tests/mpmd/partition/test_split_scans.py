@@ -21,7 +21,7 @@ from mmnnx.mpmd.partition.split_scans import can_be_split, split_scans
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import MOMENTUM, assert_parity, pipeline, place
-from tests.slow import all_but
+from tests.slow import few
 
 INPUT, WEIGHT = "backward-input", "backward-weight"
 SCHEDULES = ["zero-bubble-h1", "zero-bubble-h2", "interleaved-zero-bubble"]
@@ -61,6 +61,7 @@ def test_stacks_of_two_layers(schedule):
         assert counts[INPUT, True] and counts[WEIGHT, True]
 
 
+@pytest.mark.slow
 def test_over_a_data_axis():
     """Its gradients are still reduced once a step."""
     mesh, tasks = pipeline(2, 2)
@@ -89,7 +90,7 @@ def loss(model: LM, tokens: jax.Array) -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", all_but(["zero-bubble-h1"], SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_language_model(schedule):
     """Half of the products of the backward are of the weight part: one for each weight."""
     mesh, tasks = pipeline(2)
@@ -167,6 +168,7 @@ def nested(w, carry, row):
     return carry, jax.jit(lambda a: a @ w)(a)
 
 
+@few(4)
 @pytest.mark.parametrize(
     "fun, gradients",
     [

@@ -12,6 +12,7 @@ import mmnnx as mm
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import assert_same, born, pipeline, place
+from tests.slow import few
 
 
 def two_stages(layers: int = 4, width: int = 16):
@@ -48,6 +49,7 @@ def test_a_batch_on_the_last_stage_goes_to_the_first():
     assert sent(program) == [("stage1", "stage0", (64, 8)), ("stage0", "stage1", (64, 16))]
 
 
+@few(1)
 @pytest.mark.parametrize("kept", ["as an argument", "in a Variable"])
 def test_labels_go_to_where_the_loss_is(kept):
     """Not the logits to the labels, nor one-hot rows that are made of them."""

@@ -13,6 +13,7 @@ from jax import lax
 
 import mmnnx as mm
 from tests.mpmd.parity import MOMENTUM, assert_same, born, pipeline, place
+from tests.slow import few
 
 WIDTH, EXPERTS, CAPACITY = 16, 4, 8
 MESH, TASKS = pipeline(3)
@@ -92,6 +93,7 @@ def test_rows_of_experts_alone_go_to_them_and_come_back():
 NORMS = {"l2": lambda h: h / jnp.linalg.norm(h, axis=-1, keepdims=True), "softmax": jax.nn.softmax}
 
 
+@few(1)
 @pytest.mark.parametrize("norm", [*NORMS])
 def test_gradients_that_come_from_elsewhere_go_to_the_tower_once(norm):
     """Gradient caching (Gao et al. 2021): the backward of each chunk, from the gradient of its rows."""

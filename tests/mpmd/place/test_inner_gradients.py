@@ -12,7 +12,7 @@ from flax import nnx
 
 import mmnnx as mm
 from tests.mpmd.parity import MOMENTUM, assert_same, born, pipeline, place
-from tests.slow import all_but, grid
+from tests.slow import grid
 
 WIDTH, STAGES = 16, 3
 X = np.random.default_rng(0).normal(size=(4, WIDTH)).astype(np.float32)
@@ -105,7 +105,7 @@ def check(make, step):
 
 
 @pytest.mark.parametrize(
-    "loss_fn, schedule", grid([penalty, forces, after_a_step], [None, "1f1b", "zero-bubble-h1"], step=2)
+    "loss_fn, schedule", grid([penalty, forces, after_a_step], [None, "1f1b", "zero-bubble-h1"], step=4)
 )
 def test_of_the_whole_model(loss_fn, schedule):
     program = check(Net, train(loss_fn, schedule))
@@ -208,7 +208,8 @@ def test_curvature_along_a_random_direction(size):
     assert len(transfers) == 7 * count
 
 
-@pytest.mark.parametrize("size", all_but([1], [None, 1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [None, 1])
 def test_a_step_of_each_of_several_tasks(size):
     """MAML, with `jax.vmap` over tasks: the weights of each task stay where their layer is."""
 

@@ -13,7 +13,7 @@ import mmnnx as mm
 from tests import models
 from tests.models import make
 from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place
-from tests.slow import all_but, grid
+from tests.slow import grid
 
 
 class Masked(nnx.Module):
@@ -89,7 +89,7 @@ def test_done_by_each_it_is_in_the_fragments_of_each():
 
 @pytest.mark.parametrize(
     "options, recompute",
-    grid([{"schedule": "1f1b"}, {"microbatch": None}, {"schedule": "zero-bubble-h1"}], [True, False]),
+    grid([{"schedule": "1f1b"}, {"microbatch": None}, {"schedule": "zero-bubble-h1"}], [True, False], step=3),
 )
 def test_it_trains_as_whole(recompute, options):
     mesh, tasks = pipeline(3)
@@ -107,7 +107,8 @@ def test_it_trains_as_whole(recompute, options):
     assert any(t.dtype == jnp.bool_ for t in ran.transfers) != recompute
 
 
-@pytest.mark.parametrize("name", all_but(["convnet"], ["transformer", "convnet"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["transformer", "convnet"])
 def test_models_train_as_whole_where_it_is_switched_off(name):
     """Masks and positions that no batch has a part in, keys and counters, dropout."""
     mesh, tasks = pipeline(2)
@@ -156,6 +157,7 @@ def test_switched_off_forwards_alone_send_too():
 # The setting
 
 
+@pytest.mark.slow
 def test_a_function_is_divided_anew_for_each_setting():
     """Called under one setting and then under the other it runs what that asks for, again and again.
 

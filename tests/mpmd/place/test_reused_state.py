@@ -10,7 +10,7 @@ from flax import nnx
 
 import mmnnx as mm
 from tests.mpmd.parity import MOMENTUM, assert_same, born, pipeline, place
-from tests.slow import all_but, grid
+from tests.slow import all_but, few, grid
 
 WIDTH, STAGES = 16, 3
 X = np.random.default_rng(0).normal(size=(4, WIDTH)).astype(np.float32)
@@ -197,6 +197,7 @@ def test_where_the_stages_are_counted():
     assert (WIDTH, WIDTH) in check(train(recycled, "1f1b", num_stages=STAGES))
 
 
+@few(1)
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
 def test_a_penalty_on_all_weights(schedule):
     check(train(penalised, schedule))
@@ -218,6 +219,7 @@ def test_weights_clipped_by_their_norm():
         assert {t.shape for t in mm.jit(clip).program(model).transfers} == {()}
 
 
+@pytest.mark.slow
 def test_greedy_decoding():
     """A Python loop: the token goes back to the first stage, not the model to the last."""
 
@@ -234,6 +236,7 @@ def test_greedy_decoding():
         assert (WIDTH, WIDTH) not in {t.shape for t in split.program(model, X).transfers}
 
 
+@few(1)
 @pytest.mark.parametrize("vocab, goes", [(8, "embedding"), (512, "activation")])
 def test_a_tied_embedding(vocab, goes):
     """Outside of a loop the smaller of the two goes; in one the embedding, once."""
@@ -296,6 +299,7 @@ class Remembering(Net):
 REMEMBERING = place(TASKS, *[[("layers", n), ("caches", n)] for n in range(STAGES)])
 
 
+@few(3)
 @pytest.mark.parametrize(
     "change",
     [

@@ -187,9 +187,10 @@ def test_one_submodule_in_two_task_scopes():
     check(make(Twice), mesh, placement)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "around",
-    all_but([nnx.remat], [nnx.remat, nnx.jit, jax.checkpoint, jax.jit]),
+    [nnx.remat, nnx.jit, jax.checkpoint, jax.jit],
     ids=["nnx.remat", "nnx.jit", "jax.checkpoint", "jax.jit"],
 )
 def test_transforms_around_several_stages(around):
@@ -448,7 +449,7 @@ def test_a_sharded_batch():
     assert_same(got, nnx.jit(grad_fn)(make(models.MLP)(), batch))
 
 
-@pytest.mark.parametrize("first, microbatch", grid(["batch", "model"], [None, 4]))
+@pytest.mark.parametrize("first, microbatch", grid(["batch", "model"], [None, 4], step=2))
 def test_arguments_on_meshes_with_explicit_axes(first, microbatch):
     """As `jax.make_mesh` makes them: they count as Auto, whichever argument comes first."""
     meshes = [jax.make_mesh((4,), ("data",), devices=jax.devices()[4 * n : 4 * n + 4]) for n in range(2)]

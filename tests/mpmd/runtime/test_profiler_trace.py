@@ -6,6 +6,7 @@ from collections import Counter
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 import mmnnx as mm
@@ -28,6 +29,7 @@ def loss_fn(model, x):
     return model(x).mean()
 
 
+@pytest.mark.slow
 def test_instructions_are_named_in_a_trace(tmp_path):
     """Each once for each time that it ran; outside of a trace as well a call does the same."""
     mesh, tasks = pipeline(2)

@@ -47,7 +47,7 @@ def on_one_device():
 
 
 @pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("donate, born", grid([0, 1, (0, 1)], ["together", "cloned", "copied over"]))
+@pytest.mark.parametrize("donate, born", grid([0, 1, (0, 1)], ["together", "cloned", "copied over"], step=3))
 def test_an_average_of_a_donated_model(stages, born, donate):
     mesh, tasks = pipeline(2)
     rules = place(tasks, [("layers", range(0, 2))], [("layers", range(2, 4))])

@@ -32,7 +32,7 @@ from tests.mpmd.parity import (
     rolled,
     train_step,
 )
-from tests.slow import all_but, grid
+from tests.slow import grid
 
 HALVES = ["embed", ("blocks", 0)], [("blocks", 1), "norm", "head"]
 
@@ -430,7 +430,8 @@ class TwoAttentions(nnx.Module):
         return self.second(self.first(x))
 
 
-@pytest.mark.parametrize("returned", all_but([True], [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("returned", [False, True])
 def test_caches_of_decoding(returned):
     """They depend on nothing, and are born beside the weights of their layer; with each new batch size."""
     mesh, tasks = pipeline(2, 2)

@@ -115,6 +115,7 @@ def test_damage(objects):
     assert_equal(before, values(new))
 
 
+@pytest.mark.slow
 def test_going_back_keeps_what_came_later_under_another_name(objects):
     with Checkpoints("gs://bucket/run", keep=2) as checkpoints:
         for step in (10, 20):

@@ -14,7 +14,6 @@ from mmnnx.modules.stack import Stack
 from mmnnx.train.checkpoint import Checkpoints
 from mmnnx.train.checkpoint.nnx_state import arrays_of
 from tests.mpmd.parity import pipeline
-from tests.slow import all_but
 
 MESHES = {
     "even": (0, 1, 2),
@@ -79,7 +78,8 @@ def models():
     return {kind: placed(kind) for kind in MESHES}
 
 
-@pytest.mark.parametrize("kind", all_but(("list",), MESHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MESHES)
 def test_from_one_into_all(kind, models, tmp_path):
     mesh, _, nodes = models[kind]
     with mesh, Checkpoints(tmp_path / "checkpoints") as checkpoints:
