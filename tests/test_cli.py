@@ -116,6 +116,7 @@ def test_colours(capsys, monkeypatch):
         assert bool(colour.search(capsys.readouterr().out)) == coloured, variables
 
 
+@pytest.mark.slow
 @few(1)
 @pytest.mark.parametrize("variables, coloured", [({}, True), ({"NO_COLOR": "1"}, False)])
 def test_colours_of_help_on_a_terminal(variables, coloured):

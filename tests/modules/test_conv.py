@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.modules.conv import ConvBlock, ResidualBlock
-from tests.slow import grid
+from tests.slow import few, grid
 
 FEATURES = 8
 
@@ -61,6 +61,7 @@ def test_block_is_that_of_lax_and_linen(norm, window):
     np.testing.assert_allclose(block(inputs()), expected, atol=2e-5)
 
 
+@few(1)
 @pytest.mark.parametrize("norm", LINEN)
 def test_gradients_are_those_of_linen(norm):
     block = shaken(ConvBlock(4, FEATURES, norm=norm, groups=4, activation=jnp.tanh, rngs=nnx.Rngs(0)))
@@ -126,6 +127,7 @@ def test_features_over_a_mesh_axis_are_the_same():
     np.testing.assert_allclose(got, make()(inputs()), atol=1e-5)
 
 
+@few(1)
 @pytest.mark.parametrize("norm", LINEN)
 def test_residual_block_is_the_sum_of_its_parts(norm):
     block = shaken(ResidualBlock(4, FEATURES, 2, norm=norm, groups=4, rngs=nnx.Rngs(0)))

@@ -83,7 +83,8 @@ def placed(stages: int = 4, layers: int = 4, **options) -> tuple[mm.MultiMesh, L
 GREEDY = [{}, dict(scan=1, window=4), dict(tied=True, qk_norm=True, bias=True, head_dim=8)]
 
 
-@pytest.mark.parametrize("options", all_but(GREEDY[1:2], GREEDY))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", GREEDY)
 def test_greedy_tokens_are_the_likeliest_of_full_forwards(options):
     model = build(**options)
     tokens = generate(model, prompts(), 7)

@@ -199,6 +199,7 @@ def test_names_of_axes_do_not_disturb_a_mesh_that_lacks_them():
     np.testing.assert_array_equal(model(tokens()), build()(tokens()))
 
 
+@pytest.mark.slow
 def test_works_under_jit():
     model = build()
     np.testing.assert_allclose(

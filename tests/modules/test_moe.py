@@ -150,6 +150,7 @@ def weights_of(moe: MoE):
     return tuple(w[...] for w in (moe.gate, moe.up, moe.down, moe.router.kernel))
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_a_dense_formula():
     moe, x = build(), inputs()
     to_scalar = lambda y: jnp.sum(jnp.sin(y))

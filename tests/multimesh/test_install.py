@@ -21,7 +21,6 @@ import multimesh_compat.jax
 from multimesh_compat import plugin
 from multimesh_compat.install import install
 from multimesh_compat.jax import constraints, flax
-from tests.slow import all_but
 
 ALIASES = ["multimesh.jax", "legate.jax", "jax_plugins.multimesh", "jax_plugins.legate"]
 PACKAGES = {"multimesh", "legate", "jax_plugins"}
@@ -381,6 +380,7 @@ def test_init_says_what_there_is_instead(monkeypatch):
     assert os.environ["MMNNX_DUMP"] == "folder"
 
 
+@pytest.mark.slow
 def test_init_test_and_shutdown():
     program = """
 from multimesh_compat.install import install
@@ -424,9 +424,8 @@ except (RuntimeError, ValueError) as error:
 """
 
 
-@pytest.mark.parametrize(
-    "order", all_but(["import jax; install()"], ["install(); import jax", "import jax; install()"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["install(); import jax", "import jax; install()"])
 def test_constraints_of_jax_lax_take_logical_names(order):
     """In tasks and in parallelize; elsewhere they are as they were."""
     imports = (

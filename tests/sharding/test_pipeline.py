@@ -556,16 +556,12 @@ class Hybrid(nnx.Module):
 
 
 class TestTrains:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("model", "stages", "options", "batch", "loss"),
         [
-            pytest.param(
-                *(make(Hybrid), 3, {}, models.tokens(), models.cross_entropy), marks=pytest.mark.slow
-            ),
-            pytest.param(
-                *(make(models.AttentionNet), 2, dict(layers="layers"), models.tokens(), models.cross_entropy),
-                marks=pytest.mark.slow,
-            ),
+            *(make(Hybrid), 3, {}, models.tokens(), models.cross_entropy),
+            *(make(models.AttentionNet), 2, dict(layers="layers"), models.tokens(), models.cross_entropy),
             (
                 make(models.ScanNet, stages=3),
                 2,

@@ -15,7 +15,6 @@ from wandb.proto.wandb_internal_pb2 import Record
 from mmnnx.train import trackers, train
 from mmnnx.train.errors import UserError
 from mmnnx.train.metrics import Meter
-from tests.slow import all_but
 
 
 @pytest.fixture
@@ -100,7 +99,8 @@ def test_what_is_missing_is_said_before_anything_runs(option, module, config, tm
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("where", all_but(["add"], ["__init__", "add", "close"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["__init__", "add", "close"])
 def test_one_that_fails_is_warned_of_once(where, config, monkeypatch, capsys):
     def fail(self, *args, **kwargs):
         raise ConnectionError("no route to host")

@@ -275,6 +275,7 @@ def test_what_takes_no_time_takes_memory(schedule, donate):
     assert dict(program.simulate().peak_bytes) == dict(almost)
 
 
+@pytest.mark.slow
 def test_donation_needs_fewer_bytes():
     for schedule in SCHEDULES:
         kept, given = (profiled(schedule, donate)[1].peak_bytes for donate in (False, True))

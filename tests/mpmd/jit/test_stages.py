@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import mmnnx as mm
 from tests.mpmd.modes import Pair
 from tests.mpmd.parity import born, pipeline, place
+from tests.slow import few
 
 X = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
 
@@ -182,6 +183,7 @@ class TestCompiledForOtherArguments:
         with pytest.raises(TypeError, match="Cannot apply JAX transformations"):
             jax.grad(lambda x: compiled(self.model, x)[0])(X)
 
+    @few(1)
     def test_other_devices(self, mode):
         placed = [jax.device_put(X, d) for d in jax.devices()[:2]]
         model = mode.make(Pair)

@@ -270,6 +270,7 @@ def test_without_compiling(mode):
     assert homes(model) == at_birth
 
 
+@few(1)
 def test_without_compiling_a_function_may_look_at_values(mode):
     def f(model, x):
         return descend(model, x if float(x.sum()) < 1e9 else 2 * x)

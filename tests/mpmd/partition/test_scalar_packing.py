@@ -93,6 +93,7 @@ def test_results_and_what_is_read_at_home_stay_what_they_are():
         np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_results_on_every_mesh_arrive_as_a_vector():
     """What a step notes of its gradients, in Variables that no filter places."""
     mesh, tasks = pipeline(STAGES)
@@ -147,6 +148,7 @@ def test_counters_that_go_on_where_gradients_are_finite_are_not_sent():
     assert {t.dtype for t in program.transfers} == {jnp.dtype("float32"), jnp.dtype("bool")}
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_scaled_stays_where_it_is_made():
     """Every mesh has the scale, but the loss is a result of its own, which no Variable keeps."""
     mesh, tasks = pipeline(2)

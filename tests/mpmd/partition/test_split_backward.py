@@ -319,6 +319,7 @@ def scoped_program(microbatch: int | None = 2, **options) -> mm.Program:
         return mm.jit(lambda model, batch: grad_fn(model, batch)).program(model, models.vectors())
 
 
+@few(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_task_has_its_backward_split(schedule):
     """That of the others is whole; names are those that were given, also in print; nothing is done twice."""
