@@ -560,8 +560,8 @@ class TestTrains:
     @pytest.mark.parametrize(
         ("model", "stages", "options", "batch", "loss"),
         [
-            *(make(Hybrid), 3, {}, models.tokens(), models.cross_entropy),
-            *(make(models.AttentionNet), 2, dict(layers="layers"), models.tokens(), models.cross_entropy),
+            (make(Hybrid), 3, {}, models.tokens(), models.cross_entropy),
+            (make(models.AttentionNet), 2, dict(layers="layers"), models.tokens(), models.cross_entropy),
             (
                 make(models.ScanNet, stages=3),
                 2,
