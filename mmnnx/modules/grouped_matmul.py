@@ -48,7 +48,7 @@ def _forward(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int) -> tuple
 
 def _backward(one_in: int, saved: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = saved
-    return _product(ct, w.swapaxes(1, 2), sizes, one_in), _outer_product(x, ct, sizes, one_in), None
+    return _product(ct, w.swapaxes(1, 2), sizes, one_in), grouped_outer_product(x, ct, sizes, one_in), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
@@ -59,7 +59,7 @@ def _product(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int) -> jax.A
     return jnp.where(jnp.arange(x.shape[0])[:, None] < sizes.sum(), made, 0)
 
 
-def _outer_product(x: jax.Array, y: jax.Array, sizes: jax.Array, one_in: int) -> jax.Array:
+def grouped_outer_product(x: jax.Array, y: jax.Array, sizes: jax.Array, one_in: int = 1) -> jax.Array:
     """For each group the product of its rows of x, transposed, with those of y: [groups, in, out]."""
     return _by_platform(outer_product_by_kernel, outer_product_by_blocks, one_in, x, y, sizes)
 

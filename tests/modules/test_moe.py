@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 
 import jax
@@ -14,7 +15,8 @@ from jax.test_util import check_grads
 
 import mmnnx as mm
 from mmnnx.modules.moe import MoE
-from tests.mpmd.parity import assert_same, values
+from mmnnx.mpmd.ir.flops import count_flops
+from tests.mpmd.parity import assert_same, pipeline, values
 from tests.slow import all_but, few, grid
 
 WIDTH, MLP, EXPERTS = 8, 12, 4
@@ -352,6 +354,21 @@ def test_no_weight_of_an_expert_travels(factor):
     placed = mm.jit(lambda: build(capacity_factor=factor), out_shardings=mm.TaskSharding({...: task}))()
     text = compiled_text(placed, task, inputs())
     assert "all-reduce" in text and "all-gather" not in text
+
+
+@pytest.mark.parametrize("factor, again", [(1.0, 0), (None, 2)])
+def test_what_a_backward_on_its_own_computes(factor, again):
+    """Two products for each of the three of the forward; and without a capacity two of these again."""
+    mesh, tasks = pipeline(2, 2)
+    tasks = [dataclasses.replace(task, logical_axes={"expert": "model"}) for task in tasks]
+    make = lambda: nnx.List([MoE(32, 64, 4, 2, capacity_factor=factor, rngs=nnx.Rngs(n)) for n in range(2)])
+    with mesh:
+        layers = mm.jit(make, out_shardings=mm.TaskSharding({mm.path(n): t for n, t in enumerate(tasks)}))()
+        loss = lambda layers, x: (layers[1](layers[0](x)[0])[0] ** 2).sum()
+        program = mm.jit(nnx.grad(loss)).program(layers, jnp.ones((2, 64, 32)))
+    first = [count_flops(f.jaxpr).total() for f in program.fragments if program.names[f.mesh] == "stage0"]
+    forward, backward = filter(None, first)
+    assert backward / forward == pytest.approx((6 + again) / 3, rel=0.03)  # what weighs their sums is little
 
 
 @pytest.mark.parametrize(
