@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mmnnx.modules.grouped_matmul import grouped_matmul, grouped_outer_product
-from mmnnx.sharding.logical_shard_map import Dims, Layout, logical_shard_map
+from mmnnx.sharding.logical_shard_map import Axes, Dims, Layout, logical_shard_map
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 Names = tuple[str | None, str | None]
@@ -33,8 +33,8 @@ def dropless(
     Tokens are sorted by expert, so that those of one are neighbours (MegaBlocks, arXiv:2211.15841). Over the
     devices of a task experts and their hidden features are divided as the names say: each device sorts out
     the tokens of its own experts, and what the devices make is added up. Tokens are divided over all other
-    axes. The backward computes the hidden features again: to be kept they would need, on each device, room
-    for all tokens.
+    axes. The backward reads the hidden features that the forward computed, or computes them again where the
+    experts are divided: as all tokens may come to one device, each would need room for all.
 
     Args:
       x: [batch, sequence, width].
@@ -86,26 +86,22 @@ def with_capacity(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _weighted_sums(experts: _Experts, names: Names, args: tuple[jax.Array, ...]) -> jax.Array:
-    tokens, operands = experts.dims(names, len(args))
-    return logical_shard_map(experts, _layout(names, operands, (tokens,)), *args)[0]
+    operands, _ = experts.dims(names)
+    return logical_shard_map(experts, _layout(names, operands, operands[:1]), *args)[0]
 
 
 def _forward(experts: _Experts, names: Names, args: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
-    tokens, operands = experts.dims(names, len(args))
-    kept = experts.kept_dims(names)
-    if not kept:
-        return _weighted_sums(experts, names, args), (args, ())
-    y, *hidden = logical_shard_map(_Forward(experts), _layout(names, operands, (tokens, *kept)), *args)
-    return y, (args, tuple(hidden))
+    operands, hidden = experts.dims(names)
+    results = (operands[0], hidden, hidden)
+    y, gated, upped = logical_shard_map(_Forward(experts, names), _layout(names, operands, results), *args)
+    return y, (*args, gated, upped)
 
 
-def _backward(experts: _Experts, names: Names, saved: Any, ct: jax.Array) -> tuple[Any]:
-    args, hidden = saved
-    tokens, operands = experts.dims(names, len(args))
-    given, results = (*operands, *experts.kept_dims(names), tokens), (*operands[:2], *operands[-3:])
-    gradients = _Gradients(experts, len(hidden))
-    x, weights, *kernels = logical_shard_map(gradients, _layout(names, given, results), *args, *hidden, ct)
-    return ((x, weights, *[None] * (len(args) - 5), *kernels),)
+def _backward(experts: _Experts, names: Names, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[Any]:
+    operands, hidden = experts.dims(names)
+    layout = _layout(names, (*operands, hidden, hidden, operands[0]), (*operands[:2], *operands[-3:]))
+    x, weights, *kernels = logical_shard_map(_Gradients(experts, names, len(operands)), layout, *saved, ct)
+    return ((x, weights, *[None] * (len(operands) - 5), *kernels),)
 
 
 _weighted_sums.defvjp(_forward, _backward)
@@ -125,6 +121,7 @@ class _Routes(NamedTuple):
     Attributes:
       to_rows: of values [batch, n, features], each of which so many assignments have; without one, zeros.
       to_assignments: rows as [batch, sequence, top_k, features]; zeros for experts of other devices.
+      to_kept: rows in a shape whose dimensions have the names of `_Experts.dims`.
       product: of rows [..., in] with [experts, in, out].
       transposed: of rows [..., out] with the same, transposed.
       outer_product: of rows [..., in] with rows [..., out]: [experts, in, out].
@@ -132,6 +129,7 @@ class _Routes(NamedTuple):
 
     to_rows: Callable[[jax.Array, int], jax.Array]
     to_assignments: Callable[[jax.Array], jax.Array]
+    to_kept: Callable[[jax.Array], jax.Array]
     product: Callable[[jax.Array, jax.Array], jax.Array]
     transposed: Callable[[jax.Array, jax.Array], jax.Array]
     outer_product: Callable[[jax.Array, jax.Array], jax.Array]
@@ -150,7 +148,7 @@ class _Experts:
         return (self.forward(*args)[0],)
 
     def forward(self, x: jax.Array, weights: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
-        """The weighted sums; and what the backward may keep, the products with `gate` and `up`."""
+        """The weighted sums; and what the backward may read, the products with `gate` and `up`."""
         *integers, gate, up, down = others
         routes = self.routes(*integers)
         rows = routes.to_rows(x, weights.shape[-1])
@@ -158,19 +156,21 @@ class _Experts:
         made = routes.to_assignments(routes.product(self.activation(gated, upped), down))
         weights = weights.astype(made.dtype)
         y = jnp.einsum("bskd,bsk->bsd", made, weights, preferred_element_type=jnp.float32)
-        return y.astype(made.dtype), gated, upped
+        return y.astype(made.dtype), routes.to_kept(gated), routes.to_kept(upped)
 
     def gradients(
-        self, args: tuple[jax.Array, ...], kept: tuple[jax.Array, ...], ct: jax.Array
+        self, args: Sequence[jax.Array], kept: Sequence[jax.Array] | None, ct: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Those of x, weights and the kernels."""
+        """Those of x, weights and the kernels; by what the forward kept, if it did."""
         x, weights, *integers, gate, up, down = args
         routes, top_k = self.routes(*integers), weights.shape[-1]
         rows, cts = routes.to_rows(x, top_k), routes.to_rows(ct, top_k)
         of_row = routes.to_rows(weights.reshape(weights.shape[0], -1, 1), 1)
-        hidden, to_products = jax.vjp(
-            self.activation, *(kept or (routes.product(rows, gate), routes.product(rows, up)))
-        )
+        if kept is None:
+            products = [routes.product(rows, w) for w in (gate, up)]
+        else:
+            products = [values.reshape(*rows.shape[:-1], -1) for values in kept]
+        hidden, to_products = jax.vjp(self.activation, *products)
         # A row makes weight x hidden x down. So the gradient of its weight needs no product with `down`.
         back = routes.transposed(cts, down)
         exact = jnp.promote_types(hidden.dtype, jnp.float32)
@@ -185,17 +185,13 @@ class _Experts:
             routes.outer_product(hidden, (cts * of_row).astype(cts.dtype)),
         )
 
-    def dims(self, names: Names, count: int) -> tuple[Dims, tuple[Dims, ...]]:
-        """The names of the dimensions of x, and of all `count` operands."""
-        expert, mlp = names
-        into, out_of = (expert, None, mlp), (expert, mlp, None)
-        return self.tokens, (*[self.tokens] * (count - 4), (expert,), into, into, out_of)
+    def dims(self, names: Names) -> tuple[tuple[Dims, ...], Dims]:
+        """The names of the dimensions of the operands, and of what is kept."""
+        raise NotImplementedError
 
-    tokens: ClassVar[Dims]
-
-    def kept_dims(self, names: Names) -> tuple[Dims, ...]:
-        """Of what the forward keeps."""
-        return ()
+    def keeps(self, divided: bool) -> bool:
+        """Whether the backward reads what the forward kept, where the experts are divided or not."""
+        raise NotImplementedError
 
     def routes(self, *integers: jax.Array) -> _Routes:
         raise NotImplementedError
@@ -207,7 +203,13 @@ class _Dropless(_Experts):
 
     all_experts: int
 
-    tokens = ("batch", "sequence", None)
+    def dims(self, names: Names) -> tuple[tuple[Dims, ...], Dims]:
+        expert, mlp = names
+        tokens, into = ("batch", "sequence", None), (expert, None, mlp)
+        return (*[tokens] * 3, (expert,), into, into, (expert, mlp, None)), (*tokens, mlp)
+
+    def keeps(self, divided: bool) -> bool:
+        return not divided
 
     def routes(self, *integers: jax.Array) -> _Routes:
         chosen, numbers = integers
@@ -222,6 +224,7 @@ class _Dropless(_Experts):
         return _Routes(
             to_rows=lambda values, each: values.reshape(-1, values.shape[-1])[order // each],
             to_assignments=lambda rows: rows[place].reshape(*chosen.shape, -1),
+            to_kept=lambda rows: rows.reshape(*chosen.shape, -1),
             product=product,
             transposed=lambda rows, w: product(rows, w.swapaxes(1, 2)),
             outer_product=partial(grouped_outer_product, sizes=sizes, one_in=one_in),
@@ -234,11 +237,13 @@ class _WithCapacity(_Experts):
 
     capacity: int
 
-    tokens = ("batch", None, None)
-
-    def kept_dims(self, names: Names) -> tuple[Dims, ...]:
+    def dims(self, names: Names) -> tuple[tuple[Dims, ...], Dims]:
         expert, mlp = names
-        return (("batch", expert, None, mlp),) * 2
+        tokens, into = ("batch", None, None), (expert, None, mlp)
+        return (*[tokens] * 4, (expert,), into, into, (expert, mlp, None)), ("batch", expert, None, mlp)
+
+    def keeps(self, divided: bool) -> bool:
+        return True
 
     def routes(self, *integers: jax.Array) -> _Routes:
         chosen, slots, numbers = integers
@@ -255,6 +260,7 @@ class _WithCapacity(_Experts):
             to_assignments=lambda rows: take(rows.reshape(batch, experts * capacity, -1), place).reshape(
                 *chosen.shape, -1
             ),
+            to_kept=lambda rows: rows,
             product=partial(jnp.einsum, "beci,eio->beco"),
             transposed=partial(jnp.einsum, "beco,eio->beci"),
             outer_product=partial(jnp.einsum, "beci,beco->eio"),
@@ -263,22 +269,34 @@ class _WithCapacity(_Experts):
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-    """`_Experts.forward`, equal to others of equal experts."""
+    """`_Experts.forward`, over a mesh."""
 
     experts: _Experts
+    names: Names
+    unmade: tuple[int, ...] = ()
 
     def __call__(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         return self.experts.forward(*args)
 
+    def over(self, axes: Axes) -> _Forward:
+        keeps = self.experts.keeps(bool(axes.get(self.names[0] or "")))
+        return dataclasses.replace(self, unmade=() if keeps else (1, 2))
+
 
 @dataclasses.dataclass(frozen=True)
 class _Gradients:
-    """`_Experts.gradients` of the operands, `kept` arrays of the forward, and the gradient of its result."""
+    """`_Experts.gradients`, over a mesh: of the operands, what was kept, and the gradient of the sums."""
 
     experts: _Experts
-    kept: int
+    names: Names
+    operands: int
+    unread: tuple[int, ...] = ()
 
     def __call__(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         *given, ct = args
-        at = len(given) - self.kept
-        return self.experts.gradients(tuple(given[:at]), tuple(given[at:]), ct)
+        kept = None if self.unread else given[self.operands :]
+        return self.experts.gradients(given[: self.operands], kept, ct)
+
+    def over(self, axes: Axes) -> _Gradients:
+        keeps = self.experts.keeps(bool(axes.get(self.names[0] or "")))
+        return dataclasses.replace(self, unread=() if keeps else (self.operands, self.operands + 1))

@@ -55,6 +55,8 @@ def logical_shard_map(fun: Function, layout: Layout, *args: jax.Array) -> tuple[
 
     The devices may send to each other, if `fun` has a method `over`. Then they run `fun.over(axes)`, with the
     mesh axes of each name, in which `jax.lax.ppermute` and the like work. `fun` itself is for one device.
+    What they run may have attributes: `unread`, the numbers of operands that it does without, and gets None
+    for; and `unmade`, the numbers of results that are zeros, as nothing reads them.
 
     The backward computes `fun` again instead of keeping what it saved. Forward-mode differentiation is
     refused by JAX, as of every `jax.custom_vjp`.
@@ -133,6 +135,14 @@ class _Batched:
     def over(self, axes: Axes) -> _Batched:
         return dataclasses.replace(self, fun=_over(self.fun, axes))
 
+    @property
+    def unread(self) -> tuple[int, ...]:
+        return getattr(self.fun, "unread", ())
+
+    @property
+    def unmade(self) -> tuple[int, ...]:
+        return getattr(self.fun, "unmade", ())
+
 
 def _over(fun: Function, axes: Axes) -> Function:
     """What the devices run, where names are divided over these axes."""
@@ -162,30 +172,40 @@ def divided(
     def spec(dims: Dims) -> list[Any]:
         return [axes[name] if name else None for name in dims]
 
-    summed = [
-        tuple(a for name in layout.names if name not in dims for a in axes[name]) for dims in layout.results
-    ]
+    unread, unmade = (getattr(of_device, name, ()) for name in ("unread", "unmade"))
+    count = len(layout.operands)
+    read = [n for n in range(count) if n not in unread]
+    made = {n: dims for n, dims in enumerate(layout.results) if n not in unmade}
+    summed = {
+        n: tuple(a for name in layout.names if name not in dims for a in axes[name])
+        for n, dims in made.items()
+    }
 
     def parts(*args: jax.Array) -> list[jax.Array]:
-        return [y[None] if over else y for y, over in zip(of_device(*args), summed)]
+        given = dict(zip(read, args))
+        results = of_device(*(given.get(n) for n in range(count)))
+        return [results[n][None] if over else results[n] for n, over in summed.items()]
 
     mapped = jax.shard_map(
         parts,
         mesh=mesh,
-        in_specs=tuple(PartitionSpec(*spec(dims)) for dims in layout.operands),
+        in_specs=tuple(PartitionSpec(*spec(layout.operands[n])) for n in read),
         out_specs=[
-            PartitionSpec(*([over] if over else []), *spec(dims))
-            for dims, over in zip(layout.results, summed)
+            PartitionSpec(*([summed[n]] if summed[n] else []), *spec(dims)) for n, dims in made.items()
         ],
         check_vma=False,  # parts that are summed up differ
     )
 
     def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
-        # Not psum: sums over examples can leave the microbatch loop (`mpmd/hoist/reductions.py`).
-        return tuple(
-            jax.lax.reduce(y, y.dtype.type(0), jax.lax.add, (0,)) if over else y
-            for y, over in zip(mapped(*args), summed)
-        )
+        found = dict(zip(made, mapped(*(args[n] for n in read))))
+        for n, over in summed.items():
+            # Not psum: sums over examples can leave the microbatch loop (`mpmd/hoist/reductions.py`).
+            if over:
+                found[n] = jax.lax.reduce(found[n], found[n].dtype.type(0), jax.lax.add, (0,))
+        if unmade:
+            types = jax.eval_shape(fun, *args)
+            found |= {n: jnp.zeros(types[n].shape, types[n].dtype) for n in unmade}
+        return tuple(found[n] for n in range(len(layout.results)))
 
     return whole
 

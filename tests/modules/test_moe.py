@@ -356,19 +356,23 @@ def test_no_weight_of_an_expert_travels(factor):
     assert "all-reduce" in text and "all-gather" not in text
 
 
-@pytest.mark.parametrize("factor, again", [(1.0, 0), (None, 2)])
-def test_what_a_backward_on_its_own_computes(factor, again):
-    """Two products for each of the three of the forward; and without a capacity two of these again."""
+@pytest.mark.parametrize(
+    "factor, rules, again", [(1.0, {"expert": "model"}, 0), (None, {"expert": "model"}, 2), (None, {}, 0)]
+)
+def test_what_a_backward_on_its_own_computes(factor, rules, again):
+    """Two products for each of the forward's three; and two of these, where a device may get all tokens."""
     mesh, tasks = pipeline(2, 2)
-    tasks = [dataclasses.replace(task, logical_axes={"expert": "model"}) for task in tasks]
+    tasks = [dataclasses.replace(task, logical_axes=rules) for task in tasks]
     make = lambda: nnx.List([MoE(32, 64, 4, 2, capacity_factor=factor, rngs=nnx.Rngs(n)) for n in range(2)])
     with mesh:
         layers = mm.jit(make, out_shardings=mm.TaskSharding({mm.path(n): t for n, t in enumerate(tasks)}))()
         loss = lambda layers, x: (layers[1](layers[0](x)[0])[0] ** 2).sum()
         program = mm.jit(nnx.grad(loss)).program(layers, jnp.ones((2, 64, 32)))
-    first = [count_flops(f.jaxpr).total() for f in program.fragments if program.names[f.mesh] == "stage0"]
-    forward, backward = filter(None, first)
+    on_first = [f for f in program.fragments if program.names[f.mesh] == "stage0"]
+    forward, backward = filter(None, (count_flops(f.jaxpr).total() for f in on_first))
     assert backward / forward == pytest.approx((6 + again) / 3, rel=0.03)  # what weighs their sums is little
+    hidden = [v for v in on_first[0].jaxpr.jaxpr.outvars if v.aval.shape[-1:] == (64,)]
+    assert len(hidden) == (0 if again else 2)
 
 
 @pytest.mark.parametrize(
