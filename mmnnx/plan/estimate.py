@@ -195,23 +195,26 @@ class _Part:
       products: of the forward, and how many there are of each.
       whole, divided: bytes that the backward reads beside weights: of activations between blocks, which every
         device along "model" has, and of others, of which each has its share.
+      rows: of the latter, what is kept only where each device has all experts.
       weights, experts: bytes of its weights, and of the experts among them.
     """
 
     products: Counter[Product]
     whole: float
     divided: float
+    rows: float
     weights: float
     experts: float
 
     def without(self, other: _Part) -> _Part:
         products = self.products - other.products
-        names = ("whole", "divided", "weights", "experts")
+        names = ("whole", "divided", "rows", "weights", "experts")
         return _Part(products, *(getattr(self, name) - getattr(other, name) for name in names))
 
     def saved(self, job: TrainingJob) -> float:
         """Bytes of a device for a microbatch."""
-        return job.rows * (self.whole + self.divided / job.tensor) / job.context
+        divided = self.divided - (self.rows if job.tensor * job.expert > 1 else 0.0)
+        return job.rows * (self.whole + divided / job.tensor) / job.context
 
 
 @functools.lru_cache
@@ -237,6 +240,8 @@ def _traced(config: LMConfig, sequence: int) -> _Part:
     residuals = jax.eval_shape(lambda s, t: jax.vjp(lambda s: loss(s, t), s)[1], state, tokens)
     read = [r for r in jax.tree.leaves(residuals) if r.shape not in shapes]
     whole = [r for r in read if r.shape == (1, sequence, config.width)]
+    # The hidden features of experts without a capacity, by token and choice.
+    rows = [r for r in read if r.shape == (1, sequence, getattr(config, "top_k", 0), config.mlp)]
     total = lambda arrays: float(sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays))
     divided = total(read) - total(whole)
-    return _Part(count_products(jaxpr), total(whole), divided, total(weights), total(experts))
+    return _Part(count_products(jaxpr), total(whole), divided, total(rows), total(weights), total(experts))
