@@ -167,13 +167,16 @@ class _Region:
         """The equations that add the terms of each mesh, and then these sums."""
         equations: list[Equation] = []
         parts: list[Atom] = []
-        for mesh, terms in self._groups(found, end).items():
+        groups = self._groups(found, end)
+        whole = found.result if len(groups) == 1 else None
+        for mesh, terms in groups.items():
             if mesh != end.mesh and len(terms) > 1:
                 at = min(filter(None, map(self._location, terms)), key=by_rank)
-                parts.append(self._added(equations, found, terms, at, None))
+                parts.append(self._added(equations, found, terms, at, whole))
             else:
                 parts += terms
-        self._added(equations, found, parts, end, found.result)
+        if parts != [found.result]:
+            self._added(equations, found, parts, end, found.result)
         return equations
 
     def _added(

@@ -110,6 +110,11 @@ def test_optimizers(optimizer):
     check(("mlp",), (1, 1), optimizer=ALL_OPTIMIZERS[optimizer])
 
 
+def test_losses_of_the_layers_of_two_stages_on_a_mesh():
+    """Their gradients are added up on that mesh alone, and their sum is read on the other."""
+    check(("tanh",), (1, 1, 1, 1), "with losses", (0, 1, 0, 1), schedule="interleaved-1f1b")
+
+
 SPECS = [P(None, "data"), P(None, "data", "model"), P("data"), P()]
 
 
