@@ -49,7 +49,7 @@ def test_it_runs_and_shows_what_it_showed(path, tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags())  # a notebook makes its own devices
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run = committed(path)
-    NotebookClient(run, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(run, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert [kinds(c) for c in run.cells] == [kinds(c) for c in committed(path).cells]
     assert [said(c) for c in run.cells] == [said(c) for c in committed(path).cells]
 
