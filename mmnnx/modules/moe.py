@@ -56,8 +56,8 @@ class MoE(nnx.Module):
     of an even share.
 
     Over the devices of a task the experts are divided (expert parallelism) and their hidden features, as the
-    task's rules for `in_axes` say. Without `capacity_factor` the backward computes the hidden features again.
-    Gradients by forward-mode differentiation are refused.
+    task's rules for `in_axes` say. Where experts are divided and there is no `capacity_factor`, the backward
+    computes the hidden features again. Gradients by forward-mode differentiation are refused.
 
     The `MoEAux` is over the tokens of one call: under `mm.microbatch`, of one microbatch.
 
