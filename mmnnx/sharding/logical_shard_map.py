@@ -56,7 +56,7 @@ def logical_shard_map(fun: Function, layout: Layout, *args: jax.Array) -> tuple[
     The devices may send to each other, if `fun` has a method `over`. Then they run `fun.over(axes)`, with the
     mesh axes of each name, in which `jax.lax.ppermute` and the like work. `fun` itself is for one device.
     What they run may have attributes: `unread`, the numbers of operands that it does without, and gets None
-    for; and `unmade`, the numbers of results that are zeros, as nothing reads them.
+    for; and `unmade`, the numbers of results that are NaN, as nothing reads them.
 
     The backward computes `fun` again instead of keeping what it saved. Forward-mode differentiation is
     refused by JAX, as of every `jax.custom_vjp`.
@@ -204,7 +204,7 @@ def divided(
                 found[n] = jax.lax.reduce(found[n], found[n].dtype.type(0), jax.lax.add, (0,))
         if unmade:
             types = jax.eval_shape(fun, *args)
-            found |= {n: jnp.zeros(types[n].shape, types[n].dtype) for n in unmade}
+            found |= {n: jnp.full(types[n].shape, jnp.nan, types[n].dtype) for n in unmade}
         return tuple(found[n] for n in range(len(layout.results)))
 
     return whole
