@@ -18,7 +18,7 @@ def all_but(kept: Container[Any], cases: Iterable[Any]) -> list[Any]:
 
 
 def few(count: int) -> Any:
-    """Of a test's cases that are not slow `make test` runs so many, spread evenly from the first on."""
+    """`make test` runs `count` of the cases of a test, spread evenly; the others become slow."""
     return pytest.mark.few(count)
 
 

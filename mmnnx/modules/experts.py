@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -119,7 +120,8 @@ class _Routes(NamedTuple):
     """Rows for the experts of a device, and their products with the matrices of these.
 
     Attributes:
-      to_rows: of values [batch, n, features], each of which so many assignments have; without one, zeros.
+      to_rows: from values [batch, n, features], and how many assignments share each: the value of each row,
+        or zeros where a row has no assignment.
       to_assignments: rows as [batch, sequence, top_k, features]; zeros for experts of other devices.
       to_kept: rows in a shape whose dimensions have the names of `_Experts.dims`.
       product: of rows [..., in] with [experts, in, out].
@@ -136,7 +138,7 @@ class _Routes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Experts:
+class _Experts(abc.ABC):
     """Some of all experts: those with the numbers that are given, which follow each other.
 
     Operands are x, weights, integers of each assignment, the numbers, and the three kernels.
@@ -185,16 +187,17 @@ class _Experts:
             routes.outer_product(hidden, (cts * of_row).astype(cts.dtype)),
         )
 
+    @abc.abstractmethod
     def dims(self, names: Names) -> tuple[tuple[Dims, ...], Dims]:
         """The names of the dimensions of the operands, and of what is kept."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def keeps(self, divided: bool) -> bool:
-        """Whether the backward reads what the forward kept, where the experts are divided or not."""
-        raise NotImplementedError
+        """Whether the forward keeps hidden features for the backward, if experts are divided over devices."""
 
+    @abc.abstractmethod
     def routes(self, *integers: jax.Array) -> _Routes:
-        raise NotImplementedError
+        """Which rows there are, by the integers of the assignments and the numbers of the experts."""
 
 
 @dataclasses.dataclass(frozen=True)
