@@ -43,12 +43,13 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1
 
 
 def _forward(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int) -> tuple[jax.Array, Any]:
-    return _product(x, w, sizes, one_in), (x, w, sizes)
+    return grouped_matmul(x, w, sizes, one_in), (x, w, sizes)
 
 
 def _backward(one_in: int, saved: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = saved
-    return _product(ct, w.swapaxes(1, 2), sizes, one_in), grouped_outer_product(x, ct, sizes, one_in), None
+    of_x = grouped_matmul(ct, w.swapaxes(1, 2), sizes, one_in)
+    return of_x, grouped_outer_product(x, ct, sizes, one_in), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
@@ -59,9 +60,23 @@ def _product(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int) -> jax.A
     return jnp.where(jnp.arange(x.shape[0])[:, None] < sizes.sum(), made, 0)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_outer_product(x: jax.Array, y: jax.Array, sizes: jax.Array, one_in: int = 1) -> jax.Array:
     """For each group the product of its rows of x, transposed, with those of y: [groups, in, out]."""
     return _by_platform(outer_product_by_kernel, outer_product_by_blocks, one_in, x, y, sizes)
+
+
+def _outer_forward(x: jax.Array, y: jax.Array, sizes: jax.Array, one_in: int) -> tuple[jax.Array, Any]:
+    return grouped_outer_product(x, y, sizes, one_in), (x, y, sizes)
+
+
+def _outer_backward(one_in: int, saved: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, y, sizes = saved
+    of_x = grouped_matmul(y, ct.swapaxes(1, 2), sizes, one_in)
+    return of_x, grouped_matmul(x, ct, sizes, one_in), None
+
+
+grouped_outer_product.defvjp(_outer_forward, _outer_backward)
 
 
 def _by_platform(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.test_util import check_grads
 
 import mmnnx as mm
 from mmnnx.modules import grouped_matmul as module
@@ -50,6 +51,11 @@ def computed(x, w, sizes, ct):
 def test_it_is_the_loop_over_rows(sizes, spare):
     given = operands(sizes, spare, 3, 5)
     assert_close(jax.jit(computed)(*given), by_rows(*given))
+
+
+def test_second_derivatives_are_finite_differences():
+    x, w, sizes, _ = operands([2, 0, 3], 1, 3, 2)
+    check_grads(jax.jit(lambda x, w: grouped_matmul(x, w, sizes)), (x, w), order=2, modes=["rev"], rtol=1e-2)
 
 
 BLOCKS = [([700], 0), ([0, 0, 0], 4), ([1, 2, 600, 0], 50), ([0, 0, 1, 0], 0)]

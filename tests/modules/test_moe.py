@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +178,28 @@ def test_gradients_are_finite_differences(options):
         return y, aux.load_balancing, aux.router_z
 
     check_grads(run, (state, x), order=1, modes=["rev"], atol=1e-2, rtol=1e-2, eps=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["expert", None, "data"])
+def test_the_gradient_of_a_gradient_is_that_of_a_dense_formula(axis):
+    """On one device, and over a mesh that has the experts divided, or each token's with another device."""
+    moe, x = build(), inputs((2, 4, WIDTH))
+
+    def penalty(f, *args):
+        dx = jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), argnums=1)(*args)
+        return jnp.sum(dx**2)
+
+    expected = jax.jit(jax.grad(partial(penalty, reference)))(weights_of(moe), x)
+    if axis:
+        mesh = jax.make_mesh((2,), (axis,))
+        task = mm.Task("moe", mesh=mesh, logical_axes={"expert": "expert"} if axis == "expert" else {})
+        moe = mm.jit(nnx.clone, out_shardings=mm.TaskSharding({...: task}))(moe)
+    graphdef, state = nnx.split(moe)
+    of_state = partial(penalty, lambda state, x: nnx.merge(graphdef, state)(x)[0])
+    grads = mm.jit(jax.grad(of_state))(state, x)
+    got = weights_of(nnx.merge(graphdef, grads))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
 
 
 @pytest.mark.slow
