@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import io
 import os
 import pickle
@@ -696,3 +697,19 @@ def load_serialized(
 def is_traced() -> bool:
     """Whether a trace of `jax.profiler` is being taken; jaxlib's TraceMe says so, undocumented."""
     return jax.profiler.TraceAnnotation.is_enabled()
+
+
+def splash_attention_gradients(
+    kernel: Any, query: Any, key: Any, value: Any, y: Any, log_total: Any, ct: Any, segments: Any = None
+) -> tuple[jax.Array, ...]:
+    """Those of queries, keys and values through JAX's SplashAttention, by what its forward made.
+
+    Public is its `vjp` alone, which runs the forward first: a backward in a program of its own would too.
+    """
+    module = importlib.import_module(
+        "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
+    )
+    masks = kernel.dq_mask_info, kernel.dkv_mask_info
+    residuals = query, key, value, segments, None, y, log_total, *masks
+    found: tuple[Any, ...] = module._splash_attention_bwd(**kernel.kwargs, res=residuals, do=ct)
+    return found[3:6]

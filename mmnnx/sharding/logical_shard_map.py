@@ -93,7 +93,7 @@ def _backward(fun: Function, layout: Layout, args: tuple[jax.Array, ...], cts: A
     operands, results = (*layout.operands, *layout.results), tuple(layout.operands[n] for n in floats)
     gradient = _Gradient(fun, len(args), floats)
     backward = Layout(layout.names, operands, results)
-    found = dict(zip(floats, logical_shard_map_p.bind(*args, *cts, fun=gradient, layout=backward)))
+    found = dict(zip(floats, _differentiable(gradient, backward, (*args, *cts))))
     return (tuple(found.get(n) for n in range(len(args))),)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +11,15 @@ from flax import nnx
 import mmnnx as mm
 from mmnnx.modules import LM, LMConfig
 from mmnnx.modules.attention import Attention
+from mmnnx.modules.blockwise_attention import Scores
 from mmnnx.modules.chunked_attention import chunked_attention
-from mmnnx.modules.flash_attention import _Attend, flash_attention
+from mmnnx.modules.flash_attention import (
+    by_kernel,
+    by_kernel_with_log_total,
+    flash_attention,
+    gradients_by_kernel,
+    with_all_scores,
+)
 from mmnnx.modules.masks import segment_mask
 from tests.mpmd.parity import assert_same
 from tests.slow import few, grid
@@ -44,18 +49,21 @@ def operands(length: int = 256, head_dim: int = 64):
 )
 def test_the_kernel_gives_values_and_gradients_of_all_scores(options, packed):
     """In interpret mode, where it runs as on a TPU."""
-    attend, (*args, ct) = _Attend(scale=0.2, **options), operands()
+    how, (*args, ct) = Scores(scale=0.2, **options), operands()
     segments = (SEGMENTS,) if packed else ()
 
-    def computed(fun, *args):
-        y, back = jax.vjp(lambda *args: fun(*args, *segments), *args)
-        return (y, *back(ct))
+    @jax.jit
+    def by_kernels(*args):
+        alone = by_kernel(how, *args, *segments, interpret=True)
+        y, log_total = by_kernel_with_log_total(how, *args, *segments, interpret=True)
+        return alone, y, *gradients_by_kernel(how, *args, y, log_total, ct, *segments, interpret=True)
 
-    got, expected = (
-        jax.jit(computed, static_argnums=0)(fun, *args)
-        for fun in (functools.partial(attend.by_kernel, interpret=True), attend.whole)
-    )
-    for a, b in zip(got, expected):
+    @jax.jit
+    def expected(*args):
+        y, back = jax.vjp(lambda *args: with_all_scores(how, *args, *segments), *args)
+        return y, y, *back(ct)
+
+    for a, b in zip(by_kernels(*args), expected(*args), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
@@ -89,6 +97,24 @@ def test_on_tpus_no_scores_are_kept():
     assert whole.memory_analysis().temp_size_in_bytes > scores
     assert flash.memory_analysis().temp_size_in_bytes < scores / 4
     assert "tpu_custom_call" in flash.as_text()
+
+
+def test_a_backward_on_its_own_runs_no_kernel_of_the_forward():
+    config = LMConfig(vocab=32, layers=2, width=16, heads=2, kv_heads=1, mlp=16, attention="flash")
+    placed = mm.pipeline_sharding(nnx.eval_shape(lambda: LM(config, rngs=nnx.Rngs(0))), 2)
+    grad = mm.microbatch(
+        nnx.grad(lambda m, tokens: m.loss(tokens)), size=1, dim=0, argnum=1, schedule="gpipe"
+    )
+    with mm.MultiMesh(devices=jax.devices()[:2], axis_sizes=(2,), axis_names=("stage",)):
+        model = mm.jit(lambda: LM(config, rngs=nnx.Rngs(0)), out_shardings=placed)()
+        program = mm.jit(lambda *args: grad(*args)).program(model, jnp.ones((2, 129), jnp.int32))
+    kernels = {
+        program.labels[f]: [part for part in ("fwd", "dq", "dkv") if f"splash_mha_{part}" in str(f.jaxpr)]
+        for f in program.fragments
+    }
+    for stage in ("stage0", "stage1"):
+        assert kernels[f"{stage} forward"] == ["fwd"]
+        assert kernels[f"{stage} backward"] == ["dq", "dkv"]
 
 
 @few(1)
