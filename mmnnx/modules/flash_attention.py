@@ -214,7 +214,7 @@ def gradients_by_kernel(
 ) -> tuple[jax.Array, ...]:
     """Those of queries, keys and values, by what the kernel of the forward made."""
     attend = _kernel(how, query.shape, interpret)
-    of_one = partial(_compat.splash_attention_gradients, attend)
+    of_one = lambda *args: _compat.splash_attention_gradients(attend, *args)
     made = _by_head(y), _by_head(log_total), _by_head(ct)
     dq, dk, dv = jax.vmap(of_one)(*_operands(how, query, key, value), *made, *_ids(segments))
     dq = (dq * how.scale).swapaxes(1, 2).reshape(query.shape)
