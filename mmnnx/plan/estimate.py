@@ -86,8 +86,6 @@ def estimate(job: TrainingJob) -> Estimate:
     # Tokens go to the devices of all experts, and what is made of them comes back; in the backward as well.
     exchanges = layers * (4 + again) * (job.expert - 1)
     sent += exchanges * (activation / _link(job, "expert") + chip.latency)
-    if job.fsdp:  # weights come from the other devices for the forward, and for the backward
-        sent += 2 * weights * _others(job.data) / _link(job, "data")
 
     computing, sending = forward * (1 + backward) * job.microbatches, sent * job.microbatches
 
@@ -97,9 +95,14 @@ def estimate(job: TrainingJob) -> Estimate:
     # Gradients of experts are summed over the devices that have the same ones.
     experts = layers * layer.experts / job.expert / job.tensor if job.expert > 1 else 0.0
     copies = job.data * job.context
-    once += 2 * (weights - experts) * _others(copies * job.expert) / _link(job, "data", "context", "expert")
-    once += 2 * experts * _others(copies) / _link(job, "data", "context")
+    ways = 1 if job.fsdp else 2  # each device gets its part of the sums alone
+    once += (
+        ways * (weights - experts) * _others(copies * job.expert) / _link(job, "data", "context", "expert")
+    )
+    once += ways * experts * _others(copies) / _link(job, "data", "context")
     casts = weights * jnp.dtype(config.dtype).itemsize / 4 if config.dtype != config.param_dtype else 0.0
+    if job.fsdp:  # weights come from the other devices before the first microbatch, and stay
+        once += (casts or weights) * _others(job.data) / _link(job, "data")
     within = OF_RESIDUALS * layer.saved(job)
     kept_by_block = layer.saved(job) if config.scan else within  # a scan keeps all
     saved = layers * (activation if again else kept_by_block)

@@ -52,7 +52,7 @@ def test_what_more_of_each_brings():
     context = estimate(dataclasses.replace(LARGE, tensor=4, context=2))
     assert context.memory < base.memory and context.sending < base.sending * 1.5
     fsdp = estimate(dataclasses.replace(LARGE, tensor=4, data=2, fsdp=True))
-    assert fsdp.memory < base.memory and fsdp.sending > base.sending
+    assert fsdp.memory < base.memory and fsdp.sending == base.sending
 
 
 def test_what_goes_from_host_to_host_of_gpus_takes_longer():
@@ -90,6 +90,14 @@ def test_gradients_of_experts_are_summed_over_the_devices_that_have_the_same(dat
     written = 8 * (others + experts / 4) / chip.bandwidth / chip.of_bandwidth  # weights, gradients, moments
     summed = others * (1 - 1 / (4 * data)) + experts / 4 * (1 - 1 / data)
     assert estimate(job).once == pytest.approx(written + 2 * summed / chip.link)
+
+
+def test_fsdp_gathers_weights_once_and_each_device_gets_its_part_of_the_gradients():
+    """llama3-8b, two blocks a stage: 425 ms by `TrainingJob.plan`, and 441 without FSDP."""
+    job = TrainingJob("llama3-8b", "v5p:2x2x2", stages=2, data=4, batch=16, layers=4)
+    whole, parts = estimate(job), estimate(dataclasses.replace(job, fsdp=True))
+    assert parts.sending == whole.sending and parts.memory < whole.memory - 8e9  # 32.8 and 24.1 GB there
+    assert whole.seconds - parts.seconds == pytest.approx(0.0163, rel=0.15)
 
 
 def test_all_divisions_are_ranked(eight_devices):
