@@ -69,6 +69,7 @@ def with_capacity(
 ) -> jax.Array:
     """The same, where an expert takes `capacity` tokens of each row of the batch (arXiv:2006.16668).
 
+    What divides a sequence divides these tokens: the devices need all of it, and each computes with some.
     The backward reads the hidden features that the forward computed.
 
     Args:
@@ -77,9 +78,9 @@ def with_capacity(
       capacity: tokens of a row that an expert takes.
       x, weights, chosen, gate, up, down, activation, names: as in `dropless`.
     """
-    numbers = jnp.arange(gate.shape[0])
-    experts = _WithCapacity(activation, capacity)
-    return _weighted_sums(experts, names, (x, weights, chosen, slots, numbers, gate, up, down))
+    numbers, places = jnp.arange(gate.shape[0]), jnp.arange(capacity)
+    experts = _WithCapacity(activation)
+    return _weighted_sums(experts, names, (x, weights, chosen, slots, numbers, places, gate, up, down))
 
 
 # -------------------------------------------------------------------------------- over the devices of a task
@@ -109,8 +110,8 @@ _weighted_sums.defvjp(_forward, _backward)
 
 
 def _layout(names: Names, operands: tuple[Dims, ...], results: tuple[Dims, ...]) -> Layout:
-    batch, sequence, _ = operands[0]
-    return Layout(tuple(name for name in (*names, sequence, batch) if name), operands, results)
+    names_of_all = (*filter(None, names), "sequence", "batch")
+    return Layout(names_of_all, operands, results, free=("batch", "sequence"))
 
 
 # --------------------------------------------------------------------------------------------- on one device
@@ -236,24 +237,23 @@ class _Dropless(_Experts):
 
 @dataclasses.dataclass(frozen=True)
 class _WithCapacity(_Experts):
-    """`capacity` rows for each row of the batch and expert."""
-
-    capacity: int
+    """`capacity` rows for each row of the batch and expert, or those of them with the numbers in `places`."""
 
     def dims(self, names: Names) -> tuple[tuple[Dims, ...], Dims]:
         expert, mlp = names
         tokens, into = ("batch", None, None), (expert, None, mlp)
-        return (*[tokens] * 4, (expert,), into, into, (expert, mlp, None)), ("batch", expert, None, mlp)
+        operands = *[tokens] * 4, (expert,), ("sequence",), into, into, (expert, mlp, None)
+        return operands, ("batch", expert, "sequence", mlp)
 
     def keeps(self, divided: bool) -> bool:
         return True
 
     def routes(self, *integers: jax.Array) -> _Routes:
-        chosen, slots, numbers = integers
-        batch, (experts,), capacity = chosen.shape[0], numbers.shape, self.capacity
-        expert = chosen - numbers[0]
-        has_row = (expert >= 0) & (expert < experts) & (slots < capacity)
-        place = jnp.where(has_row, expert * capacity + slots, experts * capacity).reshape(batch, -1)
+        chosen, slots, numbers, places = integers
+        batch, (experts,), (capacity,) = chosen.shape[0], numbers.shape, places.shape
+        expert, slot = chosen - numbers[0], slots - places[0]
+        has_row = (expert >= 0) & (expert < experts) & (slot >= 0) & (slot < capacity)
+        place = jnp.where(has_row, expert * capacity + slot, experts * capacity).reshape(batch, -1)
         assignments = jnp.broadcast_to(jnp.arange(place.shape[1]), place.shape)
         empty = jnp.full((batch, experts * capacity), place.shape[1])
         order = jax.vmap(lambda e, p, a: e.at[p].set(a, mode="drop"))(empty, place, assignments)

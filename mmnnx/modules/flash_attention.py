@@ -42,8 +42,9 @@ def flash_attention(
     The kernels of the backward read what that of the forward made. They have no derivatives: for second ones
     use another implementation.
 
-    Over the devices of a task rows of the batch and key-value heads are divided. Where these heads are fewer
-    than the devices, each of them computes all heads.
+    Over the devices of a task rows of the batch and key-value heads are divided; heads also over devices that
+    have parts of the sequences, which each needs all of (DeepSpeed-Ulysses, arXiv:2309.14509). Where these
+    heads are fewer than the devices, each of them computes all heads.
 
     Args:
       query: [batch, length, heads, head_dim].
@@ -102,7 +103,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def _layout(kv_heads: Any, operands: tuple[jax.Array, ...], results: tuple[jax.Array, ...]) -> Layout:
     dims = "batch", None, kv_heads, None, None
     of = lambda arrays: tuple(dims[: x.ndim] for x in arrays)
-    return Layout(tuple(name for name in (kv_heads, "batch") if name), of(operands), of(results))
+    names = tuple(name for name in (kv_heads, "batch") if name)
+    return Layout(names, of(operands), of(results), free=names[::-1])
 
 
 # --------------------------------------------------------------------------------------------- on one device

@@ -89,8 +89,7 @@ def _attend_forward(
     how: Scores, kv_heads: Any, query: Any, key: Any, value: Any, segments: Any
 ) -> tuple[jax.Array, Any]:
     args = query, key, value, *segments
-    results = _dims(kv_heads, query, query[..., 0])
-    layout = Layout(_names(kv_heads), _dims(kv_heads, *args), results)
+    layout = _layout(kv_heads, args, (query, query[..., 0]))
     y, log_total = logical_shard_map(_Forward(how), layout, *args)
     return y, (query, key, value, segments, y, log_total)
 
@@ -98,21 +97,18 @@ def _attend_forward(
 def _attend_backward(how: Scores, kv_heads: Any, saved: Any, ct: jax.Array) -> tuple[Any, ...]:
     query, key, value, segments, y, log_total = saved
     args = query, key, value, y, ct, log_total, *segments
-    results = _dims(kv_heads, query, key, value)
-    layout = Layout(_names(kv_heads), _dims(kv_heads, *args), results)
+    layout = _layout(kv_heads, args, args[:3])
     return *logical_shard_map(_Backward(how), layout, *args), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _names(kv_heads: Any) -> tuple[str, ...]:
-    return tuple(name for name in (kv_heads, _SEQUENCE, "batch") if name)
-
-
-def _dims(kv_heads: Any, *arrays: jax.Array) -> tuple[tuple[str | None, ...], ...]:
-    names = "batch", _SEQUENCE, kv_heads, None, None
-    return tuple(names[: x.ndim] for x in arrays)
+def _layout(kv_heads: Any, operands: tuple[jax.Array, ...], results: tuple[jax.Array, ...]) -> Layout:
+    dims = "batch", _SEQUENCE, kv_heads, None, None
+    of = lambda arrays: tuple(dims[: x.ndim] for x in arrays)
+    names = tuple(name for name in (kv_heads, _SEQUENCE, "batch") if name)
+    return Layout(names, of(operands), of(results), free=("batch", *names[:-2]))
 
 
 @dataclasses.dataclass(frozen=True)

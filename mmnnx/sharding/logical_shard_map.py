@@ -35,11 +35,13 @@ class Layout:
       names: all names; those in front take their mesh axes first.
       operands: for each operand the names of its dimensions.
       results: for each result the same.
+      free: the names that may be divided over mesh axes which none stands for, in this order.
     """
 
     names: tuple[str, ...]
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
+    free: tuple[str, ...]
 
 
 def logical_shard_map(fun: Function, layout: Layout, *args: jax.Array) -> tuple[jax.Array, ...]:
@@ -50,7 +52,7 @@ def logical_shard_map(fun: Function, layout: Layout, *args: jax.Array) -> tuple[
     None), with the result ("rows", None).
 
     A name is divided over the mesh axes that it stands for, as in `to_spec`, if they divide every dimension
-    of that name. Mesh axes that are left divide the last name as well, as far as they can: parts that all
+    of that name. A mesh axis that is left divides the first of the `free` names that it can: parts that all
     devices along an axis have would be computed by each of them.
 
     The devices may send to each other, if `fun` has a method `over`. Then they run `fun.over(axes)`, with the
@@ -71,7 +73,7 @@ def logical_shard_map(fun: Function, layout: Layout, *args: jax.Array) -> tuple[
       The results of `fun`.
 
     Example:
-      >>> layout = Layout(("in", "rows"), (("rows", "in"), ("in", None)), (("rows", None),))
+      >>> layout = Layout(("in", "rows"), (("rows", "in"), ("in", None)), (("rows", None),), ("rows",))
       >>> x, w = jnp.ones((4, 6)), jnp.ones((6, 2))
       >>> logical_shard_map(lambda x, w: (x @ w,), layout, x, w)[0].shape
       (4, 2)
@@ -92,7 +94,7 @@ def _backward(fun: Function, layout: Layout, args: tuple[jax.Array, ...], cts: A
     floats = tuple(n for n, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact))
     operands, results = (*layout.operands, *layout.results), tuple(layout.operands[n] for n in floats)
     gradient = _Gradient(fun, len(args), floats)
-    backward = Layout(layout.names, operands, results)
+    backward = dataclasses.replace(layout, operands=operands, results=results)
     found = dict(zip(floats, _differentiable(gradient, backward, (*args, *cts))))
     return (tuple(found.get(n) for n in range(len(args))),)
 
@@ -228,10 +230,12 @@ def _axes(
     for name, entry in zip(layout.names, to_spec(layout.names, task, mesh)):
         own = () if entry is None else (entry,) if isinstance(entry, str) else entry
         axes[name] = own if divide(name, own) else ()
-    last = layout.names[-1]
     for axis in mesh.axis_names:
-        if not any(axis in own for own in axes.values()) and divide(last, (*axes[last], axis)):
-            axes[last] = (*axes[last], axis)
+        if not any(axis in own for own in axes.values()):
+            for name in layout.free:
+                if divide(name, (*axes[name], axis)):
+                    axes[name] = (*axes[name], axis)
+                    break
     return axes
 
 
@@ -245,7 +249,7 @@ def _batch(args: Any, dims: tuple[int | None, ...], *, fun: Function, layout: La
         for names, dim in zip(layout.operands, dims)
     )
     results = tuple((None, *names) for names in layout.results)
-    batched = Layout(layout.names, operands, results)
+    batched = dataclasses.replace(layout, operands=operands, results=results)
     made = logical_shard_map_p.bind(*args, fun=_Batched(fun, tuple(dims)), layout=batched)
     return made, [0] * len(made)
 

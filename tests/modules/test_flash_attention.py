@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +99,22 @@ def test_on_tpus_no_scores_are_kept():
     assert whole.memory_analysis().temp_size_in_bytes > scores
     assert flash.memory_analysis().temp_size_in_bytes < scores / 4
     assert "tpu_custom_call" in flash.as_text()
+
+
+def test_devices_that_have_parts_of_a_sequence_have_some_heads_each():
+    """Two of four key-value heads by "model", and one of these by "context"; values and gradients."""
+    mesh = jax.make_mesh((2, 2), ("context", "model"))
+    task = mm.Task("t", mesh=mesh, logical_axes={"sequence": "context", "kv_heads": "model"})
+    keys = jax.random.split(jax.random.key(0), 3)
+    args = [jax.random.normal(key, (1, 128, heads, 4)) for key, heads in zip(keys, (8, 4, 4))]
+
+    def run(attend, *args):
+        loss = lambda *args: jnp.sin(attend(*args, causal=True)).sum()
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(*args)
+
+    of_task = mm.jit(mm.task(functools.partial(run, flash_attention), task=task))
+    assert_same(of_task(*args), jax.jit(functools.partial(run, chunked_attention))(*args), rtol=2e-5)
+    assert "[1,128,1,2,4]" in str(of_task.program(*args).fragments[0].jaxpr)
 
 
 def test_a_backward_on_its_own_runs_no_kernel_of_the_forward():

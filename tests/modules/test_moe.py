@@ -335,6 +335,7 @@ def test_several_at_once_are_each_by_itself(factor):
             ("expert", (4,), {"expert": "expert"}),
             ("model", (4,), {"expert": "model", "mlp": "model"}),
             ("expert", (2, 2), {"expert": "expert", "batch": "data"}),
+            ("expert", (2, 2), {"expert": "expert", "sequence": "data"}),
         ],
         [0.75, None],
         step=5,
@@ -396,6 +397,19 @@ def test_what_a_backward_on_its_own_computes(factor, rules, again):
     assert backward / forward == pytest.approx((6 + again) / 3, rel=0.03)  # what weighs their sums is little
     hidden = [v for v in on_first[0].jaxpr.jaxpr.outvars if v.aval.shape[-1:] == (64,)]
     assert len(hidden) == (0 if again else 2)
+
+
+@pytest.mark.parametrize("factor", [1.0, None])
+def test_devices_that_divide_a_sequence_divide_the_work(factor):
+    """Of a lone row: each token, or each slot of an expert, is of one device."""
+    mesh = jax.make_mesh((4,), ("context",))
+    task = mm.Task("moe", mesh=mesh, logical_axes={"sequence": "context"})
+    moe, x = build(capacity_factor=factor), inputs((1, 16, WIDTH))
+    graphdef, state = nnx.split(moe)
+    call = lambda state, x: nnx.merge(graphdef, state)(x)[0]
+    (fragment,) = mm.jit(mm.task(call, task=task)).program(state, x).fragments
+    shape = "[1,4,2,8]" if factor else "[8,8]"  # of 8 slots an expert, or 32 choices
+    assert shape in str(fragment.jaxpr)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.mpmd.parity import assert_same
 from tests.slow import grid
 
 DIVIDED = "shard_map"
-LAYOUT = Layout(("in", "rows"), (("rows", "in"), ("in", None)), (("rows", None),))
+LAYOUT = Layout(("in", "rows"), (("rows", "in"), ("in", None)), (("rows", None),), ("rows", "in"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,8 @@ def test_outside_of_mm_jit_it_is_the_function():
     "sizes, rules, expected",
     [
         ((2, 2), {"in": "a", "rows": "b"}, [(2, 3), (3, 2)]),
-        ((2, 2), {"in": "a"}, [(2, 3), (3, 2)]),  # what is left divides the last name
+        ((2, 2), {"in": "a"}, [(2, 3), (3, 2)]),  # what is left divides the first that it can
+        ((3,), {"rows": "a"}, [(4, 2), (2, 2)]),
         ((2, 2), {"in": ("a", "b"), "rows": "b"}, [(1, 6), (6, 2)]),  # 4 do not divide 6
         ((4,), {"in": "a"}, [(1, 6), (6, 2)]),
         ((8,), {"rows": "a"}, [(4, 6), (6, 2)]),
@@ -89,7 +90,7 @@ class Turned:
 
 def test_parts_that_send_to_each_other_know_their_axes():
     """Their gradients, and those of a batch of them, too."""
-    layout, x = Layout(("rows",), (("rows",),), (("rows",),)), jnp.arange(8.0)
+    layout, x = Layout(("rows",), (("rows",),), (("rows",),), ("rows",)), jnp.arange(8.0)
     over = mesh(2, 2)
     task = mm.Task("t", mesh=over, logical_axes={"rows": ("a", "b")})
     run = lambda x: logical_shard_map(Turned(), layout, x)[0]
