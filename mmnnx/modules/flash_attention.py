@@ -101,7 +101,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _layout(kv_heads: Any, operands: tuple[jax.Array, ...], results: tuple[jax.Array, ...]) -> Layout:
-    dims = "batch", None, kv_heads, None, None
+    dims = "batch", "sequence", kv_heads, None, None
     of = lambda arrays: tuple(dims[: x.ndim] for x in arrays)
     names = tuple(name for name in (kv_heads, "batch") if name)
     return Layout(names, of(operands), of(results), free=names[::-1])

@@ -19,11 +19,12 @@ import jax.numpy as jnp
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
-from mmnnx.sharding.logical import to_spec
+from mmnnx.sharding.logical import constrain_on, to_spec
 from mmnnx.sharding.task import Task
 
 Function = Callable[..., tuple[jax.Array, ...]]
 Dims = tuple[str | None, ...]  # the name of each dimension of an array
+FREE = PartitionSpec.UNCONSTRAINED
 Axes = Mapping[str, tuple[str, ...]]  # the mesh axes that each name is divided over
 
 
@@ -33,8 +34,9 @@ class Layout:
 
     Attributes:
       names: all names; those in front take their mesh axes first.
-      operands: for each operand the names of its dimensions.
-      results: for each result the same.
+      operands: for each operand the names of its dimensions. `fun` gets all of one whose name is not among
+        `names`, and it is divided as the name says before.
+      results: for each result the same, and after.
       free: the names that may be divided over mesh axes which none stands for, in this order.
     """
 
@@ -172,7 +174,7 @@ def divided(
     of_device = _over(fun, axes)
 
     def spec(dims: Dims) -> list[Any]:
-        return [axes[name] if name else None for name in dims]
+        return [axes.get(name or "") for name in dims]
 
     unread, unmade = (getattr(of_device, name, ()) for name in ("unread", "unmade"))
     count = len(layout.operands)
@@ -182,6 +184,15 @@ def divided(
         n: tuple(a for name in layout.names if name not in dims for a in axes[name])
         for n, dims in made.items()
     }
+
+    def outside(x: jax.Array, dims: Dims) -> jax.Array:
+        if all(name is None or name in layout.names for name in dims):
+            return x
+        entries = [
+            entry if entry and size % math.prod(mesh.shape[axis] for axis in _tuple(entry)) == 0 else FREE
+            for entry, size in zip(to_spec(dims, task, mesh), x.shape)
+        ]
+        return constrain_on(mesh, x, entries)
 
     def parts(*args: jax.Array) -> list[jax.Array]:
         given = dict(zip(read, args))
@@ -199,7 +210,7 @@ def divided(
     )
 
     def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
-        found = dict(zip(made, mapped(*(args[n] for n in read))))
+        found = dict(zip(made, mapped(*(outside(args[n], layout.operands[n]) for n in read))))
         for n, over in summed.items():
             # Not psum: sums over examples can leave the microbatch loop (`mpmd/hoist/reductions.py`).
             if over:
@@ -207,7 +218,7 @@ def divided(
         if unmade:
             types = jax.eval_shape(fun, *args)
             found |= {n: jnp.full(types[n].shape, jnp.nan, types[n].dtype) for n in unmade}
-        return tuple(found[n] for n in range(len(layout.results)))
+        return tuple(outside(found[n], dims) for n, dims in enumerate(layout.results))
 
     return whole
 
@@ -216,10 +227,10 @@ def _axes(
     layout: Layout, shapes: Sequence[tuple[int, ...]], task: Task | None, mesh: Mesh
 ) -> dict[str, tuple[str, ...]]:
     """The mesh axes that each name is divided over."""
-    sizes: dict[str, set[int]] = {name: set() for name in layout.names}
+    sizes: dict[str | None, set[int]] = {name: set() for name in layout.names}
     for dims, shape in zip(layout.operands, shapes):
         for name, size in zip(dims, shape):
-            if name is not None:
+            if name in sizes:
                 sizes[name].add(size)
 
     def divide(name: str, axes: tuple[str, ...]) -> bool:
@@ -228,7 +239,7 @@ def _axes(
 
     axes: dict[str, tuple[str, ...]] = {}
     for name, entry in zip(layout.names, to_spec(layout.names, task, mesh)):
-        own = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        own = _tuple(entry)
         axes[name] = own if divide(name, own) else ()
     for axis in mesh.axis_names:
         if not any(axis in own for own in axes.values()):
@@ -237,6 +248,11 @@ def _axes(
                     axes[name] = (*axes[name], axis)
                     break
     return axes
+
+
+def _tuple(entry: Any) -> tuple[str, ...]:
+    """The axes of an entry of a spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
 def _types(*types: Any, fun: Function, layout: Layout) -> Any:
