@@ -78,8 +78,8 @@ class PlanConfig:
         Literal["xla", "cudnn", "flash", "ring"] | None, optional("NAME", "ring with --context, else xla")
     ] = None
     """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "xla" makes all scores.
-    "ring": the devices of --context pass keys and values around. With "flash" each has all tokens of some heads
-    instead, if these can be divided; others gather keys and values."""
+    "ring": the devices of --context pass keys and values around. With "flash" each has all tokens of some
+    heads instead, if these can be divided; others gather keys and values."""
     scan: bool = False
     """Stack the blocks and scan them, divided between the stages: one block is compiled for all."""
     json: Annotated[Path | None, optional("FILE", "none")] = None

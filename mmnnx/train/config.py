@@ -139,8 +139,8 @@ class TrainConfig:
     """Keep only what is between blocks for the backward, which computes each block again."""
     attention: Literal["auto", "xla", "cudnn", "flash", "ring"] = "auto"
     """How attention is computed: "cudnn" is flash attention on GPUs, "flash" on TPUs; "xla" makes all scores.
-    "ring": the devices of --context pass keys and values around. With "flash" each has all tokens of some heads
-    instead, if these can be divided; others gather keys and values.
+    "ring": the devices of --context pass keys and values around. With "flash" each has all tokens of some
+    heads instead, if these can be divided; others gather keys and values.
     "auto": ring with --context, else xla."""
     precision: Precision = "float32"
     """Type to compute in. Weights and optimizer state are float32 either way."""

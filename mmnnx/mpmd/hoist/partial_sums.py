@@ -22,6 +22,7 @@ from mmnnx.mpmd.hoist.contractions import (
     sharded_contractions,
 )
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Known, entering, follow, of_spec
+from mmnnx.mpmd.ir.dataflow import is_zero
 from mmnnx.mpmd.ir.equations import REMAT, Atom, Equation, Var, is_var
 from mmnnx.mpmd.ir.rewrite import trace_equations
 from mmnnx.mpmd.ir.scans import run_scan
@@ -113,13 +114,28 @@ class PartialSums:
         elif e.name in _OPEN:
             inner, number = self._opened(e), e.outvars.index(var)
             if e.name == "scan" and number < _compat.scan_counts(e.eqn.params)[1]:
-                raise CannotHoist("it is summed up in a scan")
-            groups = inner._groups(inner.results[number], sizes, found)
+                groups = self._of_carry(e, number, sizes, found)
+            else:
+                groups = inner._groups(inner.results[number], sizes, found)
         elif e.name in _SUMS or (e.name == "shard_map" and not _may_sum_up(e, var, sizes)):
             raise CannotHoist  # of what is not sharded, as far as is known
         else:
             raise CannotHoist(f"it goes through {e.name!r}, which is not taken apart")
         found.append((self, var, groups))
+        return groups
+
+    def _of_carry(
+        self, scan: Equation, number: int, sizes: Sizes, found: list[tuple[PartialSums, Var, Groups]]
+    ) -> Groups:
+        """The groups of what each iteration of a scan adds to a carry, which starts from zeros."""
+        inner, at = self._opened(scan), _compat.scan_counts(scan.eqn.params)[0] + number
+        enters, leaves = inner.args[at], inner.results[number]
+        last = inner.maker.get(leaves) if is_var(leaves) else None
+        if last is None or not adds_to(last, enters, inner.uses) or not is_zero(scan.invars[at], self.maker):
+            raise CannotHoist("a scan carries it, and does more than to add to it")
+        (term,) = (a for a in last.invars if a is not enters)
+        groups = inner._groups(term, sizes, found)
+        found += ((inner, v, groups) for v in (enters, leaves))
         return groups
 
     def _terms(self, e: Equation) -> tuple[list[Atom], list[Var]]:
@@ -189,9 +205,12 @@ class PartialSums:
 
     def _rewritten_inside(self, e: Equation) -> list[Equation]:
         inner, params = self.inner[e], e.eqn.params
+        carried = {n: _of_parts(v, inner.chosen[v]) for n, v in enumerate(inner.args) if v in inner.chosen}
+        inner.parts.update((inner.args[n], v) for n, v in carried.items())
         equations = [new for old in inner.equations for new in inner.rewritten(old)]
         results: list[Any] = [inner.parts.get(v, v) if is_var(v) else v for v in inner.results]
-        closed = _compat.close_jaxpr(inner.args, results, [f.eqn for f in equations])
+        args = [inner.parts.get(v, v) for v in inner.args]
+        closed = _compat.close_jaxpr(args, results, [f.eqn for f in equations])
         lead = {n: len(self.chosen[v]) for n, v in enumerate(e.outvars) if v in self.chosen}
         if e.name != "scan":
             outvars = list(e.outvars)
@@ -203,9 +222,14 @@ class PartialSums:
         num_consts, num_carry = _compat.scan_counts(params)
 
         def scan(*args: Any) -> list[Any]:
-            made = run_scan(closed, num_consts, num_carry, params, *args)
+            zeros = {n: jnp.zeros(v.aval.shape, v.aval.dtype) for n, v in carried.items()}
+            made = run_scan(
+                closed, num_consts, num_carry, params, *(zeros.get(n, x) for n, x in enumerate(args))
+            )
             # The parts come first, before the dimension of the scan.
-            return [jnp.moveaxis(x, 0, lead[n]) if n in lead else x for n, x in enumerate(made)]
+            return [
+                jnp.moveaxis(x, 0, lead[n]) if n in lead and n >= num_carry else x for n, x in enumerate(made)
+            ]
 
         flat, made = trace_equations(
             lambda *xs: scan(*_filled(e.invars, xs)), *filter(is_var, e.invars), scope=e.scope
@@ -218,6 +242,18 @@ class PartialSums:
                 flat += copied
         own = {made[n]: v for n, v in enumerate(e.outvars) if n not in lead}
         return [Equation(f.eqn.replace(outvars=[own.get(v, v) for v in f.outvars]), e.scope) for f in flat]
+
+
+def adds_to(last: Equation, enters: Var, uses: Counter) -> bool:
+    """Whether an equation, the last of an iteration, adds something to a carry, which nobody else reads."""
+    others = [a for a in last.invars if a is not enters]
+    once = uses[enters] == uses[last.outvars[0]] == 1
+    return last.name in ("add", "add_any") and len(others) == 1 and once and is_var(others[0])
+
+
+def _of_parts(v: Var, groups: Groups) -> Var:
+    """A variable for the parts of a value."""
+    return jex.Var(v.aval.update(shape=(*(count for _, count in groups), *v.aval.shape)))
 
 
 def _filled(atoms: Sequence[Atom], values: Sequence[Any]) -> list[Any]:

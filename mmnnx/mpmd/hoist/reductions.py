@@ -16,7 +16,6 @@ finds decides about speed alone.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,10 +24,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from mmnnx.mpmd.hoist.contractions import CannotHoist
-from mmnnx.mpmd.hoist.partial_sums import Groups, PartialSums
+from mmnnx.mpmd.hoist.partial_sums import Groups, PartialSums, adds_to
 from mmnnx.mpmd.hoist.sharding_propagation import Axes, Known, follow, of_spec
 from mmnnx.mpmd.ir.dataflow import is_zero
-from mmnnx.mpmd.ir.equations import Atom, Equation, Loop, Node, Var, is_var
+from mmnnx.mpmd.ir.equations import Atom, Equation, Loop, Node, Var
 from mmnnx.mpmd.ir.origin import CONST, Kind, Origin
 from mmnnx.mpmd.ir.placement import Location, Placed, Placement, Reason
 from mmnnx.mpmd.ir.rewrite import trace_equations
@@ -145,7 +144,7 @@ def _sums(
     reasons: dict[Var, str] = {}
     for n, (enters, leaves) in enumerate(zip(loop.carry_in, loop.carry_out)):
         last = partial.maker.get(leaves)
-        if last is None or last not in body.locations or not _adds_to(last, enters, partial.uses):
+        if last is None or last not in body.locations or not adds_to(last, enters, partial.uses):
             continue
         mesh = body.locations[last].mesh
         sizes = {axis: mesh.shape[own] for axis, own in names[mesh].items()}
@@ -235,10 +234,3 @@ def _slices(loop: Loop, given: Mapping[Var, NamedSharding | None]) -> Known:
         if own is not None:
             known[v] = tuple(axes or () for axes in of_spec(own.spec, v.aval.ndim)[: v.aval.ndim])
     return known
-
-
-def _adds_to(last: Equation, enters: Var, uses: Counter) -> bool:
-    """Whether an equation, the last of a microbatch, adds something to a carry, which nobody else reads."""
-    others = [a for a in last.invars if a is not enters]
-    once = uses[enters] == uses[last.outvars[0]] == 1
-    return last.name == "add" and len(others) == 1 and once and is_var(others[0])

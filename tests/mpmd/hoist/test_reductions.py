@@ -200,6 +200,7 @@ LOGICAL = {"batch": "data", "heads": "model", "kv_heads": "model", "mlp": "model
         ({"scan": 2}, False),
         ({"scan": 2, "remat": True}, True),
         ({"tied": True}, False),
+        ({"loss_chunks": 4}, True),
     ],
     ids=lambda x: ("data", "fsdp")[x] if isinstance(x, bool) else "-".join(x) or "plain",
 )
@@ -354,6 +355,70 @@ def test_weights_that_are_used_in_parts_stay_in_parts():
     assert (2, 4, 8, 16) not in shapes and (2, 4, 16, 8) not in shapes
     names = [e.primitive.name for f in program.fragments for e in f.jaxpr.eqns if f.phase == "none"]
     assert "sharding_constraint" not in names
+
+
+class Recurrent(nnx.Module):
+    """A weight that a scan uses in each iteration: its gradient is a sum that the scan carries."""
+
+    def __init__(self, *, rngs):
+        self.first, self.second = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        step = lambda h, row: (jnp.sin(self.second(h) + row), None)
+        return jax.lax.scan(step, jnp.zeros_like(x[:, 0]), jnp.swapaxes(self.first(x), 0, 1))[0]
+
+
+def test_what_a_scan_adds_up_is_reduced_after_the_loop(hlo):
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+    program = assert_parity(
+        make(Recurrent),
+        lambda model, x: (model(x) ** 2).mean(),
+        np.random.default_rng(0).standard_normal((8, 5, 8), np.float32),
+        mm.TaskSharding({mm.path("first"): (tasks[0], P()), mm.path("second"): (tasks[1], P())}),
+        mesh=mesh,
+        microbatch=4,
+        optimizer=MOMENTUM,
+        whole_batch=False,
+        arg_shardings=P("data"),
+    )
+    found = collectives(hlo, (2,))
+    assert not found["loop"] and found["outside"]["all-reduce", 0] >= 2
+    assert not program.notes
+
+
+def test_what_a_scan_does_more_than_add_to_is_told():
+    @jax.custom_vjp
+    def total_of_halves(w, x):
+        return x @ w
+
+    def gradients(saved, ct):
+        halve = lambda total, rows: (total / 2 + rows[0].T @ rows[1], None)
+        (w, x), zeros = saved, jnp.zeros_like(saved[0])
+        return jax.lax.scan(halve, zeros, (x.reshape(2, -1, 8), ct.reshape(2, -1, 8)))[0], ct @ w.T
+
+    total_of_halves.defvjp(lambda w, x: (x @ w, (w, x)), gradients)
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return total_of_halves(self.second.kernel[...], jnp.sin(self.first(x)))
+
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+    program = assert_parity(
+        lambda: Model(nnx.Rngs(0)),
+        lambda model, x: (model(x) ** 2).mean(),
+        np.random.default_rng(0).standard_normal((8, 8), np.float32),
+        mm.TaskSharding({mm.path("first"): (tasks[0], P()), mm.path("second"): (tasks[1], P())}),
+        mesh=mesh,
+        microbatch=4,
+        optimizer=MOMENTUM,
+        whole_batch=False,
+        arg_shardings=P("data"),
+    )
+    (note,) = program.notes
+    assert "second.kernel" in note and "a scan carries it, and does more than to add to it" in note
 
 
 def test_what_cannot_be_taken_after_the_loop_is_told():
