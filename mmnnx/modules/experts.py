@@ -101,8 +101,17 @@ def _forward(experts: _Experts, names: Names, args: tuple[jax.Array, ...]) -> tu
 
 def _backward(experts: _Experts, names: Names, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[Any]:
     operands, hidden = experts.dims(names)
-    layout = _layout(names, (*operands, hidden, hidden, operands[0]), (*operands[:2], *operands[-3:]))
-    x, weights, *kernels = logical_shard_map(_Gradients(experts, names, len(operands)), layout, *saved, ct)
+    given = *operands, hidden, hidden, operands[0]
+    if experts.keeps(divided=True):  # those of the kernels can wait, as a zero-bubble schedule has them
+        layout = _layout(names, given, (*operands[:2], hidden, hidden))
+        x, weights, *of_kept = logical_shard_map(_OfTokens(experts, len(operands)), layout, *saved, ct)
+        layout = _layout(names, (*operands[:-3], *given[-3:], hidden, hidden), operands[-3:])
+        args = *saved[: len(operands) - 3], *saved[-2:], ct, *of_kept
+        kernels: Sequence[jax.Array] = logical_shard_map(_OfKernels(experts), layout, *args)
+    else:
+        layout = _layout(names, given, (*operands[:2], *operands[-3:]))
+        of_all = _Gradients(experts, names, len(operands))
+        x, weights, *kernels = logical_shard_map(of_all, layout, *saved, ct)
     return ((x, weights, *[None] * (len(operands) - 5), *kernels),)
 
 
@@ -165,15 +174,21 @@ class _Experts(abc.ABC):
         self, args: Sequence[jax.Array], kept: Sequence[jax.Array] | None, ct: jax.Array
     ) -> tuple[jax.Array, ...]:
         """Those of x, weights and the kernels; by what the forward kept, if it did."""
-        x, weights, *integers, gate, up, down = args
-        routes, top_k = self.routes(*integers), weights.shape[-1]
-        rows, cts = routes.to_rows(x, top_k), routes.to_rows(ct, top_k)
-        of_row = routes.to_rows(weights.reshape(weights.shape[0], -1, 1), 1)
+        x, weights, *integers = args[:-3]
+        routes = self.routes(*integers)
         if kept is None:
-            products = [routes.product(rows, w) for w in (gate, up)]
-        else:
-            products = [values.reshape(*rows.shape[:-1], -1) for values in kept]
-        hidden, to_products = jax.vjp(self.activation, *products)
+            rows = routes.to_rows(x, weights.shape[-1])
+            kept = [routes.to_kept(routes.product(rows, w)) for w in args[-3:-1]]
+        *of_tokens, gated, upped = self.gradients_of_tokens(routes, args, kept, ct)
+        return *of_tokens, *self.gradients_of_kernels(routes, x, weights, kept, (gated, upped), ct)
+
+    def gradients_of_tokens(
+        self, routes: _Routes, args: Sequence[jax.Array], kept: Sequence[jax.Array], ct: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Those of x and weights, and of what the forward kept."""
+        _, weights, *_, gate, up, down = args
+        cts, of_row = self._of_rows(routes, weights, ct)
+        hidden, to_products = jax.vjp(self.activation, *_as_rows(kept, cts))
         # A row makes weight x hidden x down. So the gradient of its weight needs no product with `down`.
         back = routes.transposed(cts, down)
         exact = jnp.promote_types(hidden.dtype, jnp.float32)
@@ -183,10 +198,34 @@ class _Experts(abc.ABC):
         return (
             routes.to_assignments(of_rows).sum(2),
             routes.to_assignments(of_weights)[..., 0].astype(weights.dtype),
+            routes.to_kept(gated),
+            routes.to_kept(upped),
+        )
+
+    def gradients_of_kernels(
+        self,
+        routes: _Routes,
+        x: jax.Array,
+        weights: jax.Array,
+        kept: Sequence[jax.Array],
+        of_kept: Sequence[jax.Array],
+        ct: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+        """Those of the kernels; by what was kept, and the gradients of it."""
+        rows = routes.to_rows(x, weights.shape[-1])
+        cts, of_row = self._of_rows(routes, weights, ct)
+        gated, upped = _as_rows(of_kept, cts)
+        hidden = self.activation(*_as_rows(kept, cts))
+        return (
             routes.outer_product(rows, gated),
             routes.outer_product(rows, upped),
             routes.outer_product(hidden, (cts * of_row).astype(cts.dtype)),
         )
+
+    def _of_rows(self, routes: _Routes, weights: jax.Array, ct: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The gradient of the sums that each row went into, and its weight there."""
+        of_row = routes.to_rows(weights.reshape(weights.shape[0], -1, 1), 1)
+        return routes.to_rows(ct, weights.shape[-1]), of_row
 
     @abc.abstractmethod
     def dims(self, names: Names) -> tuple[tuple[Dims, ...], Dims]:
@@ -199,6 +238,11 @@ class _Experts(abc.ABC):
     @abc.abstractmethod
     def routes(self, *integers: jax.Array) -> _Routes:
         """Which rows there are, by the integers of the assignments and the numbers of the experts."""
+
+
+def _as_rows(kept: Sequence[jax.Array], rows: jax.Array) -> list[jax.Array]:
+    """What was kept, in the shape of rows again."""
+    return [values.reshape(*rows.shape[:-1], -1) for values in kept]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,3 +347,28 @@ class _Gradients:
     def over(self, axes: Axes) -> _Gradients:
         keeps = self.experts.keeps(bool(axes.get(self.names[0] or "")))
         return dataclasses.replace(self, unread=() if keeps else (self.operands, self.operands + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfTokens:
+    """`_Experts.gradients_of_tokens`, over a mesh; its arguments are those of `_Gradients`."""
+
+    experts: _Experts
+    operands: int
+
+    def __call__(self, *args: jax.Array) -> tuple[jax.Array, ...]:
+        *given, ct = args
+        own, kept = given[: self.operands], given[self.operands :]
+        return self.experts.gradients_of_tokens(self.experts.routes(*own[2:-3]), own, kept, ct)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfKernels:
+    """`_Experts.gradients_of_kernels`, over a mesh."""
+
+    experts: _Experts
+
+    def __call__(self, *args: jax.Array) -> tuple[jax.Array, ...]:
+        x, weights, *integers, gated, upped, ct, of_gated, of_upped = args
+        routes, kept, of_kept = self.experts.routes(*integers), (gated, upped), (of_gated, of_upped)
+        return self.experts.gradients_of_kernels(routes, x, weights, kept, of_kept, ct)

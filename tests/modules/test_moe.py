@@ -399,6 +399,21 @@ def test_what_a_backward_on_its_own_computes(factor, rules, again):
     assert len(hidden) == (0 if again else 2)
 
 
+def test_a_zero_bubble_schedule_has_the_gradients_of_kernels_wait():
+    """Half of a backward: three products of six."""
+    mesh, tasks = pipeline(2, 2)
+    make = lambda: nnx.List([MoE(32, 64, 4, 2, capacity_factor=1.0, rngs=nnx.Rngs(n)) for n in range(2)])
+    loss = lambda layers, x: (layers[1](layers[0](x)[0])[0] ** 2).sum()
+    grad = mm.microbatch(nnx.grad(loss), size=2, dim=0, argnum=1, schedule="zero-bubble-h1")
+    with mesh:
+        layers = mm.jit(make, out_shardings=mm.TaskSharding({mm.path(n): t for n, t in enumerate(tasks)}))()
+        program = mm.jit(lambda layers, x: grad(layers, x)).program(layers, jnp.ones((8, 64, 32)))
+    flops = {program.labels[f]: count_flops(f.jaxpr).total() for f in program.fragments}
+    for stage in ("stage0", "stage1"):
+        parts = [flops[f"{stage} backward-{part}"] for part in ("input", "weight")]
+        assert parts == pytest.approx([flops[f"{stage} forward"]] * 2, rel=0.03)
+
+
 @pytest.mark.parametrize("factor", [1.0, None])
 def test_devices_that_divide_a_sequence_divide_the_work(factor):
     """Of a lone row: each token, or each slot of an expert, is of one device."""

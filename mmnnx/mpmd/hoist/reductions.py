@@ -9,6 +9,8 @@ parts are added up after the loop. With a gradient f32[4,8] of 6 examples that a
     now, in the loop:       parts f32[2,4,8] += dot_general x f32[2,3,4] dy f32[2,3,8], batched over devices
     after the loop:         sum f32[4,8] = reduce_sum parts, over its first dimension
 
+A sum that a scan in the loop carries is divided likewise, from the zeros that it starts from.
+
 It is the same sum in another order, whatever is sharded how: what `mmnnx.mpmd.hoist.sharding_propagation`
 finds decides about speed alone.
 """

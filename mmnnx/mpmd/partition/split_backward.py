@@ -21,7 +21,8 @@ def split_backward(
 
     An equation is of the input part if another stage waits for what becomes of it, or if several gradients
     are made of it: it is part of the chain from layer to layer. Otherwise it leads to one gradient alone and
-    is of the weight part. No equation is in both.
+    is of the weight part. So is a shard_map each of whose results leads to one gradient. No equation is in
+    both.
 
     Args:
       nodes: the nodes of a function or of a loop body, in order.
@@ -38,9 +39,11 @@ def split_backward(
     ends: dict[Var, set[Var | None]] = {}
     for node in reversed(nodes):
         location = backward.get(node)
-        reached: set[Var | None] = set().union(*(ends.get(v, {v}) for v in node.outvars))
+        of_results = [ends.get(v, {v}) for v in node.outvars]
+        reached: set[Var | None] = set().union(*of_results)
         if location is not None and location.position in positions:
-            chained = None in reached or len(reached) > 1
+            several = of_results if isinstance(node, Equation) and node.name == "shard_map" else [reached]
+            chained = any(None in found or len(found) > 1 for found in several)
             phases[node] = "backward-input" if chained else "backward-weight"
         for a in filter(is_var, node.invars):
             becomes: set[Var | None] = {None}
