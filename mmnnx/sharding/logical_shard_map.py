@@ -186,11 +186,14 @@ def divided(
     }
 
     def outside(x: jax.Array, dims: Dims) -> jax.Array:
-        if all(name is None or name in layout.names for name in dims):
+        others = [name for name in dims if name is not None and name not in layout.names]
+        if not others:
             return x
+        names = (*layout.names, *others)  # those of the map take their axes first here, too
+        found = dict(zip(names, to_spec(names, task, mesh)))
         entries = [
             entry if entry and size % math.prod(mesh.shape[axis] for axis in _tuple(entry)) == 0 else FREE
-            for entry, size in zip(to_spec(dims, task, mesh), x.shape)
+            for entry, size in zip([found.get(name or "") for name in dims], x.shape)
         ]
         return constrain_on(mesh, x, entries)
 

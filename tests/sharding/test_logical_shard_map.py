@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.sharding.logical_shard_map import Layout, divided, logical_shard_map
@@ -67,6 +68,21 @@ def test_outside_of_mm_jit_it_is_the_function():
 )
 def test_what_a_device_computes(sizes, rules, expected):
     assert shards(mesh(*sizes), rules, (4, 6), (6, 2)) == expected
+
+
+@pytest.mark.parametrize(
+    "rules, spec",
+    [({"in": "a", "rows": "b"}, P("b", "a")), ({"in": "a", "rows": "a"}, P(P.UNCONSTRAINED, "a"))],
+)
+def test_other_names_say_how_arrays_are_divided_around_it(rules, spec):
+    """Where the map's own names leave them an axis; inside, it has all of these dimensions."""
+    layout = Layout(("in",), (("rows", "in"),), (("rows", "in"),), ())
+    task = mm.Task("t", mesh=mesh(2, 2), logical_axes=rules)
+    fun = divided(lambda x: (x * x.shape[0],), layout, [(4, 6)], task, mesh(2, 2))
+    jaxpr = jax.make_jaxpr(fun)(jnp.ones((4, 6)))
+    around = [e.params["sharding"].spec for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
+    assert around == [spec, spec]
+    np.testing.assert_array_equal(jax.jit(fun)(jnp.ones((4, 6)))[0], 4 * np.ones((4, 6)))
 
 
 def test_a_rule_for_an_axis_that_is_not_there_is_refused():
