@@ -289,8 +289,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="chain-in-weight-part",
         file="mmnnx/mpmd/partition/split_backward.py",
-        old="chained = None in reached or len(reached) > 1",
-        new="chained = None in reached",
+        old="chained = any(None in found or len(found) > 1 for found in several)",
+        new="chained = any(None in found for found in several)",
         what=(
             "Of a backward that is cut in two, what several gradients are made of goes to the weight part."
         ),
