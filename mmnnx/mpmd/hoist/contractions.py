@@ -57,6 +57,8 @@ def sharded_contractions(
     found: list[Contraction] = []
     for pair in pairs:
         axes = next((d for n, i in pair.items() if (d := dims_of(e.invars[n], known)[i])), ())
+        # Where operands are divided otherwise, an axis may be that of two dimensions: it is the first one's.
+        axes = tuple(axis for axis in axes if not any(axis in own for own, *_ in found))
         if any(axis in own for axis in axes for own in dims_of(e.outvars[0], known)):
             continue  # each device makes its own part of the result, and has no use for a part of the sum
         count = math.prod(sizes.get(axis, 1) for axis in axes)

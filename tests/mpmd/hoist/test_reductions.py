@@ -357,6 +357,27 @@ def test_weights_that_are_used_in_parts_stay_in_parts():
     assert "sharding_constraint" not in names
 
 
+def test_operands_that_are_divided_otherwise_over_one_axis():
+    """Sequences are divided, and where heads attend their rows are: a gradient sums over both."""
+    mesh, tasks = pipeline(2, 2, axes=("context",))
+    tasks = [mm.Task(t.name, mesh_slice=t.mesh_slice, logical_axes={"sequence": "context"}) for t in tasks]
+    sizes = dict(vocab=32, layers=2, width=16, heads=2, kv_heads=2, mlp=32)
+    make_model = make(LM, LMConfig(attention="flash", **sizes))
+    assert_parity(
+        make_model,
+        lambda model, tokens: model.loss(tokens, labels=tokens),
+        TOKENS[:, :8],
+        pipeline_sharding(nnx.eval_shape(make_model), tasks),
+        mesh=mesh,
+        microbatch=4,
+        optimizer=MOMENTUM,
+        steps=1,
+        rtol=5e-5,
+        whole_batch=False,
+        arg_shardings=P(None, "context"),
+    )
+
+
 class Recurrent(nnx.Module):
     """A weight that a scan uses in each iteration: its gradient is a sum that the scan carries."""
 
