@@ -42,9 +42,9 @@ def flash_attention(
     The kernels of the backward read what that of the forward made. They have no derivatives: for second ones
     use another implementation.
 
-    Over the devices of a task rows of the batch and key-value heads are divided; heads also over devices that
-    have parts of the sequences, which each needs all of (DeepSpeed-Ulysses, arXiv:2309.14509). Where these
-    heads are fewer than the devices, each of them computes all heads.
+    Over the devices of a task rows of the batch and key-value heads are divided. Devices that have parts of a
+    sequence exchange them: each gets all of it, for some of the rows or heads (DeepSpeed-Ulysses,
+    arXiv:2309.14509). Where these heads are fewer than the devices, each of them computes all heads.
 
     Args:
       query: [batch, length, heads, head_dim].

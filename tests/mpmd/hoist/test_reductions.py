@@ -378,6 +378,22 @@ def test_operands_that_are_divided_otherwise_over_one_axis():
     )
 
 
+def parity_of_two(make_model, shape):
+    """The program of a model of a "first" and a "second" layer, a stage each, over a data axis."""
+    mesh, tasks = pipeline(2, 2, axes=("data",))
+    return assert_parity(
+        make_model,
+        lambda model, x: (model(x) ** 2).mean(),
+        np.random.default_rng(0).standard_normal(shape, np.float32),
+        mm.TaskSharding({mm.path("first"): (tasks[0], P()), mm.path("second"): (tasks[1], P())}),
+        mesh=mesh,
+        microbatch=4,
+        optimizer=MOMENTUM,
+        whole_batch=False,
+        arg_shardings=P("data"),
+    )
+
+
 class Recurrent(nnx.Module):
     """A weight that a scan uses in each iteration: its gradient is a sum that the scan carries."""
 
@@ -390,18 +406,7 @@ class Recurrent(nnx.Module):
 
 
 def test_what_a_scan_adds_up_is_reduced_after_the_loop(hlo):
-    mesh, tasks = pipeline(2, 2, axes=("data",))
-    program = assert_parity(
-        make(Recurrent),
-        lambda model, x: (model(x) ** 2).mean(),
-        np.random.default_rng(0).standard_normal((8, 5, 8), np.float32),
-        mm.TaskSharding({mm.path("first"): (tasks[0], P()), mm.path("second"): (tasks[1], P())}),
-        mesh=mesh,
-        microbatch=4,
-        optimizer=MOMENTUM,
-        whole_batch=False,
-        arg_shardings=P("data"),
-    )
+    program = parity_of_two(make(Recurrent), (8, 5, 8))
     found = collectives(hlo, (2,))
     assert not found["loop"] and found["outside"]["all-reduce", 0] >= 2
     assert not program.notes
@@ -426,18 +431,7 @@ def test_what_a_scan_does_more_than_add_to_is_told():
         def __call__(self, x):
             return total_of_halves(self.second.kernel[...], jnp.sin(self.first(x)))
 
-    mesh, tasks = pipeline(2, 2, axes=("data",))
-    program = assert_parity(
-        lambda: Model(nnx.Rngs(0)),
-        lambda model, x: (model(x) ** 2).mean(),
-        np.random.default_rng(0).standard_normal((8, 8), np.float32),
-        mm.TaskSharding({mm.path("first"): (tasks[0], P()), mm.path("second"): (tasks[1], P())}),
-        mesh=mesh,
-        microbatch=4,
-        optimizer=MOMENTUM,
-        whole_batch=False,
-        arg_shardings=P("data"),
-    )
+    program = parity_of_two(lambda: Model(nnx.Rngs(0)), (8, 8))
     (note,) = program.notes
     assert "second.kernel" in note and "a scan carries it, and does more than to add to it" in note
 
@@ -458,18 +452,7 @@ def test_what_cannot_be_taken_after_the_loop_is_told():
         def __call__(self, x):
             return jnp.tanh(self.first(x)) @ clipped(self.second.kernel[...])
 
-    mesh, tasks = pipeline(2, 2, axes=("data",))
-    program = assert_parity(
-        lambda: Model(nnx.Rngs(0)),
-        lambda model, x: (model(x) ** 2).mean(),
-        np.random.default_rng(0).standard_normal((8, 8), np.float32),
-        mm.TaskSharding({mm.path("first"): (tasks[0], P()), mm.path("second"): (tasks[1], P())}),
-        mesh=mesh,
-        microbatch=4,
-        optimizer=MOMENTUM,
-        whole_batch=False,
-        arg_shardings=P("data"),
-    )
+    program = parity_of_two(lambda: Model(nnx.Rngs(0)), (8, 8))
     (note,) = program.notes
     assert "second.kernel" in note and "in every microbatch" in note
     assert note in str(program)
