@@ -56,6 +56,17 @@ def tokens(shape=(2, 10), seed: int = 0) -> jax.Array:
     return jax.random.randint(jax.random.key(seed), shape, 0, 32)
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])
+def test_a_model_is_built_with_the_keys_of_rngs_and_no_entry_is_set(monkeypatch, transform):
+    """Flax compares shardings for that: of a tracer JAX makes an error, which takes a walk through all."""
+    config = LMConfig(**SMALL)
+    expected = nnx.state(transform(lambda: LM(config, rngs=nnx.Rngs(3)))())
+    monkeypatch.setattr(nnx.Variable, "__setitem__", None)
+    jax.tree.map(
+        np.testing.assert_array_equal, nnx.state(transform(lambda: build_model(config, 3))()), expected
+    )
+
+
 @pytest.mark.slow
 def test_logits_have_a_shape_and_are_float32_whatever_it_computes_in():
     for dtype in (jnp.float32, jnp.bfloat16):
