@@ -51,7 +51,7 @@ class PlanConfig:
     """Devices over which each sequence is split (context parallelism); see --attention."""
     expert: int = 1
     """Devices over which the experts of a model are split (expert parallelism), and sequences, too.
-    With 1, experts are split over --tensor."""
+    With 1, --tensor splits experts, or the hidden features of wide ones."""
     batch: int = 32
     """Sequences in a step."""
     sequence: int = 4096

@@ -216,7 +216,7 @@ class _Part:
 
     def saved(self, job: TrainingJob) -> float:
         """Bytes of a device for a microbatch."""
-        divided = self.divided - (self.rows if job.tensor * job.expert > 1 else 0.0)
+        divided = self.divided - (self.rows if job.rules().get("expert") else 0.0)
         return job.rows * (self.whole + divided / job.tensor) / job.context
 
 

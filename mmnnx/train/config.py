@@ -121,7 +121,7 @@ class TrainConfig:
     """Devices over which each sequence is split (context parallelism); see --attention."""
     expert: int = 1
     """Devices over which the experts of a --model are split (expert parallelism), and sequences, too.
-    With 1, experts are split over --tensor."""
+    With 1, --tensor splits experts, or the hidden features of wide ones."""
     fsdp: bool = False
     """Divide weights and optimizer state among the groups of --data-parallel, too."""
     virtual_stages: int = 1

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
+from mmnnx.modules.build import build
 from mmnnx.plan import targets
 from mmnnx.plan.chips import CHIPS, chip_of
-from mmnnx.plan.language_models import TrainingJob
+from mmnnx.plan.language_models import TrainingJob, rules_of
 
 
 @pytest.mark.parametrize(
@@ -111,6 +114,29 @@ def test_the_axes_of_a_mesh():
     said = "stages x data x context x expert x tensor = 2 x 1 x 4 x 2 x 1 = 16"
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(job, context=4).mesh(jax.devices())
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes", "spec"),
+    [
+        (dict(model=4), {}, P(None, None, "model")),  # 3,584 hidden features each
+        (dict(model=8), dict(experts=6, mlp=4096), P(None, None, "model")),  # 512, of too few experts
+        (dict(model=4), dict(mlp=3584), P("model", None, None)),
+        (dict(model=4), dict(capacity_factor=1.0), P("model", None, None)),
+        (dict(model=4, expert=2), {}, P("expert", None, "model")),
+        (dict(model=1), {}, P(None, None, None)),
+    ],
+)
+def test_what_is_divided_of_experts(axes, changes, spec):
+    job = TrainingJob("mixtral-8x7b", "cpu", stages=1, layers=1)
+    config = dataclasses.replace(job.config, **changes)
+    model = nnx.eval_shape(lambda: build(config))
+    sizes, names = (1, *axes.values()), ("stage", *axes)
+    devices = jax.devices()[: math.prod(sizes)]
+    with mm.MultiMesh(axis_sizes=sizes, axis_names=names, devices=np.reshape(devices, sizes)):
+        placement = mm.pipeline_sharding(model, stages=1, rules=rules_of(config, axes, fsdp=False))
+        found = placement.lookup(("blocks", 0, "mlp", "gate"), model.blocks[0].mlp.gate)
+    assert found.sharding.spec == spec
 
 
 def test_devices_of_two_platforms_may_have_the_same_number():

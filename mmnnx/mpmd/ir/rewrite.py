@@ -11,11 +11,23 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import Atom, Equation, Node, Var, is_var, with_bodies
+from mmnnx.mpmd.ir.equations import (
+    CALLS,
+    CUSTOM_GRADIENTS,
+    Atom,
+    Equation,
+    Node,
+    Var,
+    is_var,
+    with_bodies,
+)
 
 
 def trace_equations(fun: Callable, *atoms: Atom, scope: str) -> tuple[list[Equation], list[Var]]:
-    """Traces `fun` over the types of `atoms` and returns its equations on them, and the results."""
+    """Traces `fun` over the types of `atoms` and returns its equations on them, and the results.
+
+    Calls are inlined, those of functions with gradients of their own too: it is too late to differentiate.
+    """
     args = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in atoms]
     invars, outvars, eqns, consts = _compat.open_jaxpr(jax.make_jaxpr(fun)(*args))
     env = dict(zip(invars, atoms)) | {v: jex.Literal(c, v.aval) for v, c in consts}
@@ -60,8 +72,8 @@ def name_results(
 
 
 def _inline_eqn(eqn: Any, env: dict[Var, Atom], scope: str) -> list[Equation]:
-    if eqn.primitive.name == "jit":
-        invars, outvars, eqns, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
+    if eqn.primitive.name in CALLS | CUSTOM_GRADIENTS:
+        invars, outvars, eqns, consts = _compat.open_jaxpr(_compat.subjaxprs(eqn)[0])
         inner = dict(zip(invars, (read(env, a) for a in eqn.invars)))
         inner |= {v: jex.Literal(c, v.aval) for v, c in consts}
         flat = [e for sub in eqns for e in _inline_eqn(sub, inner, scope)]

@@ -22,7 +22,7 @@ from mmnnx.mpmd.ir.equations import Equation
 from mmnnx.sharding.pipeline import pipeline_sharding
 from tests.models import make
 from tests.mpmd.parity import MOMENTUM, assert_parity, assert_same, born, pipeline, place, train_step
-from tests.slow import few, grid
+from tests.slow import all_but, few, grid
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -231,11 +231,13 @@ def test_a_language_model_over_data_and_tensor(hlo, options, fsdp):
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts_over_data_and_experts():
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_mixture_of_experts_over_data_and_experts(remat):
     mesh, tasks = pipeline(2, 2, 2, axes=("data", "expert"))
     rules = {"batch": "data", "expert": "expert"}
     tasks = [mm.Task(t.name, mesh_slice=t.mesh_slice, logical_axes=rules) for t in tasks]
-    config = MoELMConfig(vocab=32, layers=2, width=16, heads=2, kv_heads=2, mlp=32, experts=4, top_k=2)
+    sizes = dict(vocab=32, layers=2, width=16, heads=2, kv_heads=2, mlp=32, experts=4, top_k=2)
+    config = MoELMConfig(**sizes, remat=remat)
     make_model = make(MoELM, config)
     program = assert_parity(
         make_model,
@@ -254,19 +256,28 @@ def test_a_mixture_of_experts_over_data_and_experts():
     assert {(2, 4, 16, 32), (2, 4, 32, 16)} <= {tuple(v.aval.shape) for v, _ in program.values}
 
 
-@pytest.mark.slow
-def test_experts_of_single_devices_are_no_sums():
-    """Each device makes the gradients of its own: there is nothing to note."""
-    mesh, tasks = pipeline(2, 2, axes=("expert",))
-    tasks = [mm.Task(t.name, mesh_slice=t.mesh_slice, logical_axes={"expert": "expert"}) for t in tasks]
-    config = MoELMConfig(vocab=32, layers=2, width=16, heads=2, kv_heads=2, mlp=32, experts=4, top_k=2)
-    loop = mm.microbatch(nnx.value_and_grad(lm_loss), dim=0, size=4, argnum=1, reduce="mean")
+@pytest.mark.parametrize(
+    ("axis", "remat", "parts"), all_but([("data", True, 2)], [("data", True, 2), ("expert", False, 0)])
+)
+def test_experts_are_summed_after_the_loop(axis, remat, parts):
+    """Those of single devices are no sums: there is nothing to note either."""
+    mesh, tasks = pipeline(2, 2, axes=(axis,))
+    rules = {"batch": "data"} if axis == "data" else {"expert": "expert"}
+    tasks = [mm.Task(t.name, mesh_slice=t.mesh_slice, logical_axes=rules) for t in tasks]
+    sizes = dict(vocab=32, layers=2, width=16, heads=2, kv_heads=2, mlp=32, experts=4, top_k=2)
+    config = MoELMConfig(**sizes, remat=remat)
+    over = P("data") if axis == "data" else None
+    grad_fn = nnx.value_and_grad(lm_loss)
+    loop = mm.microbatch(grad_fn, dim=0, size=4, argnum=1, reduce="mean", arg_shardings=over)
     with mesh:
         model = nnx.eval_shape(make(MoELM, config))
         step = mm.jit(
             lambda model, tokens: loop(model, tokens), in_shardings=(pipeline_sharding(model, tasks), None)
         )
-        assert not step.program(model, TOKENS).notes
+        program = step.program(model, TOKENS)
+    assert not program.notes
+    shapes = {tuple(v.aval.shape) for v, _ in program.values}
+    assert {(parts, 4, 16, 32), (parts, 4, 32, 16)} <= shapes or not parts
 
 
 @pytest.mark.parametrize(
