@@ -274,7 +274,7 @@ class _Dropless(_Experts):
             to_assignments=lambda rows: rows[place].reshape(*chosen.shape, -1),
             to_kept=lambda rows: rows.reshape(*chosen.shape, -1),
             product=product,
-            transposed=lambda rows, w: product(rows, w.swapaxes(1, 2)),
+            transposed=partial(product, transposed=True),
             outer_product=partial(grouped_outer_product, sizes=sizes, one_in=one_in),
         )
 

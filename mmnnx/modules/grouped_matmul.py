@@ -17,8 +17,10 @@ _KERNELS = "jax.experimental.pallas.ops.tpu.megablox.gmm"
 _TILE = 1024  # features; with 512 rows, three tiles of bfloat16 take 5 of the 16 MiB of a core's memory
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1, transposed: bool = False
+) -> jax.Array:
     """`jax.lax.ragged_dot` that does what the rows need alone, on every platform and in the backward too.
 
     XLA has no such program everywhere: on CPU `ragged_dot` multiplies every row with every matrix, and with
@@ -31,6 +33,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1
       sizes: int32 [groups], how many of the rows each group has, in order; all of them or fewer.
       one_in: one in so many rows is expected to be in a group. Any may be: it only decides how large blocks
         are, and what `mm.plan` counts.
+      transposed: whether the matrices are [groups, out, in]; none is transposed in memory.
 
     Returns:
       [rows, out], in the dtype of `x`; summed in float32, or float64 if `x` is. Rows in no group get zeros.
@@ -39,25 +42,26 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1
       >>> grouped_matmul(jnp.ones((5, 2)), jnp.ones((3, 2, 4)), jnp.array([2, 0, 1])).sum(1)
       Array([8., 8., 8., 0., 0.], dtype=float32)
     """
-    return _product(x, w, sizes, one_in)
+    by_kernel = partial(product_by_kernel, transposed=transposed)
+    by_blocks = partial(product_by_blocks, transposed=transposed)
+    made = _by_platform(by_kernel, by_blocks, one_in, x, w, sizes)
+    return jnp.where(jnp.arange(x.shape[0])[:, None] < sizes.sum(), made, 0)
 
 
-def _forward(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int) -> tuple[jax.Array, Any]:
-    return grouped_matmul(x, w, sizes, one_in), (x, w, sizes)
+def _forward(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int, transposed: bool
+) -> tuple[jax.Array, Any]:
+    return grouped_matmul(x, w, sizes, one_in, transposed), (x, w, sizes)
 
 
-def _backward(one_in: int, saved: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(one_in: int, transposed: bool, saved: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = saved
-    of_x = grouped_matmul(ct, w.swapaxes(1, 2), sizes, one_in)
-    return of_x, grouped_outer_product(x, ct, sizes, one_in), None
+    of_w = (ct, x) if transposed else (x, ct)
+    of_x = grouped_matmul(ct, w, sizes, one_in, not transposed)
+    return of_x, grouped_outer_product(*of_w, sizes, one_in), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
-
-
-def _product(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int) -> jax.Array:
-    made = _by_platform(product_by_kernel, product_by_blocks, one_in, x, w, sizes)
-    return jnp.where(jnp.arange(x.shape[0])[:, None] < sizes.sum(), made, 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -72,7 +76,7 @@ def _outer_forward(x: jax.Array, y: jax.Array, sizes: jax.Array, one_in: int) ->
 
 def _outer_backward(one_in: int, saved: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, y, sizes = saved
-    of_x = grouped_matmul(y, ct.swapaxes(1, 2), sizes, one_in)
+    of_x = grouped_matmul(y, ct, sizes, one_in, transposed=True)
     return of_x, grouped_matmul(x, ct, sizes, one_in), None
 
 
@@ -91,19 +95,22 @@ def _by_platform(
 # --------------------------------------------------------------------------------------------- block by block
 
 
-def product_by_blocks(x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1) -> jax.Array:
+def product_by_blocks(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1, transposed: bool = False
+) -> jax.Array:
     """One product for each block of rows of a group. Rows in no group get anything."""
     block = _block(x.shape[0], one_in * w.shape[0])
     rows = jnp.pad(x, ((0, block), (0, 0)))
     count, group_of, start_of, _ = _blocks(sizes, block)
+    product = "ri,oi->ro" if transposed else "ri,io->ro"
 
     def step(n: Any, y: jax.Array) -> jax.Array:
         own = lax.dynamic_slice_in_dim(rows, start_of(n), block)
-        made = jnp.dot(own, w[group_of(n)], preferred_element_type=_sum_dtype(x))
+        made = jnp.einsum(product, own, w[group_of(n)], preferred_element_type=_sum_dtype(x))
         # Beyond the end of its group a block writes what the next one overwrites.
         return lax.dynamic_update_slice_in_dim(y, made.astype(y.dtype), start_of(n), 0)
 
-    y = jnp.zeros((rows.shape[0], w.shape[2]), x.dtype)
+    y = jnp.zeros((rows.shape[0], w.shape[1 if transposed else 2]), x.dtype)
     with expect_iterations(_expected(x.shape[0], w.shape[0], block, one_in)):
         return lax.fori_loop(0, count, step, y)[: x.shape[0]]
 
@@ -152,14 +159,20 @@ def _blocks(sizes: jax.Array, block: int) -> tuple[Any, Any, Any, Any]:
 
 
 def product_by_kernel(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, one_in: int = 1, interpret: bool = False
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    one_in: int = 1,
+    transposed: bool = False,
+    interpret: bool = False,
 ) -> jax.Array:
     """The same by a kernel for TPUs. Rows in no group get anything."""
     kernels = importlib.import_module(_KERNELS)
     rows, tile = _padded(x)
-    tiling = (tile, *(min(_TILE, n) for n in w.shape[1:]))
+    features, out = (min(_TILE, n) for n in (w.shape[1:][::-1] if transposed else w.shape[1:]))
+    options: dict[str, Any] = dict(transpose_rhs=transposed, interpret=interpret)
     with expect_rows(one_in):
-        return kernels.gmm(rows, w, sizes, x.dtype, tiling, interpret=interpret)[: x.shape[0]]
+        return kernels.gmm(rows, w, sizes, x.dtype, (tile, features, out), **options)[: x.shape[0]]
 
 
 def outer_product_by_kernel(
