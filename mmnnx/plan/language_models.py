@@ -94,6 +94,11 @@ class TrainingJob:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.attention == "cudnn" and (chip := self.target.partition(":")[0]) in TPUS:
             raise ValueError(f"attention 'cudnn' is for GPUs, and {chip} is a TPU: leave it out")
+        if self.attention == "cudnn" and self.context > 1:
+            raise ValueError(
+                f"attention 'cudnn' takes whole sequences, which {self.context} along context divide: "
+                "leave out one"
+            )
         if self.batch % self.microbatch:
             along = f" x {self.expert} along expert" if self.expert > 1 else ""
             raise ValueError(

@@ -249,6 +249,11 @@ class TrainConfig:
             raise UserError(f"{where}: orbax would take *, ? and [ for a pattern; choose another --out")
         self._check_multiple("batch", "microbatches")
         self._check_multiple("sequence", "context")
+        if self.attention == "cudnn" and self.context > 1:
+            raise UserError(
+                "--attention cudnn takes whole sequences, which "
+                f"--context {self.context} divides: leave out one"
+            )
         groups = {
             name: getattr(self, name) for name in ("data_parallel", "expert") if getattr(self, name) > 1
         }

@@ -91,6 +91,10 @@ def test_a_gpu_in_the_words_of_xla():
         (dict(rows=0), "rows must be at least 1, not 0"),
         (dict(interleave=0), "interleave must be at least 1, not 0"),
         (dict(attention="cudnn", target="v6e:2x4"), "'cudnn' is for GPUs, and v6e is a TPU: leave it out"),
+        (
+            dict(attention="cudnn", target="h100:1x8", context=2),
+            "takes whole sequences, which 2 along context",
+        ),
         (dict(context=3), "a sequence of 4096 tokens is not divisible over 3 along context"),
         (dict(expert=2), "tiny has no experts to divide over 2 along expert"),
         (dict(model="tiny-moe", expert=3, batch=3), "has 4 experts, not divisible over 3 along expert"),

@@ -62,6 +62,10 @@ def test_defaults_are_valid():
         (dict(processes=2, cluster=True), "--cluster joins processes that were started elsewhere"),
         (dict(data_parallel=4), "--data-parallel 4 does not divide the 2 sequences of a microbatch"),
         (dict(context=3), "--sequence 128 must be a multiple of --context 3"),
+        (
+            dict(attention="cudnn", context=2),
+            "--attention cudnn takes whole sequences, which --context 2 divides: leave out one",
+        ),
         (dict(expert=2), "--expert divides the experts of a --model that has some, and there is none"),
         (dict(lora=8), "--lora adds to the layers of a --model, and there is none"),
         (dict(fsdp=True), "--fsdp divides weights among the groups of --data-parallel, and there is one"),
