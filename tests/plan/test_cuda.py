@@ -9,10 +9,14 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import mmnnx as mm
 from mmnnx.cli import main
+from mmnnx.modules.build import build
 from mmnnx.plan.chips import CHIPS
 from mmnnx.plan.language_models import TrainingJob
 from mmnnx.plan.targets import TPUS
@@ -87,9 +91,13 @@ def test_what_needs_a_gpu_to_be_compiled_is_not_kept(tmp_path):
 
 
 def test_what_cudnn_refuses():
-    job = TrainingJob("llama3.2-1b", "h100:1x4", stages=2, context=2, layers=2, batch=2, attention="cudnn")
-    with pytest.raises(RuntimeError, match="refuses stage0 forward: ValueError: Sharding on sequence dim is"):
-        job.plan()
+    job = TrainingJob("llama3.2-1b", "h100:1x4", stages=2, data=2, layers=2, batch=2, attention="cudnn")
+    model, tokens = nnx.eval_shape(lambda: build(job.config)), jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    with job.mesh():
+        placement = mm.pipeline_sharding(model, stages=2, rules=mm.logical_rules(sequence="data"))
+        call = mm.jit(lambda model, x: model(x), in_shardings=(placement, P(None, "data")))
+        with pytest.raises(RuntimeError, match="refuses stage0: ValueError: Sharding on sequence dim is"):
+            mm.plan(call, model, tokens)
 
 
 def test_hosts():
@@ -107,6 +115,7 @@ PYTHON = """
 import mmnnx as mm
 devices = mm.target("h100:1x2")
 import jax
+import jax.numpy as jnp
 print(len(devices), jax.devices()[0].platform)
 """
 
