@@ -29,9 +29,8 @@ from mmnnx.sharding.pipeline import pipeline_sharding
 from mmnnx.sharding.rules import LogicalRules, logical_rules
 from mmnnx.sharding.task import Task
 
-WIDE = (
-    1024  # hidden features of an expert on a device: a tile of the kernels of `mmnnx.modules.grouped_matmul`
-)
+# Hidden features on a device, from which on an expert is wide: a tile of `mmnnx.modules.grouped_matmul`.
+WIDE_EXPERT = 1024
 
 
 @functools.lru_cache(maxsize=4096)
@@ -97,7 +96,7 @@ class TrainingJob:
         if self.attention == "cudnn" and self.context > 1:
             raise ValueError(
                 f"attention 'cudnn' takes whole sequences, which {self.context} along context divide: "
-                "leave out one"
+                "leave one out"
             )
         if self.batch % self.microbatch:
             along = f" x {self.expert} along expert" if self.expert > 1 else ""
@@ -242,16 +241,16 @@ def rules_of(config: LMConfig, axes: Mapping[str, int], fsdp: bool) -> LogicalRu
     Args:
       config: the model.
       axes: sizes of the axes "data", "model" and, if they are there, "context" and "expert". Experts go along
-        "expert", else along "model". Of wide ones without a capacity, and of a number that "model" does not
-        divide, each device along "model" has some hidden features instead. Sequences go along "context", the
-        batch along "data" and "expert".
+        "expert", else along "model". If they are wide and have no capacity, or if "model" does not divide
+        their number, their hidden features go along "model" instead. Sequences go along "context", the batch
+        along "data" and "expert".
       fsdp: whether weights are divided over "data".
     """
     many = {axis for axis, size in axes.items() if size > 1}
     experts = next((axis for axis in ("expert", "model") if axis in many), None)
     if isinstance(config, MoELMConfig) and experts == "model":
         # Devices with some features of all experts have equal work, whatever tokens choose.
-        wide = config.capacity_factor is None and config.mlp >= WIDE * axes["model"]
+        wide = config.capacity_factor is None and config.mlp >= WIDE_EXPERT * axes["model"]
         experts = None if wide or config.experts % axes["model"] else experts
     rules: dict[str, Any] = {
         "batch": tuple(axis for axis in ("data", "expert") if axis in many) or None,

@@ -252,7 +252,7 @@ class TrainConfig:
         if self.attention == "cudnn" and self.context > 1:
             raise UserError(
                 "--attention cudnn takes whole sequences, which "
-                f"--context {self.context} divides: leave out one"
+                f"--context {self.context} divides: leave one out"
             )
         groups = {
             name: getattr(self, name) for name in ("data_parallel", "expert") if getattr(self, name) > 1

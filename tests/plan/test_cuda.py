@@ -115,7 +115,6 @@ PYTHON = """
 import mmnnx as mm
 devices = mm.target("h100:1x2")
 import jax
-import jax.numpy as jnp
 print(len(devices), jax.devices()[0].platform)
 """
 

@@ -64,7 +64,7 @@ def test_defaults_are_valid():
         (dict(context=3), "--sequence 128 must be a multiple of --context 3"),
         (
             dict(attention="cudnn", context=2),
-            "--attention cudnn takes whole sequences, which --context 2 divides: leave out one",
+            "--attention cudnn takes whole sequences, which --context 2 divides: leave one out",
         ),
         (dict(expert=2), "--expert divides the experts of a --model that has some, and there is none"),
         (dict(lora=8), "--lora adds to the layers of a --model, and there is none"),
