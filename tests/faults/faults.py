@@ -279,6 +279,22 @@ FAULTS: tuple[Fault, ...] = (
         tests=("tests/mpmd/partition/test_joins.py::test_an_encoder_does_not_wait_for_the_one_beside_it",),
     ),
     Fault(
+        name="larger-invariants-ahead-of-a-loop",
+        file="mmnnx/mpmd/inline/loop_invariants.py",
+        old="if made_of < sum(map(nbytes, e.outvars)):",
+        new="if made_of < 0:",
+        what="Weights of eight bits are kept as floats through a loop.",
+        tests=("tests/mpmd/inline/test_loop_invariants.py::test_weights_of_eight_bits_are_kept_so",),
+    ),
+    Fault(
+        name="larger-invariants-saved-for-a-backward",
+        file="mmnnx/mpmd/partition/copies.py",
+        old="repeated = is_cheap(node) if self._in_loop else node.name in LAYOUT",
+        new="repeated = node.name in LAYOUT",
+        what="A forward keeps weights of eight bits as floats for its backward.",
+        tests=("tests/mpmd/inline/test_loop_invariants.py::test_weights_of_eight_bits_are_kept_so",),
+    ),
+    Fault(
         name="saved-activations-by-number",
         file="mmnnx/mpmd/partition/fewest_bytes.py",
         old="edges.append((number[v], number[v] + 1, nbytes(v)))",

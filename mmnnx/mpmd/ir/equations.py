@@ -193,6 +193,11 @@ CHEAP = LAYOUT | {
 _REPEATED = CHEAP | {*SCATTERS, "gather", "dynamic_slice", "concatenate", "pad", "argmax", "argmin"}
 
 
+def is_cheap(e: Equation) -> bool:
+    """Whether an equation is cheaper to compute again than its results are to keep."""
+    return all(inner.primitive.name in CHEAP for inner in with_inner(e.eqn))
+
+
 def is_repeated(e: Equation) -> bool:
     """Whether an equation is computed again on another mesh, rather than its results sent, if what it is made
     of has fewer bytes."""

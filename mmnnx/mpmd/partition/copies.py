@@ -1,8 +1,9 @@
 """Which equations are done once, and which again in every fragment that reads their results.
 
 Work that depends on no placed state is repeated where it is read. What costs more to compute than to keep
-(random bits, products) is done once on each mesh. What only lays out state anew is repeated as well; but a
-slice of state that goes to another mesh is made once, and sent. Masks, indices and the like that are made of
+(random bits, products) is done once on each mesh. What only lays out state anew is repeated as well, and in
+a loop all cheap work over state: what is there takes more memory than the state (`inline/loop_invariants.py`).
+But a slice of state that goes to another mesh is made once, and sent. Masks, indices and the like that are made of
 state and that another mesh reads are repeated if what they are made of has fewer bytes: that is sent.
 """
 
@@ -19,6 +20,7 @@ from mmnnx.mpmd.ir.equations import (
     Equation,
     Node,
     Var,
+    is_cheap,
     is_repeated,
     is_var,
     nbytes,
@@ -48,6 +50,7 @@ class Copies:
 
     def __init__(self, nodes: Sequence[Node], placement: Placement, required: Iterable[Var], in_loop: bool):
         self.placement = placement
+        self._in_loop = in_loop
         self.maker: Mapping[Var, Node] = {v: n for n in nodes for v in n.outvars}
         self._index = {n: i for i, n in enumerate(nodes)}
         self._once = self._done_once(nodes, set(required))
@@ -61,7 +64,8 @@ class Copies:
             return False
         if node not in self.placement.locations or _expands(node) or node in self._made_where_read:
             return True
-        return node.name in LAYOUT and self.placement.where[node.outvars[0]].kind is Kind.STATE
+        repeated = is_cheap(node) if self._in_loop else node.name in LAYOUT
+        return repeated and self.placement.where[node.outvars[0]].kind is Kind.STATE
 
     def with_copies(self, own: Sequence[Equation]) -> list[Equation]:
         """The equations of a fragment, in order, with copies of those that they need."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.extend.core as jex
 
 from mmnnx import _compat
-from mmnnx.mpmd.ir.equations import CHEAP, Equation, Node, Var, is_var, with_inner
+from mmnnx.mpmd.ir.equations import Equation, Node, Var, is_cheap, is_var
 from mmnnx.mpmd.ir.origin import Kind
 from mmnnx.mpmd.ir.placement import Location, Placement, Reason
 from mmnnx.mpmd.ir.timetable import Remat
@@ -167,4 +167,4 @@ def _between(
 
 
 def _cheap(node: Node) -> bool:
-    return isinstance(node, Equation) and all(e.primitive.name in CHEAP for e in with_inner(node.eqn))
+    return isinstance(node, Equation) and is_cheap(node)

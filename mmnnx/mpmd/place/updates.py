@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmnnx.mpmd.ir.equations import CHEAP, Equation, is_var, with_inner
+from mmnnx.mpmd.ir.equations import Equation, is_cheap, is_var
 from mmnnx.mpmd.ir.origin import FREE, Kind
 from mmnnx.mpmd.ir.placement import Location, Reason, by_rank
 from mmnnx.mpmd.place.classify import Role
@@ -48,7 +48,7 @@ def replicated_updates(region: Region) -> set[Equation]:
     wanted, found = set(region.problem.replicated), set()
     for e in reversed(region.roles.all(Role.UPDATE)):
         scalars = all(a.aval.shape == () for a in (*e.invars, *e.outvars))
-        cheap = scalars and all(inner.primitive.name in CHEAP for inner in with_inner(e.eqn))
+        cheap = scalars and is_cheap(e)
         read = not wanted.isdisjoint(e.outvars) and region.problem.on_one_mesh.isdisjoint(e.outvars)
         if cheap and read and region.task_of(e.scope) is None:
             found.add(e)
