@@ -2,9 +2,10 @@
 
 Work that depends on no placed state is repeated where it is read. What costs more to compute than to keep
 (random bits, products) is done once on each mesh. What only lays out state anew is repeated as well, and in
-a loop all cheap work over state: what is there takes more memory than the state (`inline/loop_invariants.py`).
-But a slice of state that goes to another mesh is made once, and sent. Masks, indices and the like that are made of
-state and that another mesh reads are repeated if what they are made of has fewer bytes: that is sent.
+a loop all cheap work over state: what it makes there takes more memory than the state
+(`inline/loop_invariants.py`). But a slice of state that goes to another mesh is made once, and sent. Masks,
+indices and the like that are made of state and that another mesh reads are repeated if what they are made of
+has fewer bytes: that is sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does not depend on the microbatch is done once, unless it takes more memory than what it is made of."""
+"""What does not depend on the microbatch is done once, unless it is larger than what it is made of."""
 
 from __future__ import annotations
 
