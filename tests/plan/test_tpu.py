@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -90,6 +91,32 @@ def test_memory_has_the_padding_of_tiles(plan):
         total = sum(nbytes[c.inputs[n]] for n in executable.inputs)
         assert total == executable.code.compiled.memory_analysis().argument_size_in_bytes
     assert sum(nbytes.values()) > sum(logical.values())
+
+
+def test_weights_of_eight_bits():
+    """A device holds their bytes, at a real size."""
+    layers, stages, width = 4, 2, 4096
+
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.codes = nnx.Variable(jnp.zeros((width, width), jnp.int8))
+            self.scale = nnx.Param(jnp.zeros(width, jnp.bfloat16))
+
+        def __call__(self, x):
+            return nnx.relu(x @ self.codes[...].astype(jnp.bfloat16) * self.scale[...])
+
+    make = lambda: nnx.Sequential(*(Layer() for _ in range(layers)))
+    mesh = mm.MultiMesh(devices=mm.target("v5e:2x2")[:stages], axis_sizes=(stages,), axis_names=("stage",))
+    with mesh:
+        model = nnx.eval_shape(make)
+        placement = mm.pipeline_sharding(model, stages, layers="layers")
+        grad_fn = mm.microbatch(nnx.grad(lambda model, x: model(x).sum()), dim=0, size=256, argnum=1)
+        step = mm.jit(lambda model, x: grad_fn(model, x), in_shardings=(placement, None))
+        plan = mm.plan(step, model, jax.ShapeDtypeStruct((1024, width), jnp.bfloat16))
+    held = layers // stages * width**2
+    for memory in plan.memory:
+        assert held < memory.peak_of["weights"] < 1.01 * held
+        assert memory.peak_of.get("temporaries", 0) < 3 * width**2  # one of them in sixteen bits
 
 
 def test_it_cannot_be_called():

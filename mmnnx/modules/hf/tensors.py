@@ -12,6 +12,7 @@ from flax import nnx
 
 from mmnnx.modules.hf.configs import model_type
 from mmnnx.modules.lm import LM
+from mmnnx.printable import first_few
 
 Path = tuple[Any, ...]
 
@@ -129,7 +130,7 @@ def pieces_of(model: LM, names: Collection[str] | None = None) -> dict[Path, tup
     firsts = dict(enumerate(accumulate(map(len, segments), initial=0)))
     found = {path: _pieces(path, np.shape(v.get_raw_value()), firsts, kind) for path, v in variables}
     if unknown := [".".join(map(str, path)) for path, pieces in found.items() if not pieces]:
-        raise ValueError(f"checkpoints of {kind!r} have no name for {', '.join(unknown)}")
+        raise ValueError(f"checkpoints of {kind!r} have no name for {first_few(unknown, most=4)}")
     if model.config.tied and "lm_head.weight" in (names or ()):  # the embedding once more
         embedding = found["embed", "embedding"]
         found["embed", "embedding"] = (*embedding, dataclasses.replace(embedding[0], tensor="lm_head.weight"))
