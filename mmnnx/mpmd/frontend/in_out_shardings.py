@@ -25,7 +25,8 @@ class InOutShardings:
     """What is known of the arguments and results of a function, in flat order.
 
     Attributes:
-      in_shardings: for each argument, the sharding that it has or is given; None for one that is unplaced.
+      in_shardings: for each argument, the sharding that it has or is given, unplaced optimizer state that of
+        its parameter; None for one that is unplaced.
       homes: for each argument, its mesh if it is placed state; None for others, and for scalars, which are
         copied to every mesh that reads them.
       follows: for each result, its owner (see `owners`): the placed argument that it belongs to.
@@ -75,18 +76,33 @@ def find_in_out_shardings(
         in_shardings[n] = _on_device(device, meshes)
     rules = [_rule(leaf, meshes) for leaf in record.results]
     divided = functools.cache(lambda s: None if s is None else meshes.divided(s))
-    divided_arguments = [
-        divided(s) if _is_state(leaf) or (inputs_in_pieces and _is_over_one(s)) else None
-        for s, leaf in zip(in_shardings, record.inputs)
-    ]
+    shapes = [jnp.shape(x) for x in leaves]
+
+    def owners_of(in_shardings: list[NamedSharding | None]) -> tuple[list[DividedSharding | None], Owners]:
+        found = [
+            divided(s) if _is_state(leaf) or (inputs_in_pieces and _is_over_one(s)) else None
+            for s, leaf in zip(in_shardings, record.inputs)
+        ]
+        spanning = meshes.spanning()
+        placed = [
+            None if s is None or (s.mesh in spanning and d is None) else s
+            for s, d in zip(in_shardings, found)
+        ]
+        homes = [None if s is None or not shape else mesh_of(s) for s, shape in zip(placed, shapes)]
+        return found, Owners(record, placed, homes, shapes, types, rules)
+
+    divided_arguments, owners = owners_of(in_shardings)
+    unplaced = {
+        n: sharding
+        for n, (own, leaf, shape) in enumerate(zip(in_shardings, record.inputs, shapes))
+        if own is None and leaf is not None and leaf.is_optimizer_state and shape
+        if (sharding := owners.of_parameter(leaf, shape)) is not None
+    }
+    if unplaced:
+        in_shardings = [unplaced.get(n, own) for n, own in enumerate(in_shardings)]
+        divided_arguments, owners = owners_of(in_shardings)
+    placed, homes, spanning = owners.placed, owners.homes, meshes.spanning()
     unions = {d.whole.mesh for d in (*divided_arguments, *map(divided, rules)) if d is not None}
-    spanning = meshes.spanning()
-    placed = [
-        None if s is None or (s.mesh in spanning and d is None) else s
-        for s, d in zip(in_shardings, divided_arguments)
-    ]
-    homes = [None if s is None or not jnp.ndim(x) else mesh_of(s) for s, x in zip(placed, leaves)]
-    owners = Owners(record, placed, homes, [jnp.shape(x) for x in leaves], types, rules)
 
     follows: list[int | None] = []
     out_shardings: list[NamedSharding | None] = []
@@ -109,7 +125,7 @@ def find_in_out_shardings(
     ]
     return InOutShardings(
         in_shardings,
-        homes,
+        list(homes),
         follows,
         out_shardings,
         [_module_mesh(leaf, owners) for leaf in record.results],

@@ -87,6 +87,13 @@ class Owners:
             own = _aligned(own, self.shapes[follow], aval.shape)
         return follow, own
 
+    def of_parameter(self, leaf: Leaf, shape: tuple[int, ...]) -> NamedSharding | None:
+        """The sharding of an argument that is optimizer state of a placed one."""
+        keys = [(leaf.path[k:], shape) for k in range(len(leaf.path))]
+        follow = self._first(self.by_state_path, [*keys, *parts_of(leaf.path)])
+        own = self.placed[follow] if follow is not None else None
+        return _aligned(own, self.shapes[follow], shape) if follow is not None and own is not None else None
+
     def module_mesh(self, leaf: Leaf) -> Mesh | None:
         """The mesh of the innermost module around a piece of state that has other state, if it is one."""
         path, within = leaf.path, leaf.within
