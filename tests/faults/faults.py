@@ -279,6 +279,16 @@ FAULTS: tuple[Fault, ...] = (
         tests=("tests/mpmd/partition/test_joins.py::test_an_encoder_does_not_wait_for_the_one_beside_it",),
     ),
     Fault(
+        name="unplaced-optimizer-state-whole",
+        file="mmnnx/mpmd/frontend/in_out_shardings.py",
+        old="if own is None and leaf is not None and leaf.is_optimizer_state and shape",
+        new="if own is not None and leaf is not None and leaf.is_optimizer_state and shape",
+        what="Each device of a stage is given all optimizer state that was made outside, at the first call.",
+        tests=(
+            "tests/mpmd/frontend/test_optimizer_shardings.py::test_what_is_unplaced_from_the_first_call_on",
+        ),
+    ),
+    Fault(
         name="larger-invariants-ahead-of-a-loop",
         file="mmnnx/mpmd/inline/loop_invariants.py",
         old="if made_of < sum(map(nbytes, e.outvars)):",

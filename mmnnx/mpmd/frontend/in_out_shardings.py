@@ -79,6 +79,7 @@ def find_in_out_shardings(
     shapes = [jnp.shape(x) for x in leaves]
 
     def owners_of(in_shardings: list[NamedSharding | None]) -> tuple[list[DividedSharding | None], Owners]:
+        """How each argument is divided, and what finds owners among them, where they live so."""
         found = [
             divided(s) if _is_state(leaf) or (inputs_in_pieces and _is_over_one(s)) else None
             for s, leaf in zip(in_shardings, record.inputs)

@@ -170,6 +170,24 @@ def test_like_the_parameter(kind, route):
         )
 
 
+@pytest.mark.parametrize("kind", all_but(["adam"], OPTIMIZERS))
+def test_what_is_unplaced_from_the_first_call_on(kind):
+    """No device ever holds all of it, and the second call is given what the first was compiled for."""
+
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(lambda model: (model(x) ** 2).mean())(model))
+
+    (model, optimizer), x = on_the_host(kind), jnp.ones((4, 8))
+    train_step = mm.jit(step, in_shardings=(placement(), None, None))
+    first = train_step.lower(model, optimizer, x).compile().input_shardings
+    train_step(model, optimizer, x)
+    later = train_step.lower(model, optimizer, x).compile().input_shardings
+    assert first[0][1] == later[0][1]
+    assert [s.spec for s in jax.tree.leaves(first[0][1])].count(P(None, "model")) >= 2
+    for path, block, name, x in state_of(optimizer):
+        assert not x.ndim or x.sharding.is_equivalent_to(expected(block, name, x.shape), x.ndim), path
+
+
 def as_state(model):
     return nnx.state(model, nnx.Param)
 
