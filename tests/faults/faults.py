@@ -299,8 +299,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="larger-invariants-saved-for-a-backward",
         file="mmnnx/mpmd/partition/copies.py",
-        old="repeated = is_cheap(node) if self._in_loop else node.name in LAYOUT",
-        new="repeated = node.name in LAYOUT",
+        old="return is_cheap(node) if self._in_loop else node.name in LAYOUT",
+        new="return node.name in LAYOUT",
         what="A forward keeps weights of eight bits as floats for its backward.",
         tests=("tests/mpmd/inline/test_loop_invariants.py::test_weights_of_eight_bits_are_kept_so",),
     ),

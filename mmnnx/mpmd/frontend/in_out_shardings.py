@@ -93,7 +93,7 @@ def find_in_out_shardings(
         return found, Owners(record, placed, homes, shapes, types, rules)
 
     divided_arguments, owners = owners_of(in_shardings)
-    unplaced = {
+    unplaced = {  # optimizer state that was made outside of mm.jit, or that is abstract
         n: sharding
         for n, (own, leaf, shape) in enumerate(zip(in_shardings, record.inputs, shapes))
         if own is None and leaf is not None and leaf.is_optimizer_state and shape

@@ -82,17 +82,12 @@ class Owners:
             follow = self._first(self.by_state_path, parts)
             if follow is None:  # of a module within an argument
                 follow = self._first(self.by_suffix, suffixes)
-        own = self.placed[follow] if follow is not None else None
-        if follow is not None and own is not None:
-            own = _aligned(own, self.shapes[follow], aval.shape)
-        return follow, own
+        return follow, self._sharding_of(follow, aval.shape)
 
     def of_parameter(self, leaf: Leaf, shape: tuple[int, ...]) -> NamedSharding | None:
         """The sharding of an argument that is optimizer state of a placed one."""
         keys = [(leaf.path[k:], shape) for k in range(len(leaf.path))]
-        follow = self._first(self.by_state_path, [*keys, *parts_of(leaf.path)])
-        own = self.placed[follow] if follow is not None else None
-        return _aligned(own, self.shapes[follow], shape) if follow is not None and own is not None else None
+        return self._sharding_of(self._first(self.by_state_path, [*keys, *parts_of(leaf.path)]), shape)
 
     def module_mesh(self, leaf: Leaf) -> Mesh | None:
         """The mesh of the innermost module around a piece of state that has other state, if it is one."""
@@ -113,6 +108,11 @@ class Owners:
                 self.module_homes.setdefault(path[:k], set()).add(home)
         for k in range(1, 0 if leaf.is_optimizer_state else len(leaf.within)):
             self.by_suffix.setdefault((leaf.within[k:], self.shapes[n]), []).append(n)
+
+    def _sharding_of(self, follow: int | None, shape: tuple[int, ...]) -> NamedSharding | None:
+        """The sharding of an argument, for what belongs to it and has this shape."""
+        own = self.placed[follow] if follow is not None else None
+        return _aligned(own, self.shapes[follow], shape) if follow is not None and own is not None else None
 
     def _first(self, known: dict[Any, list[int]], keys: Iterable[Any]) -> int | None:
         """The argument that is known by the first of these keys. Two models may have the same paths."""

@@ -65,8 +65,9 @@ class Copies:
             return False
         if node not in self.placement.locations or _expands(node) or node in self._made_where_read:
             return True
-        repeated = is_cheap(node) if self._in_loop else node.name in LAYOUT
-        return repeated and self.placement.where[node.outvars[0]].kind is Kind.STATE
+        if self.placement.where[node.outvars[0]].kind is not Kind.STATE:
+            return False
+        return is_cheap(node) if self._in_loop else node.name in LAYOUT
 
     def with_copies(self, own: Sequence[Equation]) -> list[Equation]:
         """The equations of a fragment, in order, with copies of those that they need."""
