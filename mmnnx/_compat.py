@@ -526,12 +526,19 @@ CONSTRUCTION = "_pytree__state"
 """The attribute of an NNX object in which Flax keeps how far its construction is; it holds no arrays."""
 
 
-def data_attributes(module: Any) -> Mapping[str, bool]:
-    """Which attributes of an NNX object are data, and which static; one that is not in it is static.
+def data_attributes(module: nnx.Pytree) -> list[str]:
+    """Which attributes of an NNX object are data, in order; all others are static.
 
-    Flax's own flattening reads it as well, but sorts all attributes every time.
+    Flax's own flattening finds them as well, but sorts all attributes every time. In a class with
+    `pytree=False` it goes by what they hold.
     """
-    return module._pytree__nodes._mapping
+    if module_is_pytree(type(module)):
+        is_data = module._pytree__nodes._mapping
+        found = [name for name in vars(module) if is_data.get(name)]
+    else:
+        kinds = (nnx.Variable, jax.Array, jax.Ref, np.ndarray)
+        found = [n for n, x in vars(module).items() if nnx.graph.is_node(x) or isinstance(x, kinds)]
+    return [name for name in found if name != CONSTRUCTION]
 
 
 def metadata(variable: nnx.Variable) -> Mapping[str, Any]:

@@ -347,13 +347,27 @@ def test_attribute_order():
 def test_data_attributes():
     class Model(nnx.Module):
         def __init__(self):
-            self.weight, self.size = nnx.Param(jnp.ones(2)), 3
+            self.weight, self.size, self.sizes = nnx.Param(jnp.ones(2)), 3, [4]
             self.parts = nnx.data({"bias": jnp.zeros(2)})
 
-    model = Model()
-    found = {name for name in vars(model) if _compat.data_attributes(model).get(name)}
-    assert found == {"weight", "parts", _compat.CONSTRUCTION}
-    assert not jax.tree.leaves(vars(model)[_compat.CONSTRUCTION])
+    class Graph(nnx.Module, pytree=False):
+        def __init__(self):
+            self.weight, self.size, self.sizes = nnx.Param(jnp.ones(2)), 3, [4]
+            self.parts, self.table, self.norm = (
+                {"bias": jnp.zeros(2)},
+                np.ones(2),
+                nnx.LayerNorm(2, rngs=nnx.Rngs(0)),
+            )
+
+    assert _compat.data_attributes(Model()) == ["weight", "parts"]
+    assert _compat.data_attributes(Graph()) == ["weight", "sizes", "parts", "table", "norm"]
+    for model in (Model(), Graph()):
+        assert not jax.tree.leaves(vars(model)[_compat.CONSTRUCTION])
+        static = {name for name, kind in nnx.graphdef(model).attributes if hasattr(kind, "value")}
+        assert static & {*vars(model)} == {*vars(model)} - {
+            *_compat.data_attributes(model),
+            _compat.CONSTRUCTION,
+        }
 
 
 def test_notes_on_an_array_of_what_it_was_made_of():

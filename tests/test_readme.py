@@ -120,14 +120,15 @@ def test_the_program_about_published_models(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_program_with_a_model_of_another_package(tmp_path):
+@pytest.mark.parametrize(("page", "learned"), [("third-party-models", 0.1), ("keras-models", 0.5)])
+def test_the_program_with_a_model_of_another_package(page, learned, tmp_path):
     """As a pipeline it learns what it learns whole, to the figures that the document shows."""
-    printed = run_document("docs/third-party-models.md", tmp_path).splitlines()
+    printed = run_document(f"docs/{page}.md", tmp_path).splitlines()
     losses = [[float(loss) for loss in line.split()[1:]] for line in printed]
     split, whole = zip(*losses)
-    assert len(split) == 10 and split[-1] < 0.1 * split[0]
+    assert len(split) == 10 and split[-1] < learned * split[0]
     assert split == pytest.approx(whole, abs=2e-5)
-    blocks = (ROOT / "docs/third-party-models.md").read_text(encoding="utf-8").split("```\n")
+    blocks = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8").split("```\n")
     (shown,) = (block for block in blocks if block.startswith("0 "))
     for step, *figures in (line.split() for line in shown.splitlines() if line != "..."):
         assert [float(figure) for figure in figures] == pytest.approx(losses[int(step)], abs=1e-3)

@@ -62,7 +62,7 @@ def pipeline_sharding(
       rules: the `logical_axes` of the Tasks that are made; see `logical_rules`.
       weights: a number for each layer (each segment of a Stack) to balance by, such as its measured time.
         What `first` and `last` name then counts nothing. Default: the number of parameters (elements of
-        `nnx.Param`), where `first` and `last` count too.
+        `nnx.Param`, or of all Variables in a model without one), where `first` and `last` count too.
 
     Raises:
       PlacementError: the model has no such attribute, or it is no list of layers; there are fewer layers with
@@ -100,15 +100,16 @@ def pipeline_sharding(
 
     if lengths:
         return _divided(model, stacks, lengths, named, tasks, weights, rules)
-    parts = _parts(model, stacks, named)
-    own_state = [bool(part.state) for stack in stacks for part in parts if part.stack == stack]
-    _attach(parts, named, len(own_state))
-    parts = [part for part in parts if part.state and part.layer >= 0]
+    all_parts = _parts(model, stacks, named)
+    own_state = [bool(part.state) for stack in stacks for part in all_parts if part.stack == stack]
+    _attach(all_parts, named, len(own_state))
+    parts = [part for part in all_parts if part.state and part.layer >= 0]
     if sum(own_state) < len(tasks):
         where = " and ".join(path_text(keys) for keys in stacks)
         raise PlacementError(
             f"{sum(own_state)} of {len(own_state)} layers in {where} hold state of their own, too few for "
-            f"{len(tasks)} stages: use fewer stages or more layers (of a mmnnx.modules.Stack, more segments=)"
+            f"{len(tasks)} stages{_where_else(model, all_parts, stacks)}: "
+            "use fewer stages or more layers (of a mmnnx.modules.Stack, more segments=)"
         )
     sizes: list[Any] = [0] * len(own_state)
     for part in parts:
@@ -223,19 +224,17 @@ class _Part:
       stack: the list that it is an item of, if it is a layer.
       state: the Variables and arrays in it that no part before it holds.
       layer: the number of the layer whose stage it lives with; -1 if it needs no rule.
+      parameters: how many parameters that state holds.
+      layer: the number of the layer whose stage it lives with; -1 if it needs no rule.
       back: of a layer, the number that what lives behind it has; of a stack of layers that is its end.
     """
 
     path: Path
     stack: Path | None
     state: list[Any]
+    parameters: int
     layer: int = -1
     back: int = -1
-
-    @property
-    def parameters(self) -> int:
-        values = [leaf.get_raw_value() for leaf in self.state if isinstance(leaf, nnx.Param)]
-        return sum(math.prod(array.shape) for array in jax.tree.leaves(values))
 
 
 def _parts(
@@ -251,6 +250,7 @@ def _parts(
     ordered = None in named.values() or len(stacks) > 1
     leaves = [leaf for _, leaf in nnx.to_flat_state(nnx.state(model))]
     left = {id(leaf) for leaf in leaves}
+    kind = nnx.Param if any(isinstance(leaf, nnx.Param) for leaf in leaves) else nnx.Variable
     parts: list[_Part] = []
 
     def visit(node: Any, at: Path) -> None:
@@ -267,7 +267,10 @@ def _parts(
             state = {id(leaf): leaf for _, leaf in nnx.iter_graph(child) if id(leaf) in left}
             left.difference_update(state)
             stack = (*at, key) if stacked else at
-            parts.append(_Part((*at, key), stack if stack in stacks else None, list(state.values())))
+            values = [leaf.get_raw_value() for leaf in state.values() if isinstance(leaf, kind)]
+            parameters = sum(math.prod(array.shape) for array in jax.tree.leaves(values))
+            layer_of = stack if stack in stacks else None
+            parts.append(_Part((*at, key), layer_of, list(state.values()), parameters))
 
     visit(model, ())
     numbered = [part for stack in stacks for part in parts if part.stack == stack]
@@ -303,6 +306,18 @@ def _attach(parts: Sequence[_Part], named: dict[str, list[Path] | None], count: 
                 unnamed.append(path_text(part.path))
     if unnamed:
         raise PlacementError(f"{', '.join(unnamed)} would live nowhere: name it in first= or last=")
+
+
+def _where_else(model: Any, parts: Sequence[_Part], stacks: Sequence[Path]) -> str:
+    """Where a layer without state of its own has it, for a message; nothing if none has any."""
+    for layer in parts:
+        if layer.stack in stacks and not layer.state:
+            held = {id(leaf) for _, leaf in nnx.iter_graph(_find(model, "layers=", layer.path)[1])}
+            for part in parts:
+                if any(id(leaf) in held for leaf in part.state):
+                    here, there = path_text(layer.path), path_text(part.path)
+                    return f" (what is in {here} is in {there} too, which was made first)"
+    return ""
 
 
 def _shared(path: Path, other: Path) -> int:

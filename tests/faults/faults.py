@@ -327,6 +327,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # schedule
     Fault(
+        name="number-in-a-dict-of-a-module",
+        file="mmnnx/mpmd/jit/arguments.py",
+        old="            static_leaves.append(place)",
+        new="            others.append(place)",
+        what="A number in a dict of a module, which is compiled in, is changed, and the old one goes on.",
+        tests=("tests/mpmd/jit/test_fast_path.py::test_plain_values_of_modules",),
+    ),
+    Fault(
         name="whichever-are-shared",
         file="mmnnx/mpmd/jit/arguments.py",
         old="(*self.shared, *self.same)",

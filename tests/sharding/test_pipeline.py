@@ -138,6 +138,25 @@ class TestPlaces:
             mm.Task(f"stage{i}", mesh_slice={"stage": i}) for i in range(3)
         ]
 
+    def test_a_model_without_a_param_is_balanced_by_all_of_its_state(self):
+        """As one of Keras, whose Variables are of a class of their own. One Param, and they count nothing."""
+
+        class Weight(nnx.Variable):
+            pass
+
+        model = Chain(4, 1, 1, 1, 1, 3, 2)
+        for layer in model.blocks:
+            layer.kernel = Weight(layer.kernel[...])
+        assert layout(pipeline_sharding(model, 2)) == [
+            "path('blocks', 0) stage0",
+            "path('blocks', range(1, 7)) stage1",
+        ]
+        model.blocks[2].gain, model.blocks[5].gain = nnx.Param(jnp.ones(1)), nnx.Param(jnp.ones(1))
+        assert layout(pipeline_sharding(model, 2)) == [
+            "path('blocks', range(0, 3)) stage0",
+            "path('blocks', range(3, 7)) stage1",
+        ]
+
     def test_one_layer_is_named_by_its_index(self):
         assert layout(pipeline_sharding(Chain(1, 1), 2)) == [
             "path('blocks', 0) stage0",
@@ -415,7 +434,9 @@ class TestShared:
             "path('blocks', 1) stage1",
         ]
         with pytest.raises(
-            mm.PlacementError, match="2 of 4 layers in blocks hold state of their own, too few for 3"
+            mm.PlacementError,
+            match=r"2 of 4 layers in blocks hold state of their own, too few for 3 stages \(what is in "
+            r"blocks.2 is in blocks.0 too, which was made first\): use fewer",
         ):
             pipeline_sharding(Looped(), 3)
 

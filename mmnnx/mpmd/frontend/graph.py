@@ -54,15 +54,22 @@ def nodes(trees: tuple) -> list[tuple[Path, Any]]:
 def changes(before: tuple, after: tuple) -> list[str]:
     """What differs in the NNX objects of (args, kwargs), but for arrays: "argument 0.calls from 0 to 1"."""
 
+    def is_leaf(value: Any) -> bool:
+        holds_others = nnx.graph.is_node(value) or isinstance(value, (nnx.Variable, *ARRAYS))
+        return value is None or not holds_others
+
     def content(trees: tuple) -> dict[Path, Any]:
         return {
-            path: type(value) if is_node(value) or isinstance(value, ARRAYS) else value
+            path: value if is_leaf(value) else type(value)
             for path, value in nnx.iter_graph(trees, graph=True)
             if len(path) > 1 and not str(path[-1]).startswith("_pytree__")  # Flax's own attributes
         }
 
     def name(path: Path) -> str:
         return ".".join(map(str, (f"argument {path[1]}" if path[0] == 0 else path[1], *path[2:])))
+
+    def text(value: Any) -> str:
+        return value.__name__ if isinstance(value, type) else repr(value)
 
     old, new = content(before), content(after)
     made = [path for path in new if path not in old and path[:-1] in old]
@@ -72,7 +79,7 @@ def changes(before: tuple, after: tuple) -> list[str]:
         *(f"{name(path)} (new)" for path in made),
         *(f"{name(path)} (gone)" for path in lost),
         *(
-            f"{name(path)} from {was!r} to {now!r}"
+            f"{name(path)} from {text(was)} to {text(now)}"
             for path, was, now in both
             if was is not now and was != now
         ),

@@ -130,7 +130,8 @@ class _Call:
             found = first_few(changes(before, (args, kwargs)), most=3) or "the structure of its arguments"
             raise ValueError(
                 f"microbatch: the function changes {printable(found)}. Every microbatch must leave all but "
-                "arrays as it was: make modules and set attributes before the loop, and count in a Variable"
+                "arrays as it was: make modules and set attributes before the loop, as one call of the model "
+                "there may do, and count in a Variable"
             )
         return results, [x for x in jax.tree.leaves(after) if not isinstance(x, jax.Ref)]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 
 from mmnnx import _compat
@@ -80,6 +81,7 @@ class Layout:
       objects: picks modules and Variables from the places.
       shared: for each of them that has an earlier place as well, (its place, the first one).
       same: likewise for other values.
+      static_leaves, constants: what picks the leaves of pytrees that Flax compiles in, and those.
       variables, others: pick the Variables, each once, and all other values from the places.
       metadata: of the Variables.
       held: classes of their values.
@@ -94,6 +96,8 @@ class Layout:
     objects: Pick
     shared: Sequence[tuple[int, int]]
     same: Sequence[tuple[int, int]]
+    static_leaves: Pick
+    constants: Sequence[Any]
     variables: Pick
     others: Pick
     metadata: list[Mapping[str, Any]]
@@ -130,6 +134,7 @@ class Layout:
                 [*map(type, places)] != self.classes
                 or len({*map(id, objects)}) != len(objects) - len(self.shared)
                 or any(places[n] is not places[first] for n, first in (*self.shared, *self.same))
+                or self.static_leaves(places) != self.constants
                 or [*map(_compat.metadata, variables)] != self.metadata
             ):
                 return None
@@ -141,16 +146,6 @@ class Layout:
         values += self.others(places)
         return Arguments(self, variables, values, self.types(values))
 
-    def is_hashable(self) -> bool:
-        """Whether all that it compares by equality can be hashed."""
-        constants = [c for part in self.parts if isinstance(part, ModulePart) for c in part.constants]
-        metadata = [value for each in self.metadata for value in each.values()]
-        try:
-            hash((self.static, self.around, *constants, *metadata))
-        except TypeError:
-            return False
-        return True
-
     def types(self, values: Sequence[Any]) -> list[Any]:
         """Those of values, and where they are."""
         arrays = [*self.arrays(values), *map(_compat.held, self.references(values))]
@@ -160,17 +155,19 @@ class Layout:
         return found
 
 
-def describe(dynamic: Any, static: Any) -> Arguments | None:
+def describe(dynamic: Any, static: Any, graph: bool) -> Arguments | None:
     """The arguments of a call, with a layout of their own; None where only `nnx.jit` itself will do.
 
     Args:
       dynamic: positional and keyword arguments, without the static ones.
       static: the static ones.
+      graph: whether modules are graphs. In those, a number in a list or a dict is static.
     """
     places, tree = jax.tree.flatten(dynamic, is_leaf=_is_walked)
     first: dict[int, int] = {}  # the place of each module, Variable and value, by id
     parts: list[ModulePart | TreePart] = []
-    objects, shared, same, variables, others = [], [], [], [], []
+    objects, shared, same, variables, others, static_leaves = [], [], [], [], [], []
+    in_trees: set[int] = set()  # places of the leaves of pytrees that are attributes
     for place, x in enumerate(places):  # which grows
         kind = _KINDS[type(x)]
         if kind is _VARIABLE or kind is _MODULE:
@@ -182,15 +179,20 @@ def describe(dynamic: Any, static: Any) -> Arguments | None:
             else:
                 parts.append(module := _module(x, place))
                 places += module.data(vars(x))
+        elif graph and place in in_trees and not isinstance(x, (jax.Array, jax.Ref, np.ndarray)):
+            if nnx.graph.is_node(x):
+                return None
+            static_leaves.append(place)
         elif kind is not _OTHER:
             others.append(place)
             if (before := first.setdefault(id(x), place)) != place:
                 same.append((place, before))
         elif x is not None:
             leaves, inner = jax.tree.flatten(x, is_leaf=_is_walked)
-            if jax.tree_util.treedef_is_leaf(inner):
+            if any(leaf is x for leaf in leaves):  # it is no pytree
                 return None
             parts.append(TreePart(place, inner))
+            in_trees.update(range(len(places), len(places) + len(leaves)))
             places += leaves
     values = [places[n].get_raw_value() for n in variables] + [places[n] for n in others]
     kinds = [_KINDS[type(x)] for x in values]
@@ -206,6 +208,8 @@ def describe(dynamic: Any, static: Any) -> Arguments | None:
         picker(objects),
         shared,
         same,
+        picker(static_leaves),
+        picker(static_leaves)(places),
         picker(variables),
         picker(others),
         [dict(_compat.metadata(places[n])) for n in variables],
@@ -218,9 +222,8 @@ def describe(dynamic: Any, static: Any) -> Arguments | None:
 
 
 def _module(module: Any, place: int) -> ModulePart:
-    attributes, is_data = vars(module), _compat.data_attributes(module)
-    static = [name for name in attributes if not is_data.get(name)]
-    data = [name for name in attributes if is_data.get(name) and name != _compat.CONSTRUCTION]
+    attributes, data = vars(module), _compat.data_attributes(module)
+    static = [name for name in attributes if name not in data and name != _compat.CONSTRUCTION]
     pick = picker(static)
     return ModulePart(place, type(module), len(attributes), pick, pick(attributes), picker(data))
 
@@ -231,7 +234,7 @@ def _is_walked(x: Any) -> bool:
 
 def variables_in(*trees: Any) -> Sequence[nnx.Variable]:
     """Every Variable in arguments or results."""
-    if (arguments := describe(trees, None)) is not None:
+    if (arguments := describe(trees, None, graph=True)) is not None:
         return arguments.variables
     return [value for _, value in nnx.iter_graph(trees) if isinstance(value, nnx.Variable)]
 
@@ -252,7 +255,7 @@ class _Kinds(dict[type, str]):
         if issubclass(cls, nnx.Variable):
             kind = _VARIABLE
         elif issubclass(cls, nnx.Pytree):
-            kind = _MODULE if _compat.module_is_pytree(cls) else _OTHER
+            kind = _MODULE
         elif issubclass(cls, jax.core.Tracer):
             kind = _OTHER
         elif issubclass(cls, jax.Array):

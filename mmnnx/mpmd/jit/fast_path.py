@@ -61,9 +61,10 @@ class Known(NamedTuple):
 
 
 class FastPaths:
-    """The fast paths of one function, the last used first."""
+    """The fast paths of one function, the last used first; `graph` is its mode."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: bool) -> None:
+        self.graph = graph
         self.known: list[Known] = []
 
     def find(self, dynamic: Any, static: Any) -> tuple[Arguments | None, FastPath | None]:
@@ -81,13 +82,11 @@ class FastPaths:
                     self.known = [known, *(other for other in self.known if other is not known)]
                 return arguments, path
         apart = (arguments for arguments in found.values() if arguments is not None)
-        return next(apart, None) or describe(dynamic, static), None
+        return next(apart, None) or describe(dynamic, static, self.graph), None
 
     def add(self, arguments: Arguments, path: FastPath) -> None:
         """Notes how to repeat a call."""
-        # What cannot be hashed may be changed, and still be equal to itself.
-        if arguments.layout.is_hashable():
-            self.known = [Known(arguments.layout, arguments.types, path), *self.known]
+        self.known = [Known(arguments.layout, arguments.types, path), *self.known]
 
 
 def fast_path(

@@ -181,7 +181,7 @@ class Jit(Generic[P, R]):
         self._inner = FlatJit(_compat.pure_function(self._nnx_jit), observer, static, mesh, options)
         _compat.replace_pure_function(self._nnx_jit, self._inner)
         self._updates_graphs = graph and graph_updates
-        self._fast_paths = FastPaths()
+        self._fast_paths = FastPaths(graph)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         as_it_is = ignoring.get() or _compat.jit_is_disabled()

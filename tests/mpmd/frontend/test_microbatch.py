@@ -483,6 +483,7 @@ class Changed(nnx.Module):
     def __init__(self):
         self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
         self.dropout, self.calls = nnx.Dropout(0.5, deterministic=True), 0
+        self.parts = nnx.data([nnx.Param(jnp.ones(2)) for _ in range(2)])
 
     def add(self):
         self.new = nnx.Dict(bias=nnx.Param(jnp.zeros(4)))
@@ -493,11 +494,15 @@ class Changed(nnx.Module):
     def count(self):
         self.calls += 1
 
+    def swap(self):
+        self.parts[1] = nnx.BatchStat(jnp.ones(2))
+
 
 CHANGES = {
     "add": "argument 0.new (new)",
     "drop": "argument 0.linear (gone)",
     "count": "argument 0.calls from 0 to 1",
+    "swap": "argument 0.parts.1 from Param to BatchStat",
     "train": "argument 0.dropout.deterministic from True to False",
 }
 

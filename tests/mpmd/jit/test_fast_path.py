@@ -727,18 +727,60 @@ def test_one_variable_is_asked_which_trace_it_is_of(monkeypatch, taken):
     assert int(f(model)) == 3
 
 
-def test_metadata_that_may_change_in_place_is_looked_at_every_time(mesh, taken):
-    """A list in a Variable's metadata is equal to itself whatever was done to it."""
-    factors = [2.0]
-    layer = nnx.Param(jnp.ones(3), factors=factors)
+class Static(nnx.Module):
+    """Plain values of each kind that Flax compiles in, and one that it does not."""
 
-    @mm.jit
-    def scaled(param):
-        return param[...] * param.get_metadata()["factors"][0]
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones(3))
+        self.table = nnx.data({"factor": 2, "name": "a"})
+        self.sizes = [1, 2]
+        self.offset = 1
 
-    for _ in range(3):
-        assert float(scaled(layer)[0]) == 2
-    assert not taken
+    def __call__(self, x):
+        known = self.table["factor"] + len(self.table["name"]) + sum(self.sizes) + self.offset
+        return x * self.weight * known
+
+
+class StaticGraph(Static, pytree=False):
+    """The same; Flax goes by what its attributes hold."""
+
+
+@pytest.mark.parametrize("cls", [Static, StaticGraph])
+@pytest.mark.parametrize("graph_updates", [True, False])
+def test_plain_values_of_modules(cls, graph_updates, taken):
+    """They are compared; a number in a dict of a module is no input of what is compiled."""
+    forward = lambda model, x: model(x)
+    f = mm.jit(forward, graph_updates=graph_updates)
+    model, x = cls(), jnp.ones(3)
+
+    def change(name, key, value):
+        setattr(model, name, {**model.table, key: value} if name == "table" else value)
+
+    for name, key, value in [
+        ("offset", None, 1),
+        ("offset", None, 5),
+        ("table", "factor", 3),
+        ("table", "name", "abc"),
+        ("sizes", None, [1, 2, 3]),
+    ]:
+        change(name, key, value)
+        for _ in range(2):
+            assert_same(f(model, x), nnx.jit(forward)(model, x))
+    assert len(taken) == 5
+    model.table["factor"] = 9  # in place
+    assert_same(f(model, x), nnx.jit(forward)(model, x))
+    assert len(taken) == 5
+
+
+def test_a_number_in_a_dict_of_a_tree_is_an_input(taken):
+    """Without graphs it is a leaf like any other."""
+    f = mm.jit(lambda model, x: model(x), graph=False)
+    model, x = Static(), jnp.ones(3)
+    model.table = nnx.data({"factor": 2, "name": ()})
+    for factor in (2, 2, 3):
+        model.table["factor"] = factor
+        assert_same(f(model, x), np.full(3, factor + 4.0, np.float32))
+    assert len(taken) == 2
 
 
 @pytest.mark.slow
