@@ -250,6 +250,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # partition
     Fault(
+        name="mesh-in-axes-of-its-own",
+        file="mmnnx/mpmd/partition/change_mesh.py",
+        old='mesh = _in_axes_of(eqn.params["mesh"], mesh) or mesh',
+        new='_in_axes_of(eqn.params["mesh"], mesh)',
+        what="A shard_map over a mesh of axes of its own runs in the stage whose devices it has alone.",
+        tests=("tests/sharding/test_shard_map.py::test_over_a_mesh_in_axes_of_its_own",),
+    ),
+    Fault(
         name="shard-map-of-another-size",
         file="mmnnx/mpmd/partition/change_mesh.py",
         old="if here != size and f\"'{axis}'\" in text:",

@@ -249,3 +249,37 @@ def test_split_over_two_tasks(multimesh, tasks, kind):
             np.testing.assert_allclose(got, wanted_grads[name][kernel]["kernel"][...], rtol=1e-4, atol=1e-5)
             assert got.sharding.device_set == set(multimesh.slice(stage=stage).devices.flat)
     assert int(net.first.calls[...]) == int(net.second.calls[...]) == 1
+
+
+# jax.shard_map itself
+
+
+@pytest.mark.parametrize("axes", [{"expert": 2, "tensor": 2}, {"expert": 1, "tensor": 4}])
+def test_over_a_mesh_in_axes_of_its_own(axes, tasks):
+    """As a package makes it, once, of the devices of one task, and uses it in the layers of all."""
+    multimesh = mm.MultiMesh(axis_sizes=(2, 2, 2), axis_names=("stage", "data", "model"))
+    own = Mesh(multimesh.slice(stage=0).devices.reshape(*axes.values()), tuple(axes))
+    specs = {"in_specs": (P("expert", "tensor"), P("tensor")), "out_specs": P("expert")}
+    product = jax.shard_map(lambda x, w: jax.lax.psum(x @ w, "tensor"), mesh=own, **specs)
+
+    def layer(w, x):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(own, P(("expert", "tensor"))))
+        return jnp.sin(product(x, w))
+
+    def loss(weights, x):
+        for task, w in zip(tasks, weights):
+            x = mm.task(layer, task=task)(w, x)
+        return jnp.mean(x**2)
+
+    def step(weights, x):
+        return mm.microbatch(jax.value_and_grad(loss), dim=0, size=4, argnum=1, schedule="1f1b")(weights, x)
+
+    weights = [np.cos(np.arange(16, dtype=np.float32) + n).reshape(4, 4) for n in range(2)]
+    x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
+    with multimesh:
+        value, grads = mm.jit(step)(weights, x)
+    expected, expected_grads = jax.jit(jax.value_and_grad(loss))(weights, x)
+    np.testing.assert_allclose(value / 4, expected, rtol=1e-6)
+    for n, (grad, wanted) in enumerate(zip(grads, expected_grads)):
+        np.testing.assert_allclose(grad / 4, wanted, rtol=1e-5, atol=1e-7)
+        assert grad.sharding.device_set == {*multimesh.slice(stage=n).devices.flat}

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mmnnx import _compat
 from mmnnx.mpmd.ir.fragments import Fragment
-from mmnnx.mpmd.ir.shardings import transferred
+from mmnnx.mpmd.ir.shardings import same_shape, transferred
 
 
 def fragment_on(f: Fragment, mesh: Mesh) -> Fragment:
@@ -21,14 +21,17 @@ def fragment_on(f: Fragment, mesh: Mesh) -> Fragment:
 def change_mesh(eqn: Any, mesh: Mesh) -> Any:
     """An equation for one TaskMesh: constraints and shard_maps over another mesh become ones over this one.
 
-    A constraint keeps the axes that this mesh has. A shard_map can be moved if this mesh has the axes that it
-    maps over, in the same sizes.
+    Where the other mesh has as many devices as this one, those of this one take their places, in its axes.
+    Else a constraint keeps the axes that this mesh has, and a shard_map can be moved if this mesh has those
+    that it maps over, in the same sizes.
 
     Raises:
       ValueError: for a shard_map over an axis which is not here, or of another size.
     """
-    if eqn.primitive.name == "shard_map" and _same_devices(eqn.params["mesh"], mesh):
-        return eqn  # by other axes perhaps, which is all the same to JAX
+    if eqn.primitive.name == "shard_map":
+        if _same_devices(eqn.params["mesh"], mesh):
+            return eqn  # by other axes perhaps, which is all the same to JAX
+        mesh = _in_axes_of(eqn.params["mesh"], mesh) or mesh
     eqn = _compat.map_inner_equations(eqn, lambda e: change_mesh(e, mesh))
     params = {key: _moved(value, mesh) for key, value in eqn.params.items()}
     for key in ("mesh", "context_mesh"):
@@ -48,13 +51,22 @@ def _same_devices(over: Mesh | AbstractMesh, mesh: Mesh) -> bool:
     return isinstance(over, Mesh) and list(over.devices.flat) == list(mesh.devices.flat)
 
 
+def _in_axes_of(over: Mesh | AbstractMesh, mesh: Mesh) -> Mesh | None:
+    """The devices of `mesh` in the axes of another one, such as one that has two of its axes as one; None if
+    that has another number of devices, or none, or the same axes."""
+    if not isinstance(over, Mesh) or over.size != mesh.size or over.shape == mesh.shape:
+        return None
+    return Mesh(mesh.devices.reshape(over.devices.shape), over.axis_names, over.axis_types)
+
+
 def _moved(value: Any, mesh: Mesh) -> Any:
     if type(value) is tuple and any(isinstance(v, NamedSharding) for v in value):
         new = tuple(_moved(v, mesh) for v in value)
         return value if all(a is b for a, b in zip(new, value)) else new
     if isinstance(value, NamedSharding) and value.mesh not in (mesh, mesh.abstract_mesh):
-        if isinstance(value.mesh, Mesh) and value.mesh.devices.tolist() == mesh.devices.tolist():
-            return transferred(value, mesh)  # the same devices, by axes of other names
+        if (own := _in_axes_of(value.mesh, mesh)) is not None:
+            moved = NamedSharding(own, value.spec)
+            return transferred(moved, mesh) if same_shape(own, mesh) else moved
         return NamedSharding(_alike(value.mesh, mesh), _kept_axes(value.spec, mesh))
     return value
 

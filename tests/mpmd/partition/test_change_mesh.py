@@ -27,11 +27,38 @@ def mapped(over: Mesh):
 
 @pytest.mark.parametrize(
     "sizes, words",
-    [({"x": 2}, "uses axis 'x', which is of size 2 on its TaskMesh"), ({"y": 4}, "'x', which is not there")],
+    [({"x": 2}, "uses axis 'x', which is of size 2 on its TaskMesh"), ({"y": 2}, "'x', which is not there")],
 )
 def test_a_shard_map_over_an_axis_of_another_size_is_refused(sizes, words):
     with pytest.raises(ValueError, match=words):
         change_mesh(mapped(mesh(0, x=4)), mesh(4, **sizes))
+
+
+@pytest.mark.parametrize("sizes", [{"y": 4}, {"x": 2, "y": 2}, {"y": 2, "x": 2}])
+def test_a_shard_map_over_as_many_devices_keeps_its_axes(sizes):
+    here = mesh(4, **sizes)
+    moved = change_mesh(mapped(mesh(0, x=4)), here)
+    assert moved.params["mesh"] == mesh(4, x=4)
+    assert change_mesh(moved, here) is moved
+
+
+@pytest.mark.parametrize(
+    "sizes, spec, expected",
+    [
+        ({"x": 4}, P("x"), P("x")),
+        ({"y": 4}, P("x"), P("y")),
+        ({"y": 2, "x": 2}, P("x"), mesh(4, x=4)),
+        ({"y": 2}, P("x"), P(None)),
+    ],
+)
+def test_a_constraint_over_another_mesh(sizes, spec, expected):
+    """Of as many devices in one shape, axis by axis; in another, in its own; of others, by what is here."""
+    over, here = jax.sharding.NamedSharding(mesh(0, x=4), spec), mesh(4, **sizes)
+    constrain = lambda x: jax.lax.with_sharding_constraint(x, over)
+    (eqn,) = jax.make_jaxpr(constrain)(jnp.ones(4)).eqns
+    moved = change_mesh(eqn, here).params["sharding"]
+    wanted = (expected, spec) if isinstance(expected, Mesh) else (here, expected)
+    assert moved == jax.sharding.NamedSharding(*wanted)
 
 
 @pytest.mark.parametrize("kind", ["device_put", "jit"])
