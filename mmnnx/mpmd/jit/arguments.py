@@ -138,7 +138,9 @@ class Layout:
                 or [*map(_compat.metadata, variables)] != self.metadata
             ):
                 return None
-        except (KeyError, ValueError):  # an attribute of another name, or one that is not just equal or not
+        except (
+            Exception
+        ):  # an attribute of another name; or what `==` of the user's raises, on which JAX has words
             return None
         values = [v.get_raw_value() for v in variables]
         if [*map(type, values)] != self.held:

@@ -772,6 +772,23 @@ def test_plain_values_of_modules(cls, graph_updates, taken):
     assert len(taken) == 5
 
 
+def test_attributes_that_cannot_be_compared_are_left_to_jax(model, taken):
+    class Size:
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __eq__(self, other):
+            return self.rows == other.rows
+
+    f = mm.jit(forward)
+    model.size = Size(3)
+    assert_same(f(model, X), f(model, X))
+    assert len(taken) == 1
+    model.size = "none"
+    with pytest.raises(ValueError, match="checking equality of metadata fields"):
+        f(model, X)
+
+
 def test_a_number_in_a_dict_of_a_tree_is_an_input(taken):
     """Without graphs it is a leaf like any other."""
     f = mm.jit(lambda model, x: model(x), graph=False)
