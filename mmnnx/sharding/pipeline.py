@@ -223,7 +223,6 @@ class _Part:
       path: where it is in the model.
       stack: the list that it is an item of, if it is a layer.
       state: the Variables and arrays in it that no part before it holds.
-      layer: the number of the layer whose stage it lives with; -1 if it needs no rule.
       parameters: how many parameters that state holds.
       layer: the number of the layer whose stage it lives with; -1 if it needs no rule.
       back: of a layer, the number that what lives behind it has; of a stack of layers that is its end.

@@ -254,7 +254,7 @@ FAULTS: tuple[Fault, ...] = (
         file="mmnnx/mpmd/partition/change_mesh.py",
         old='mesh = _in_axes_of(eqn.params["mesh"], mesh) or mesh',
         new='_in_axes_of(eqn.params["mesh"], mesh)',
-        what="A shard_map over a mesh of axes of its own runs in the stage whose devices it has alone.",
+        what="A shard_map over a mesh of axes of its own works in no stage but that of its devices.",
         tests=("tests/sharding/test_shard_map.py::test_over_a_mesh_in_axes_of_its_own",),
     ),
     Fault(

@@ -138,9 +138,7 @@ class Layout:
                 or [*map(_compat.metadata, variables)] != self.metadata
             ):
                 return None
-        except (
-            Exception
-        ):  # an attribute of another name; or what `==` of the user's raises, on which JAX has words
+        except Exception:  # an attribute is gone, or a user's `==` raised, which JAX explains better
             return None
         values = [v.get_raw_value() for v in variables]
         if [*map(type, values)] != self.held:
@@ -225,7 +223,8 @@ def describe(dynamic: Any, static: Any, graph: bool) -> Arguments | None:
 
 def _module(module: Any, place: int) -> ModulePart:
     attributes, data = vars(module), _compat.data_attributes(module)
-    static = [name for name in attributes if name not in data and name != _compat.CONSTRUCTION]
+    not_static = {*data, _compat.CONSTRUCTION}
+    static = [name for name in attributes if name not in not_static]
     pick = picker(static)
     return ModulePart(place, type(module), len(attributes), pick, pick(attributes), picker(data))
 

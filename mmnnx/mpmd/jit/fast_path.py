@@ -61,7 +61,7 @@ class Known(NamedTuple):
 
 
 class FastPaths:
-    """The fast paths of one function, the last used first; `graph` is its mode."""
+    """The fast paths of one function, the last used first; `graph` is as given to `mm.jit`."""
 
     def __init__(self, graph: bool) -> None:
         self.graph = graph

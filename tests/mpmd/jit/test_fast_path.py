@@ -728,7 +728,7 @@ def test_one_variable_is_asked_which_trace_it_is_of(monkeypatch, taken):
 
 
 class Static(nnx.Module):
-    """Plain values of each kind that Flax compiles in, and one that it does not."""
+    """Plain values of each kind that Flax compiles in."""
 
     def __init__(self):
         self.weight = nnx.Param(jnp.ones(3))
