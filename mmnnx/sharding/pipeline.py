@@ -17,20 +17,18 @@ from flax import nnx
 
 from mmnnx._compat import attribute_order
 from mmnnx.sharding.division import Division
+from mmnnx.sharding.layers import LAYERS, Layers, PlaceInModel, children_of, find, find_layers
 from mmnnx.sharding.path_filter import Path, path, path_text
 from mmnnx.sharding.placement import PlacementError, TaskSharding
-from mmnnx.sharding.rules import LogicalRules, did_you_mean
-from mmnnx.sharding.stacked import even_stages, stacked_length
+from mmnnx.sharding.rules import LogicalRules
+from mmnnx.sharding.stacked import even_stages
 from mmnnx.sharding.task import AxisRules, Task
-
-LAYERS = "blocks"
-"""What the models of `mmnnx.modules` call their list of layers."""
 
 
 def pipeline_sharding(
     model: Any,
     stages: int | Sequence[Task],
-    layers: str | tuple[str | int, ...] | list[str | tuple[str | int, ...]] = LAYERS,
+    layers: PlaceInModel | list[PlaceInModel] = LAYERS,
     *,
     first: str | Sequence[str] | None = None,
     last: str | Sequence[str] | None = None,
@@ -52,10 +50,11 @@ def pipeline_sharding(
       layers: the path of the list of layers: "blocks", "decoder.blocks", or a tuple of keys. A
         `mmnnx.modules.Stack` there stands for the list of its segments, an `nnx.Sequential` for its layers. A
         module whose layers are stacked for a scan (`nnx.vmap` makes such, and a `Stack` with fewer segments
-        than stages is one) is divided along its leading dimension (see `Division`), evenly if possible. A
-        Python list of such paths is several stacks, one after the other. What `__init__` made between two
-        stacks lives with the nearest layer of that stack with which it shares a submodule, else with the
-        layer before it.
+        than stages is one) is divided along its leading dimension (see `Division`), evenly if possible.
+        "layer_*" is attributes that are layers (`layer_0`, `layer_1`, ...), by their numbers;
+        "stages.*.blocks" is the blocks of each stage. A Python list of such paths is several stacks, one
+        after the other. What `__init__` made between two layers, or two stacks, lives with the one of them
+        with which it shares more submodules, else with the one before it.
       first: what lives with the first stage, such as ("embed",) or "decoder.embed". Default: all that
         `__init__` made before the layers.
       last: what lives with the last stage. Default: all that `__init__` made after the layers.
@@ -67,7 +66,8 @@ def pipeline_sharding(
     Raises:
       PlacementError: the model has no such attribute, or it is no list of layers; there are fewer layers with
         state than stages; an attribute is in both `first` and `last`, or holds layers; both are given, and
-        state is in neither; the order in which `__init__` made the attributes is not known.
+        state is in neither; the order in which `__init__` made the attributes is not known, and some are not
+        named.
       ValueError: no stages; `rules` next to Tasks; weights of another number, negative or not finite.
       TypeError: `stages` that are no Tasks.
 
@@ -90,12 +90,12 @@ def pipeline_sharding(
     """
     tasks = _tasks(stages, rules)
     places_of_layers = layers if isinstance(layers, list) else [layers]
-    stacks, lengths = _stacks(model, places_of_layers, len(tasks))
+    stacks, lengths = find_layers(model, places_of_layers, len(tasks))
     named: dict[str, list[Path] | None] = {}
     for side, names in (("first", first), ("last", last)):
         names = [names] if isinstance(names, str) else names
-        named[side] = None if names is None else [_find(model, f"{side}=", name)[0] for name in names]
-    places = [("layers=", keys) for keys in stacks]
+        named[side] = None if names is None else [find(model, f"{side}=", name)[0] for name in names]
+    places = [("layers=", keys) for stack in stacks for keys in stack.roots]
     _check_apart([*places, *((f"{side}=", keys) for side in named for keys in named[side] or ())])
 
     if lengths:
@@ -105,10 +105,10 @@ def pipeline_sharding(
     _attach(all_parts, named, len(own_state))
     parts = [part for part in all_parts if part.state and part.layer >= 0]
     if sum(own_state) < len(tasks):
-        where = " and ".join(path_text(keys) for keys in stacks)
+        where = " and ".join(stack.text for stack in stacks)
         raise PlacementError(
             f"{sum(own_state)} of {len(own_state)} layers in {where} hold state of their own, too few for "
-            f"{len(tasks)} stages{_where_else(model, all_parts, stacks)}: "
+            f"{len(tasks)} stages{_where_else(model, all_parts)}: "
             "use fewer stages or more layers (of a mmnnx.modules.Stack, more segments=)"
         )
     sizes: list[Any] = [0] * len(own_state)
@@ -122,7 +122,7 @@ def pipeline_sharding(
 
 def _divided(
     model: Any,
-    stacks: Sequence[Path],
+    stacks: Sequence[Layers],
     lengths: Sequence[int],
     named: dict[str, list[Path] | None],
     tasks: Sequence[Task],
@@ -132,13 +132,13 @@ def _divided(
     """The same for layers that are stacked: evenly if that can be, else balanced as lists of layers are."""
     count = sum(lengths)
     if count < len(tasks):
-        where = " and ".join(path_text(keys) for keys in stacks)
+        where = " and ".join(stack.text for stack in stacks)
         raise PlacementError(f"{count} layers are stacked in {where}, too few for {len(tasks)} stages")
     parts = _parts(model, stacks, named, lengths)
     _attach(parts, named, count)
     own = {part.stack: part.parameters for part in parts if part.stack is not None}
-    sizes = [own[keys] / length for keys, length in zip(stacks, lengths) for _ in range(length)]
-    stage_of = even_stages(lengths, [own[keys] for keys in stacks], len(tasks)) if weights is None else None
+    sizes = [own[stack] / length for stack, length in zip(stacks, lengths) for _ in range(length)]
+    stage_of = even_stages(lengths, [own[stack] for stack in stacks], len(tasks)) if weights is None else None
     if stage_of is None:
         for part in parts:
             if part.stack is None and part.layer >= 0:
@@ -221,68 +221,76 @@ class _Part:
 
     Attributes:
       path: where it is in the model.
-      stack: the list that it is an item of, if it is a layer.
+      stack: the layers that it is one of, if it is a layer.
       state: the Variables and arrays in it that no part before it holds.
       parameters: how many parameters that state holds.
+      unordered: why its place among the others is not known; empty if it is.
       layer: the number of the layer whose stage it lives with; -1 if it needs no rule.
       back: of a layer, the number that what lives behind it has; of a stack of layers that is its end.
     """
 
     path: Path
-    stack: Path | None
+    stack: Layers | None
     state: list[Any]
     parameters: int
+    unordered: str
     layer: int = -1
     back: int = -1
 
 
 def _parts(
-    model: Any, stacks: Sequence[Path], named: dict[str, list[Path] | None], lengths: Sequence[int] = ()
+    model: Any, stacks: Sequence[Layers], named: dict[str, list[Path] | None], lengths: Sequence[int] = ()
 ) -> list[_Part]:
     """The numbered layers, the named parts and those beside them, in the order that `__init__` made them.
 
     With `lengths`, layers are stacked: each stack is one part, with the numbers of its first and last layer.
     """
-    stacked = bool(lengths)
-    opened = {keys[:n] for keys in stacks for n in range(len(keys) + (not stacked))}
-    opened |= {keys[:n] for side in named.values() for keys in side or () for n in range(len(keys))}
-    ordered = None in named.values() or len(stacks) > 1
+    stack_of = {keys: stack for stack in stacks for keys in stack.places}
+    apart = [*stack_of, *(keys for side in named.values() for keys in side or ())]
+    opened = {keys[:n] for keys in apart for n in range(len(keys))}
     leaves = [leaf for _, leaf in nnx.to_flat_state(nnx.state(model))]
     left = {id(leaf) for leaf in leaves}
     kind = nnx.Param if any(isinstance(leaf, nnx.Param) for leaf in leaves) else nnx.Variable
     parts: list[_Part] = []
 
-    def visit(node: Any, at: Path) -> None:
-        if ordered and isinstance(node, nnx.Pytree) and attribute_order(node) is None:
-            raise PlacementError(
-                f"the order in which {type(node).__name__}.__init__ made its attributes is lost: nnx.merge, "
-                "nnx.jit and nnx.eval_shape sort those of a Module with pytree=False; name all in first= "
-                "and last=, or give a model that was made by its own __init__"
-            )
-        for key, child in _children(node):
+    def visit(node: Any, at: Path, unordered: str) -> None:
+        unordered = unordered or _why_unordered(node)
+        for key, child in children_of(node):
             if (*at, key) in opened:
-                visit(child, (*at, key))
+                visit(child, (*at, key), unordered)
                 continue
             state = {id(leaf): leaf for _, leaf in nnx.iter_graph(child) if id(leaf) in left}
             left.difference_update(state)
-            stack = (*at, key) if stacked else at
             values = [leaf.get_raw_value() for leaf in state.values() if isinstance(leaf, kind)]
             parameters = sum(math.prod(array.shape) for array in jax.tree.leaves(values))
-            layer_of = stack if stack in stacks else None
-            parts.append(_Part((*at, key), layer_of, list(state.values()), parameters))
+            stack = stack_of.get((*at, key))
+            parts.append(_Part((*at, key), stack, list(state.values()), parameters, unordered))
 
-    visit(model, ())
-    numbered = [part for stack in stacks for part in parts if part.stack == stack]
+    visit(model, (), "")
+    at = {part.path: part for part in parts}
+    numbered = [at[keys] for keys in stack_of]
     ends = list(accumulate(lengths or [1] * len(numbered)))
     for part, end, length in zip(numbered, ends, lengths or [1] * len(numbered)):
         part.layer, part.back = end - length, end - 1
     return parts
 
 
+def _why_unordered(node: Any) -> str:
+    """Why the order in which the parts of a module were made is not known; empty if it is."""
+    if isinstance(node, nnx.bridge.ToNNX):
+        return "nnx.bridge.ToNNX sorts the parts of a linen module by name"
+    if isinstance(node, nnx.Pytree) and attribute_order(node) is None:
+        return (
+            f"the order in which {type(node).__name__}.__init__ made its attributes is lost, as nnx.merge, "
+            "nnx.jit and nnx.eval_shape sort those of a Module with pytree=False"
+        )
+    return ""
+
+
 def _attach(parts: Sequence[_Part], named: dict[str, list[Path] | None], count: int) -> None:
     """Sets, for each part that is no layer, the layer that it lives with."""
     ends = {"first": 0, "last": count - 1}
-    unnamed = []
+    unnamed, unordered = [], []
     for n, part in enumerate(parts):
         if part.stack is not None or not part.state:
             continue
@@ -295,6 +303,8 @@ def _attach(parts: Sequence[_Part], named: dict[str, list[Path] | None], count: 
             part.layer = ends[max(by_name)[1]]
         elif all(isinstance(leaf, nnx.RngState) for leaf in part.state):
             continue
+        elif part.unordered:
+            unordered.append(part)
         elif before is not None and after is not None:
             before_is_nearer = _shared(part.path, before.path) >= _shared(part.path, after.path)
             part.layer = before.back if before_is_nearer else after.layer
@@ -303,15 +313,18 @@ def _attach(parts: Sequence[_Part], named: dict[str, list[Path] | None], count: 
             part.layer = ends[side]
             if named[side] is not None:
                 unnamed.append(path_text(part.path))
+    if unordered:
+        names = ", ".join(path_text(part.path) for part in unordered)
+        raise PlacementError(f"{unordered[0].unordered}: name {names} in first= or last=")
     if unnamed:
         raise PlacementError(f"{', '.join(unnamed)} would live nowhere: name it in first= or last=")
 
 
-def _where_else(model: Any, parts: Sequence[_Part], stacks: Sequence[Path]) -> str:
+def _where_else(model: Any, parts: Sequence[_Part]) -> str:
     """Where a layer without state of its own has it, for a message; nothing if none has any."""
     for layer in parts:
-        if layer.stack in stacks and not layer.state:
-            held = {id(leaf) for _, leaf in nnx.iter_graph(_find(model, "layers=", layer.path)[1])}
+        if layer.stack is not None and not layer.state:
+            held = {id(leaf) for _, leaf in nnx.iter_graph(find(model, "layers=", layer.path)[1])}
             for part in parts:
                 if any(id(leaf) in held for leaf in part.state):
                     here, there = path_text(layer.path), path_text(part.path)
@@ -321,19 +334,6 @@ def _where_else(model: Any, parts: Sequence[_Part], stacks: Sequence[Path]) -> s
 
 def _shared(path: Path, other: Path) -> int:
     return next((n for n, (a, b) in enumerate(zip(path, other)) if a != b), 0)
-
-
-def _children(node: Any) -> list[tuple[Any, Any]]:
-    """Keys, as in paths of state, and values of an NNX object or container; of anything else, none."""
-    if isinstance(node, nnx.List | list | tuple):
-        return list(enumerate(node))
-    if isinstance(node, dict):
-        return list(node.items())
-    if isinstance(node, nnx.Pytree):
-        names = attribute_order(node)
-        own = {name: child for name, child in vars(node).items() if not name.startswith("_pytree__")}
-        return [(name, own[name]) for name in (own if names is None else names)]
-    return []
 
 
 # ----------------------------------------------------------------------------------------------- arguments
@@ -352,66 +352,6 @@ def _tasks(stages: int | Sequence[Task], rules: AxisRules | None) -> list[Task]:
     if rules is not None:
         raise ValueError("rules= is for Tasks that are made here: give your own Tasks logical_axes= instead")
     return tasks
-
-
-def _find(model: Any, what: str, place: str | tuple[str | int, ...]) -> tuple[Path, Any]:
-    """The keys of a place in the model, as in paths of state, and what is there."""
-    node: Any = model
-    found: Path = ()
-    for wanted in place.split(".") if isinstance(place, str) else place:
-        children = {str(key): (key, child) for key, child in _children(node)}
-        if str(wanted) not in children:
-            kinds = nnx.Pytree | nnx.Variable | list | tuple | dict
-            names = [name for name, (_, child) in children.items() if isinstance(child, kinds)]
-            default = " by default" if (what, place) == ("layers=", LAYERS) else ""
-            raise PlacementError(
-                f"{what} has {place!r}{default}, and {path_text(found) or type(model).__name__} has no "
-                f"{wanted!r}{did_you_mean(str(wanted), names)}: it has {', '.join(names) or 'nothing'}"
-            )
-        key, node = children[str(wanted)]
-        found = (*found, key)
-    return found, node
-
-
-def _stacks(
-    model: Any, places: Sequence[str | tuple[str | int, ...]], stages: int
-) -> tuple[list[Path], list[int]]:
-    """The keys of the lists of layers. If there are fewer layers than stages, and each is stacked: those of
-    the stacks, and how many layers are in each.
-    """
-    lists: list[tuple[Path, Sequence[Any]]] = []
-    stacks: list[tuple[Path, Any]] = []
-    for place in places:
-        keys, node = _find(model, "layers=", place)
-        found = _list_in(keys, node)
-        if found is not None:
-            lists.append(found)
-            stacks += [((*found[0], n), layer) for n, layer in enumerate(found[1])]
-        else:
-            stacks.append((keys, node))
-    lengths = [stacked_length(node) for _, node in stacks]
-    few = len(lists) < len(places) or sum(len(layers) for _, layers in lists) < stages
-    if few and all(lengths):
-        return [keys for keys, _ in stacks], [n for n in lengths if n]
-    if len(lists) < len(places):
-        keys, node = next((keys, node) for keys, node in stacks if _list_in(keys, node) is None)
-        raise PlacementError(
-            f"layers= has {path_text(keys)!r}, a {type(node).__name__} and no list of layers, and its arrays "
-            "have no leading dimension in common along which layers would be stacked"
-            if stacked_length(node) is None
-            else f"layers= has stacked layers in {path_text(keys)!r} and lists of layers as well: place the "
-            "two with rules of your own"
-        )
-    return [keys for keys, _ in lists], []
-
-
-def _list_in(keys: Path, node: Any) -> tuple[Path, Sequence[Any]] | None:
-    """The keys and items of the list of layers at a place, or in what is there; None if there is none."""
-    if isinstance(node, nnx.List | list | tuple):
-        return keys, list(node)
-    inner = {key: child for key, child in _children(node) if isinstance(child, nnx.List | list | tuple)}
-    name = next((name for name in ("segments", "layers") if name in inner), None)
-    return None if name is None else ((*keys, name), list(inner[name]))
 
 
 def _check_apart(places: Sequence[tuple[str, Path]]) -> None:
@@ -454,13 +394,17 @@ def _placement(parts: Sequence[_Part], tasks: Sequence[Task], stage_of: Sequence
     """
     rules = []
 
-    def run(part: _Part) -> tuple[Path, int]:
+    def run(part: _Part) -> tuple[Path | Layers, int]:
         return part.path if part.stack is None else part.stack, stage_of[part.layer]
 
-    for (keys, stage), group in groupby(parts, run):
-        members = list(group)
-        if members[0].stack is not None:
-            start, end = members[0].path[-1], members[-1].path[-1] + 1
-            keys = (*keys, start if end - start == 1 else range(start, end))
+    for (of, stage), group in groupby(parts, run):
+        keys = of if isinstance(of, tuple) else (*of.path, _one_key(of, [part.path[-1] for part in group]))
         rules.append((path(*keys), (tasks[stage], None)))
     return TaskSharding(rules)
+
+
+def _one_key(layers: Layers, keys: Sequence[Any]) -> Any:
+    """One key of a `path` for consecutive layers."""
+    if len(keys) == 1:
+        return keys[0]
+    return range(keys[0], keys[-1] + 1) if isinstance(layers.keys, range) else tuple(keys)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -445,6 +445,107 @@ class TestShared:
         model.rngs = nnx.Rngs(0)
         assert "rngs" not in str(pipeline_sharding(model, 2))
         assert layout(pipeline_sharding(model, 2, last="rngs"))[-1] == "path('rngs') stage1"
+
+
+class Numbered(nnx.Module):
+    """Layers that are attributes with numbers, each with a skip beside it."""
+
+    def __init__(self, count: int = 12):
+        self.lift = linear(2)
+        for n in range(count):
+            setattr(self, f"conv_{n}", linear(2, seed=n))
+            setattr(self, f"skip_{n}", linear(1, seed=n, out=2))
+        self.conv_width = 2
+        self.project = linear(2)
+
+
+class TwoLevels(nnx.Module):
+    """Levels of blocks, each with something after its blocks."""
+
+    def __init__(self):
+        self.levels = nnx.List(
+            nnx.Dict(blocks=nnx.List([linear(2), linear(2)]), down=linear(1)) for _ in range(2)
+        )
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x + linen.Dense(x.shape[-1])(jnp.sin(linen.Dense(16)(x)))
+
+
+class LinenModel(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(8, name="embed")(x)
+        for _ in range(11):
+            x = LinenBlock()(x)
+        return linen.Dense(1, name="head")(x)
+
+
+def linen_model():
+    return nnx.bridge.ToNNX(LinenModel(), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 4)))
+
+
+class TestNumberedAttributes:
+    def test_they_are_layers_in_the_order_of_their_numbers(self):
+        """Ten comes after two; what was made between two layers lives with the one before."""
+        for model in real_abstract_and_jitted(Numbered):
+            stages = stages_of(model, pipeline_sharding(model, tasks(3), layers="conv_*"))
+            for n in range(12):
+                assert stages[f"conv_{n}.kernel"] == stages[f"skip_{n}.kernel"] == f"t{n // 4}"
+            assert stages["lift.kernel"] == "t0"
+            assert stages["project.kernel"] == "t2"
+
+    def test_neighbours_are_one_rule(self):
+        found = layout(pipeline_sharding(nnx.Dict({f"a{n}": linear(1) for n in range(4)}), 2, layers="a*"))
+        assert found == ["path(('a0', 'a1')) stage0", "path(('a2', 'a3')) stage1"]
+
+    def test_a_number_within_a_path_stands_for_several_lists(self):
+        found = layout(pipeline_sharding(TwoLevels(), 4, layers="levels.*.blocks"))
+        assert found == [
+            "path('levels', 0, 'blocks', 0) stage0",
+            "path('levels', 0, 'blocks', 1) stage1",
+            "path('levels', 0, 'down') stage1",
+            "path('levels', 1, 'blocks', 0) stage2",
+            "path('levels', 1, 'blocks', 1) stage3",
+            "path('levels', 1, 'down') stage3",
+        ]
+
+    def test_the_parts_of_a_linen_module(self):
+        """They are sorted by name: the first and the last are to be named. Then it runs as the whole does."""
+        with pytest.raises(mm.PlacementError, match=r"linen module by name: name embed, head in first= or"):
+            pipeline_sharding(linen_model(), 4, layers="LinenBlock_*")
+        placement = pipeline_sharding(linen_model(), 4, layers="LinenBlock_*", first="embed", last="head")
+        mesh = mm.MultiMesh(axis_sizes=(4, 2), axis_names=("stage", "data"))
+        assert "path('LinenBlock_10') stage3" in layout(placement)
+        x = jax.random.normal(jax.random.key(0), (8, 4))
+        grad_fn = nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean())
+        whole_loss, whole = nnx.jit(grad_fn)(linen_model(), x)
+        with mesh:
+            model = mm.jit(linen_model, out_shardings=placement)()
+            in_parts = mm.microbatch(grad_fn, dim=0, size=4, argnum=1, reduce="mean", schedule="1f1b")
+            loss, grads = mm.jit(in_parts)(model, x)
+        np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
+        for got, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        ("layers", "message"),
+        [
+            ("conf_*", r"Numbered has no 'conf_\*' with a number for the '\*': it has lift, conv_0, skip_0,"),
+            ("convs", r"it has lift, .*; 'conv_\*' stands for those with a number there"),
+            (("conv_0", "conv_1"), r"a tuple is the keys of one path: .* write \['conv_0', 'conv_1'\]"),
+            (["conv_*", "conv_*"], r"conv_0 of layers= lies in conv_0 of layers="),
+        ],
+    )
+    def test_what_does_not_fit(self, layers, message):
+        with pytest.raises(mm.PlacementError, match=message):
+            pipeline_sharding(Numbered(2), 2, layers=layers)
+
+    def test_too_few(self):
+        with pytest.raises(mm.PlacementError, match="2 of 2 layers in conv_0 to conv_1 hold state"):
+            pipeline_sharding(nnx.Dict(conv_0=linear(1), conv_1=linear(1)), 3, layers="conv_*")
 
 
 class Plain(nnx.Module, pytree=False):

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from jax.sharding import Mesh
 
 from mmnnx.mpmd.frontend.function import Function
-from mmnnx.mpmd.ir.equations import Equation, Flat, Loop, Var, While, is_var
+from mmnnx.mpmd.ir.equations import Equation, Flat, Loop, Node, Var, While, is_var
 from mmnnx.mpmd.ir.listing import placed_text
 from mmnnx.mpmd.ir.origin import FREE, Kind, Origin, at_home
 from mmnnx.mpmd.ir.placement import Placed, Placement
@@ -193,25 +193,33 @@ def _solved(region: Region) -> Region:
     _note_state_uses(region)
     region.loose = loose_equations(region)
     region.replicated = replicated_updates(region)
-    moved = True
+    backward = region.roles.all(Role.BACKWARD)
+    rest = region.nodes.index(backward[-1]) + 1 if backward else 0
+    moved = bool(backward)
     while moved:
-        for node in region.nodes:
-            if isinstance(node, Loop):
-                _place_loop(region, node)
-            elif isinstance(node, While):
-                _place_while(region, node)
-            elif region.roles.of[node] is Role.UPDATE:
-                place_update(region, node)
-            elif region.roles.of[node] is Role.BACKWARD and node not in region.locations:
-                place_backward(region, node)
+        _place_after_forward(region, region.nodes[:rest])
         # What follows backward equations follows them where they settle; once, they are stable then.
-        moved = move_across_boundaries(region, region.roles.all(Role.BACKWARD))
+        moved = move_across_boundaries(region, backward)
+    _place_after_forward(region, region.nodes[rest:])
     join_backward(region)
     if not recomputing.get():
         place_free(region)
     place_effects(region)
     region.name_positions()
     return region
+
+
+def _place_after_forward(region: Region, nodes: Sequence[Node]) -> None:
+    """Places loops and updates, and what of the backward has no place yet."""
+    for node in nodes:
+        if isinstance(node, Loop):
+            _place_loop(region, node)
+        elif isinstance(node, While):
+            _place_while(region, node)
+        elif region.roles.of[node] is Role.UPDATE:
+            place_update(region, node)
+        elif region.roles.of[node] is Role.BACKWARD and node not in region.locations:
+            place_backward(region, node)
 
 
 def _note_state_uses(region: Region) -> None:

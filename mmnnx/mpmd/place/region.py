@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jax.sharding import Mesh
 
@@ -14,7 +15,7 @@ from mmnnx.mpmd.ir.dataflow import follow_back
 from mmnnx.mpmd.ir.equations import LAYOUT, PRODUCTS, Atom, Equation, Loop, Node, Var, is_var, nbytes
 from mmnnx.mpmd.ir.origin import CONST, FREE, Kind, Origin, combine
 from mmnnx.mpmd.ir.placement import Location, Placement, Position, Reason
-from mmnnx.mpmd.place.classify import Role, classify
+from mmnnx.mpmd.place.classify import Role, Roles, classify
 from mmnnx.mpmd.place.options import fusing
 from mmnnx.sharding.task import Task
 
@@ -52,6 +53,38 @@ class Problem:
     roots: dict[Var, frozenset[Var]] = dataclasses.field(default_factory=dict)
     microbatches: int | None = None
     batch: Sequence[Var] = ()
+
+    @functools.cached_property
+    def maker(self) -> Mapping[Var, Node]:
+        """Which node makes each variable."""
+        return {v: n for n in self.nodes for v in n.outvars}
+
+    @functools.cached_property
+    def users(self) -> Mapping[Var, Sequence[Node]]:
+        """Which nodes read each variable, in order."""
+        users: dict[Var, list[Node]] = {}
+        for node in self.nodes:
+            for a in dict.fromkeys(filter(is_var, node.invars)):
+                users.setdefault(a, []).append(node)
+        return users
+
+    @functools.cached_property
+    def roles(self) -> Roles:
+        """What each node is in a training step."""
+        return classify(self.nodes, self.users)
+
+    @functools.cached_property
+    def all_follows(self) -> Mapping[Var, Var]:
+        """`follows`, and the state that other values are combined with by updates."""
+        updates, batch = self.roles.all(Role.UPDATE), set(self.batch)
+        state = {v for v, o in self.inputs.items() if o.kind is Kind.STATE} - batch
+        is_state = lambda a: a if is_var(a) and a in state else None
+        found: dict[Var, Var] = {}
+        # First what is combined with state: then a result may take another's place, as of a population.
+        follow_back(updates, found, is_state)
+        found.update(self.follows)
+        follow_back(updates, found, is_state)
+        return found
 
 
 class Region:
@@ -104,12 +137,8 @@ class Region:
         self.out = Placement()
         self.where, self.locations, self.positions = self.out.where, self.out.locations, self.out.positions
         self.where.update(problem.inputs)
-        self.maker: dict[Var, Node] = {v: n for n in self.nodes for v in n.outvars}
-        self.users: dict[Var, list[Node]] = {}
-        for node in self.nodes:
-            for a in dict.fromkeys(filter(is_var, node.invars)):
-                self.users.setdefault(a, []).append(node)
-        self.roles = classify(self.nodes, self.users)
+        self.out.follows.update(problem.all_follows)
+        self.maker, self.users, self.roles = problem.maker, problem.users, problem.roles
         self.order, self.shared, self.moving = order, shared, moving
         self.by_mesh, self.renewing = by_mesh, renewing
         self.forward = list(order or self.roles.all(Role.FORWARD))
@@ -130,11 +159,6 @@ class Region:
         self.loose: set[Node] = set()
         self.replicated: set[Equation] = set()
         self.comes_back = False
-        is_state = lambda a: a if is_var(a) and a in state and a not in self.of_batch else None
-        # First what is combined with state: then a result may take another's place, as of a population.
-        follow_back(self.roles.all(Role.UPDATE), self.out.follows, is_state)
-        self.out.follows.update(problem.follows)
-        follow_back(self.roles.all(Role.UPDATE), self.out.follows, is_state)
 
     def origin_of(self, atom: Atom) -> Origin:
         """What an atom is made of."""
