@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any
 
 from flax import nnx
@@ -28,29 +29,16 @@ class Layers:
     """A run of layers.
 
     Attributes:
-      path: the list of them, the module whose attributes they are, or what is stacked for a scan.
-      keys: of each layer in there: a range for a list; None if they are stacked.
+      text: what messages call it.
+      roots: the paths of what has these layers, and nothing else.
+      rows: the paths that each layer is made of; if layers are stacked for a scan, one row for all.
+      stacked: whether they are.
     """
 
-    path: Path
-    keys: range | tuple[Any, ...] | None = None
-
-    @property
-    def roots(self) -> list[Path]:
-        """The path of what has the layers and nothing else, or else of each layer."""
-        return [self.path] if isinstance(self.keys, range) else self.places
-
-    @property
-    def places(self) -> list[Path]:
-        """The path of each layer, or of what is stacked."""
-        return [self.path] if self.keys is None else [(*self.path, key) for key in self.keys]
-
-    @property
-    def text(self) -> str:
-        """What messages call them."""
-        if self.keys is None or isinstance(self.keys, range):
-            return path_text(self.path)
-        return f"{path_text(self.places[0])} to {path_text(self.places[-1])}"
+    text: str
+    roots: tuple[Path, ...]
+    rows: tuple[tuple[Path, ...], ...]
+    stacked: bool = False
 
 
 def _keys(place: PlaceInModel) -> tuple[str | int, ...]:
@@ -85,26 +73,51 @@ def _other_ways(model: Any, place: PlaceInModel, wanted: str, names: Sequence[st
     return "" if pattern is None else f"; {pattern!r} stands for those with a number there"
 
 
-def find_layers(model: Any, places: Sequence[PlaceInModel], stages: int) -> tuple[list[Layers], list[int]]:
+def find_layers(
+    model: Any, places: Sequence[PlaceInModel | Set[PlaceInModel]], stages: int
+) -> tuple[list[Layers], list[int]]:
     """The runs of layers. If there are fewer layers than stages, and each is stacked: what is stacked, and
     how many layers are in each.
     """
-    runs = [run for place in places for run in _runs(model, place)]
-    layers = [(keys, find(model, "layers=", keys)[1]) for run in runs for keys in run.places]
-    lengths = [stacked_length(node) for _, node in layers]
-    stacked = next((run.path for run in runs if run.keys is None), None)
-    if (stacked is not None or len(layers) < stages) and all(lengths):
-        return [Layers(keys) for keys, _ in layers], [n for n in lengths if n]
+    runs = [run for place in places for run in _side_by_side(model, place)]
+    rows = [row for run in runs for row in run.rows]
+    lengths = [_length(model, row) for row in rows]
+    stacked = next((run for run in runs if run.stacked), None)
+    if (stacked is not None or len(rows) < stages) and all(lengths):
+        return [Layers(" with ".join(map(path_text, row)), row, (row,), True) for row in rows], [
+            n for n in lengths if n
+        ]
     if stacked is not None:
-        node = dict(layers)[stacked]
+        node = find(model, "layers=", stacked.roots[0])[1]
         raise PlacementError(
-            f"layers= has {path_text(stacked)!r}, a {type(node).__name__} and no list of layers, and its "
+            f"layers= has {stacked.text!r}, a {type(node).__name__} and no list of layers, and its "
             "arrays have no leading dimension in common along which layers would be stacked"
-            if stacked_length(node) is None
-            else f"layers= has stacked layers in {path_text(stacked)!r} and lists of layers as well: place "
+            if _length(model, stacked.roots) is None
+            else f"layers= has stacked layers in {stacked.text!r} and lists of layers as well: place "
             "the two with rules of your own"
         )
     return runs, []
+
+
+def _length(model: Any, row: Sequence[Path]) -> int | None:
+    """How many layers are stacked in each of these; None if they have no number in common."""
+    lengths = {stacked_length(find(model, "layers=", keys)[1]) for keys in row}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _side_by_side(model: Any, place: PlaceInModel | Set[PlaceInModel]) -> list[Layers]:
+    """The runs of layers that a path stands for, or a set of paths: item n of each is part of layer n."""
+    places = sorted(place, key=str) if isinstance(place, Set) else [place]
+    found = [_runs(model, one) for one in places]
+    joined = []
+    for runs in zip_longest(*found, fillvalue=Layers("nothing", (), ())):
+        text = " with ".join(run.text for run in runs)
+        if len({run.stacked for run in runs}) > 1:
+            raise PlacementError(f"layers= has {text}: not all of these are lists of layers")
+        rows = zip_longest(*(run.rows for run in runs), fillvalue=())
+        roots = tuple(keys for run in runs for keys in run.roots)
+        joined.append(Layers(text, roots, tuple(tuple(chain(*row)) for row in rows), runs[0].stacked))
+    return joined
 
 
 def _runs(model: Any, place: PlaceInModel) -> list[Layers]:
@@ -123,17 +136,20 @@ def _runs(model: Any, place: PlaceInModel) -> list[Layers]:
             f"a number for the '*': it has {', '.join(_names(node)) or 'nothing'}"
         )
     if n == len(keys) - 1:
-        return [Layers(above, tuple(key for _, key in numbered))]
+        found = tuple((*above, key) for _, key in numbered)
+        return [Layers(f"{path_text(found[0])} to {path_text(found[-1])}", found, tuple((f,) for f in found))]
     return [run for _, key in numbered for run in _runs(model, (*above, key, *keys[n + 1 :]))]
 
 
 def _list_in(keys: Path, node: Any) -> Layers:
     """The list of layers at a place, or in what is there; else what is there, as if they were stacked."""
     if isinstance(node, nnx.List | list | tuple):
-        return Layers(keys, range(len(node)))
+        return Layers(path_text(keys), (keys,), tuple(((*keys, n),) for n in range(len(node))))
     inner = {key: child for key, child in children_of(node) if isinstance(child, nnx.List | list | tuple)}
     name = next((name for name in ("segments", "layers") if name in inner), None)
-    return Layers(keys) if name is None else Layers((*keys, name), range(len(inner[name])))
+    if name is not None:
+        return _list_in((*keys, name), inner[name])
+    return Layers(path_text(keys), (keys,), ((keys,),), stacked=True)
 
 
 def _names(node: Any) -> list[str]:

@@ -7,7 +7,7 @@ import operator
 import warnings
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, groupby, permutations
 from typing import Any
@@ -28,7 +28,7 @@ from mmnnx.sharding.task import AxisRules, Task
 def pipeline_sharding(
     model: Any,
     stages: int | Sequence[Task],
-    layers: PlaceInModel | list[PlaceInModel] = LAYERS,
+    layers: PlaceInModel | Set[PlaceInModel] | list[PlaceInModel | Set[PlaceInModel]] = LAYERS,
     *,
     first: str | Sequence[str] | None = None,
     last: str | Sequence[str] | None = None,
@@ -51,10 +51,11 @@ def pipeline_sharding(
         `mmnnx.modules.Stack` there stands for the list of its segments, an `nnx.Sequential` for its layers. A
         module whose layers are stacked for a scan (`nnx.vmap` makes such, and a `Stack` with fewer segments
         than stages is one) is divided along its leading dimension (see `Division`), evenly if possible.
-        "layer_*" is attributes that are layers (`layer_0`, `layer_1`, ...), by their numbers;
-        "stages.*.blocks" is the blocks of each stage. A Python list of such paths is several stacks, one
-        after the other. What `__init__` made between two layers, or two stacks, lives with the one of them
-        with which it shares more submodules, else with the one before it.
+        "layer_*" is all attributes `layer_0`, `layer_1`, ..., by their numbers; "levels.*.blocks" is the
+        blocks of each level. A Python list of such paths is several stacks, one after the other; a set, such
+        as {"convs", "norms"}, is lists side by side: item n of each is part of layer n. What `__init__` made
+        between two layers, or two stacks, lives with the one of them with which it shares more submodules,
+        else with the one before it.
       first: what lives with the first stage, such as ("embed",) or "decoder.embed". Default: all that
         `__init__` made before the layers.
       last: what lives with the last stage. Default: all that `__init__` made after the layers.
@@ -72,7 +73,8 @@ def pipeline_sharding(
       TypeError: `stages` that are no Tasks.
 
     Warns:
-      UserWarning: a rule was given to `logical_rules` by keyword, and no Variable of the model has its axis.
+      UserWarning: a rule was given to `logical_rules` by keyword, and no Variable of the model has its axis;
+        a list that is not named has as many items as the layers, which may be parts of them.
 
     Example:
       >>> class Model(nnx.Module):
@@ -101,23 +103,26 @@ def pipeline_sharding(
     if lengths:
         return _divided(model, stacks, lengths, named, tasks, weights, rules)
     all_parts = _parts(model, stacks, named)
-    own_state = [bool(part.state) for stack in stacks for part in all_parts if part.stack == stack]
-    _attach(all_parts, named, len(own_state))
+    count = sum(len(stack.rows) for stack in stacks)
+    holding = {part.layer for part in all_parts if part.is_layer and part.state}
+    own_state = [n in holding for n in range(count)]
+    _attach(all_parts, named, count)
+    _warn_of_lists(all_parts, stacks)
     parts = [part for part in all_parts if part.state and part.layer >= 0]
-    if sum(own_state) < len(tasks):
+    if len(holding) < len(tasks):
         where = " and ".join(stack.text for stack in stacks)
         raise PlacementError(
-            f"{sum(own_state)} of {len(own_state)} layers in {where} hold state of their own, too few for "
+            f"{len(holding)} of {count} layers in {where} hold state of their own, too few for "
             f"{len(tasks)} stages{_where_else(model, all_parts)}: "
             "use fewer stages or more layers (of a mmnnx.modules.Stack, more segments=)"
         )
-    sizes: list[Any] = [0] * len(own_state)
+    sizes: list[Any] = [0] * count
     for part in parts:
         sizes[part.layer] += part.parameters
-    ends = balance(sizes if weights is None else _weights(weights, len(sizes)), len(tasks), own_state)
+    ends = balance(sizes if weights is None else _weights(weights, count), len(tasks), own_state)
     if isinstance(rules, LogicalRules):
         _warn_unused(rules, model)
-    return _placement(parts, tasks, [bisect_right(ends, layer) for layer in range(len(sizes))])
+    return _placement(parts, tasks, [bisect_right(ends, layer) for layer in range(count)])
 
 
 def _divided(
@@ -136,12 +141,16 @@ def _divided(
         raise PlacementError(f"{count} layers are stacked in {where}, too few for {len(tasks)} stages")
     parts = _parts(model, stacks, named, lengths)
     _attach(parts, named, count)
-    own = {part.stack: part.parameters for part in parts if part.stack is not None}
-    sizes = [own[stack] / length for stack, length in zip(stacks, lengths) for _ in range(length)]
-    stage_of = even_stages(lengths, [own[stack] for stack in stacks], len(tasks)) if weights is None else None
+    held = Counter[int]()
+    for part in parts:
+        if part.is_layer:
+            held[part.layer] += part.parameters
+    own = [held[end - length] for end, length in zip(accumulate(lengths), lengths)]
+    sizes = [size / length for size, length in zip(own, lengths) for _ in range(length)]
+    stage_of = even_stages(lengths, own, len(tasks)) if weights is None else None
     if stage_of is None:
         for part in parts:
-            if part.stack is None and part.layer >= 0:
+            if not part.is_layer and part.layer >= 0:
                 sizes[part.layer] += part.parameters
         ends = balance(sizes if weights is None else _weights(weights, count), len(tasks))
         stage_of = [bisect_right(ends, layer) for layer in range(count)]
@@ -150,10 +159,10 @@ def _divided(
     found: list[tuple[Any, Any]] = []
     for part in parts:
         if part.state and part.layer >= 0:
-            held = Counter(stage_of[part.layer : part.back + 1] if part.stack else [stage_of[part.layer]])
-            mine = [tasks[stage] for stage in sorted(held)]
-            even = len(set(held.values())) == 1  # a sequence of tasks, of which one is as good as the task
-            between = mine if even else Division(mine, sizes=[held[stage] for stage in sorted(held)])
+            on = Counter(stage_of[part.layer : part.back + 1] if part.is_layer else [stage_of[part.layer]])
+            mine = [tasks[stage] for stage in sorted(on)]
+            even = len(set(on.values())) == 1  # a sequence of tasks, of which one is as good as the task
+            between = mine if even else Division(mine, sizes=[on[stage] for stage in sorted(on)])
             found.append((path(*part.path), (between, None)))
     return TaskSharding(found)
 
@@ -221,19 +230,23 @@ class _Part:
 
     Attributes:
       path: where it is in the model.
-      stack: the layers that it is one of, if it is a layer.
+      is_layer: whether it is a layer, or a part of one.
+      items: how many it has, if it is a list.
       state: the Variables and arrays in it that no part before it holds.
       parameters: how many parameters that state holds.
       unordered: why its place among the others is not known; empty if it is.
+      is_named: whether `first` or `last` say where it lives.
       layer: the number of the layer whose stage it lives with; -1 if it needs no rule.
       back: of a layer, the number that what lives behind it has; of a stack of layers that is its end.
     """
 
     path: Path
-    stack: Layers | None
+    is_layer: bool
+    items: int
     state: list[Any]
     parameters: int
     unordered: str
+    is_named: bool = False
     layer: int = -1
     back: int = -1
 
@@ -245,8 +258,14 @@ def _parts(
 
     With `lengths`, layers are stacked: each stack is one part, with the numbers of its first and last layer.
     """
-    stack_of = {keys: stack for stack in stacks for keys in stack.places}
-    apart = [*stack_of, *(keys for side in named.values() for keys in side or ())]
+    rows = [row for stack in stacks for row in stack.rows]
+    lengths = lengths or [1] * len(rows)
+    numbers = {
+        keys: (end - length, end - 1)
+        for row, end, length in zip(rows, accumulate(lengths), lengths)
+        for keys in row
+    }
+    apart = [*numbers, *(keys for side in named.values() for keys in side or ())]
     opened = {keys[:n] for keys in apart for n in range(len(keys))}
     leaves = [leaf for _, leaf in nnx.to_flat_state(nnx.state(model))]
     left = {id(leaf) for leaf in leaves}
@@ -263,15 +282,13 @@ def _parts(
             left.difference_update(state)
             values = [leaf.get_raw_value() for leaf in state.values() if isinstance(leaf, kind)]
             parameters = sum(math.prod(array.shape) for array in jax.tree.leaves(values))
-            stack = stack_of.get((*at, key))
-            parts.append(_Part((*at, key), stack, list(state.values()), parameters, unordered))
+            here = (*at, key)
+            items = len(child) if isinstance(child, nnx.List | list | tuple) else 0
+            part = _Part(here, here in numbers, items, list(state.values()), parameters, unordered)
+            part.layer, part.back = numbers.get(here, (-1, -1))
+            parts.append(part)
 
     visit(model, (), "")
-    at = {part.path: part for part in parts}
-    numbered = [at[keys] for keys in stack_of]
-    ends = list(accumulate(lengths or [1] * len(numbered)))
-    for part, end, length in zip(numbered, ends, lengths or [1] * len(numbered)):
-        part.layer, part.back = end - length, end - 1
     return parts
 
 
@@ -292,15 +309,15 @@ def _attach(parts: Sequence[_Part], named: dict[str, list[Path] | None], count: 
     ends = {"first": 0, "last": count - 1}
     unnamed, unordered = [], []
     for n, part in enumerate(parts):
-        if part.stack is not None or not part.state:
+        if part.is_layer or not part.state:
             continue
         by_name = [
             (len(keys), side) for side in ends for keys in named[side] or () if part.path[: len(keys)] == keys
         ]
-        before = next((p for p in reversed(parts[:n]) if p.stack is not None), None)
-        after = next((p for p in parts[n:] if p.stack is not None), None)
+        before = next((p for p in reversed(parts[:n]) if p.is_layer), None)
+        after = next((p for p in parts[n:] if p.is_layer), None)
         if by_name:
-            part.layer = ends[max(by_name)[1]]
+            part.layer, part.is_named = ends[max(by_name)[1]], True
         elif all(isinstance(leaf, nnx.RngState) for leaf in part.state):
             continue
         elif part.unordered:
@@ -323,7 +340,7 @@ def _attach(parts: Sequence[_Part], named: dict[str, list[Path] | None], count: 
 def _where_else(model: Any, parts: Sequence[_Part]) -> str:
     """Where a layer without state of its own has it, for a message; nothing if none has any."""
     for layer in parts:
-        if layer.stack is not None and not layer.state:
+        if layer.is_layer and not layer.state:
             held = {id(leaf) for _, leaf in nnx.iter_graph(find(model, "layers=", layer.path)[1])}
             for part in parts:
                 if any(id(leaf) in held for leaf in part.state):
@@ -387,6 +404,20 @@ def _warn_unused(rules: LogicalRules, model: Any) -> None:
 # -------------------------------------------------------------------------------------------------- result
 
 
+def _warn_of_lists(parts: Sequence[_Part], stacks: Sequence[Layers]) -> None:
+    """Norms in a list of their own, say, would all live with one stage, and the flow come to it for each."""
+    for part in parts:
+        beside = next((s for s in stacks if part.items in (len(s.rows), len(s.rows) - 1)), None)
+        if beside and part.items > 1 and part.layer >= 0 and not (part.is_layer or part.is_named):
+            own = path_text(part.path)
+            warnings.warn(
+                f"{own} has {part.items} items beside the {len(beside.rows)} layers of {beside.text}, and "
+                "all of them live with one stage: if item n is part of layer n, name both in a set, as "
+                f"layers={{..., {own!r}}}; else name {own!r} in first= or last=",
+                stacklevel=3,
+            )
+
+
 def _placement(parts: Sequence[_Part], tasks: Sequence[Task], stage_of: Sequence[int]) -> TaskSharding:
     """One rule for each run of layers and for each other part, in the order of the model.
 
@@ -394,17 +425,19 @@ def _placement(parts: Sequence[_Part], tasks: Sequence[Task], stage_of: Sequence
     """
     rules = []
 
-    def run(part: _Part) -> tuple[Path | Layers, int]:
-        return part.path if part.stack is None else part.stack, stage_of[part.layer]
+    def run(part: _Part) -> tuple[Path, int]:
+        return part.path[:-1] if part.is_layer else part.path, stage_of[part.layer]
 
-    for (of, stage), group in groupby(parts, run):
-        keys = of if isinstance(of, tuple) else (*of.path, _one_key(of, [part.path[-1] for part in group]))
+    for (keys, stage), group in groupby(parts, run):
+        members = list(group)
+        if members[0].is_layer:
+            keys = (*keys, _one_key([part.path[-1] for part in members]))
         rules.append((path(*keys), (tasks[stage], None)))
     return TaskSharding(rules)
 
 
-def _one_key(layers: Layers, keys: Sequence[Any]) -> Any:
-    """One key of a `path` for consecutive layers."""
+def _one_key(keys: Sequence[Any]) -> Any:
+    """One key of a `path` for several neighbours."""
     if len(keys) == 1:
         return keys[0]
-    return range(keys[0], keys[-1] + 1) if isinstance(layers.keys, range) else tuple(keys)
+    return tuple(keys) if isinstance(keys[0], str) else range(keys[0], keys[-1] + 1)

@@ -264,7 +264,12 @@ class TestPaths:
     def test_a_name_within_another(self):
         found = layout(
             pipeline_sharding(
-                Nested(), 2, "decoder.blocks", last=["encoder.norm", "decoder.norm", "head"], weights=[1, 1]
+                Nested(),
+                2,
+                "decoder.blocks",
+                first=["vision", "encoder", "bridge", "decoder.tokens"],
+                last=["encoder.norm", "decoder.norm", "head"],
+                weights=[1, 1],
             )
         )
         assert found[1:5] == [
@@ -546,6 +551,86 @@ class TestNumberedAttributes:
     def test_too_few(self):
         with pytest.raises(mm.PlacementError, match="2 of 2 layers in conv_0 to conv_1 hold state"):
             pipeline_sharding(nnx.Dict(conv_0=linear(1), conv_1=linear(1)), 3, layers="conv_*")
+
+
+class SideBySide(nnx.Module):
+    """Kernels in one list, what follows each in another, and one less in a third."""
+
+    def __init__(self, count: int = 8):
+        self.embed = linear(2)
+        self.convs = nnx.List(linear(2, seed) for seed in range(count))
+        self.norms = nnx.List(nnx.LayerNorm(2, rngs=nnx.Rngs(0)) for _ in range(count))
+        self.skips = nnx.List(linear(2, seed) for seed in range(count - 1))
+        self.head = linear(2)
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for n, (conv, norm) in enumerate(zip(self.convs, self.norms)):
+            x = jnp.sin(norm(conv(x))) + (self.skips[n](x) if n < len(self.skips) else 0)
+        return self.head(x)
+
+
+class TestListsSideBySide:
+    def test_item_n_of_each_is_part_of_layer_n(self):
+        for model in real_abstract_and_jitted(SideBySide):
+            stages = stages_of(
+                model, pipeline_sharding(model, tasks(4), layers={"convs", "norms", "skips"}, weights=[1] * 8)
+            )
+            for n in range(8):
+                assert stages[f"convs.{n}.kernel"] == stages[f"norms.{n}.scale"] == f"t{n // 2}"
+                assert n == 7 or stages[f"skips.{n}.kernel"] == f"t{n // 2}"
+            assert stages["head.kernel"] == "t3"
+
+    def test_they_are_balanced_together(self):
+        """With a norm of 100 parameters to each of the last two layers, these have a stage each."""
+        model = nnx.Dict(
+            a=nnx.List(linear(1) for _ in range(4)),
+            b=nnx.List(nnx.Param(jnp.ones(size)) for size in (1, 1, 100, 100)),
+        )
+        stages = stages_of(model, pipeline_sharding(model, tasks(3), layers={"a", "b"}))
+        assert [stages[f"b.{n}"] for n in range(4)] == ["t0", "t0", "t1", "t2"]
+
+    def test_nothing_is_sent_back(self):
+        mesh = mm.MultiMesh(axis_sizes=(4,), axis_names=("stage",), devices=jax.devices()[:4])
+        with mesh:
+            placement = pipeline_sharding(SideBySide(), 4, layers={"convs", "norms", "skips"})
+            model = mm.jit(SideBySide, out_shardings=placement)()
+            text = str(mm.show_transfers(mm.jit(lambda model, x: model(x)).program(model, jnp.ones((4, 2)))))
+        assert "stage3   stage" not in text
+        assert "stage2   stage3" in text
+
+    def test_of_each_level(self):
+        level = lambda: nnx.Dict(a=nnx.List([linear(1), linear(1)]), b=nnx.List([linear(1), linear(1)]))
+        model = nnx.Dict(levels=nnx.List([level(), level()]))
+        found = layout(pipeline_sharding(model, 4, layers={"levels.*.a", "levels.*.b"}))
+        assert [line for line in found if "'b'" in line] == [
+            f"path('levels', {n // 2}, 'b', {n % 2}) stage{n}" for n in range(4)
+        ]
+
+    def test_stacked_layers(self):
+        stack = lambda out: nnx.vmap(lambda rngs: nnx.Linear(4, out, use_bias=False, rngs=rngs), axis_size=4)(
+            nnx.Rngs(0).split(4)
+        )
+        model = nnx.Dict(a=stack(5), b=stack(6))
+        placement = pipeline_sharding(model, 2, layers={"a", "b"})
+        assert list(map(str, placement.filters)) == ["path('a')", "path('b')"]
+        for between, _ in placement.rules:
+            assert [task.name for task in between.tasks] == ["stage0", "stage1"]
+
+    def test_a_list_that_is_forgotten(self):
+        with pytest.warns(UserWarning, match=r"skips has 7 items beside the 8 layers of convs") as caught:
+            pipeline_sharding(SideBySide(), 4, layers={"convs", "norms"})
+        assert "layers={..., 'skips'}; else name 'skips' in first= or last=" in str(caught[0].message)
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipeline_sharding(SideBySide(), 4, layers={"convs", "norms"}, last=["skips", "head"])
+
+    def test_what_does_not_fit(self):
+        with pytest.raises(mm.PlacementError, match="convs with head: not all of these are lists of layers"):
+            pipeline_sharding(SideBySide(), 2, layers={"convs", "head"})
+        with pytest.raises(mm.PlacementError, match=r"8 layers in convs with norms hold state .* 9 stages"):
+            pipeline_sharding(SideBySide(), 9, layers={"convs", "norms"}, last=["skips", "head"])
 
 
 class Plain(nnx.Module, pytree=False):
