@@ -51,11 +51,11 @@ def pipeline_sharding(
         `mmnnx.modules.Stack` there stands for the list of its segments, an `nnx.Sequential` for its layers. A
         module whose layers are stacked for a scan (`nnx.vmap` makes such, and a `Stack` with fewer segments
         than stages is one) is divided along its leading dimension (see `Division`), evenly if possible.
-        "layer_*" is all attributes `layer_0`, `layer_1`, ..., by their numbers; "levels.*.blocks" is the
+        `"layer_*"` is all attributes layer_0, layer_1 and so on, by their numbers; `"levels.*.blocks"` is the
         blocks of each level. A Python list of such paths is several stacks, one after the other; a set, such
-        as {"convs", "norms"}, is lists side by side: item n of each is part of layer n. What `__init__` made
-        between two layers, or two stacks, lives with the one of them with which it shares more submodules,
-        else with the one before it.
+        as `{"convs", "norms"}`, is lists side by side: item n of each is part of layer n. What `__init__`
+        made between two layers, or two stacks, lives with the one of them with which it shares more
+        submodules, else with the one before it.
       first: what lives with the first stage, such as ("embed",) or "decoder.embed". Default: all that
         `__init__` made before the layers.
       last: what lives with the last stage. Default: all that `__init__` made after the layers.
