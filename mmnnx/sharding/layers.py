@@ -84,9 +84,8 @@ def find_layers(
     lengths = [_length(model, row) for row in rows]
     stacked = next((run for run in runs if run.stacked), None)
     if (stacked is not None or len(rows) < stages) and all(lengths):
-        return [Layers(" with ".join(map(path_text, row)), row, (row,), True) for row in rows], [
-            n for n in lengths if n
-        ]
+        divided = [Layers(" with ".join(map(path_text, row)), row, (row,), stacked=True) for row in rows]
+        return divided, [n for n in lengths if n]
     if stacked is not None:
         node = find(model, "layers=", stacked.roots[0])[1]
         raise PlacementError(

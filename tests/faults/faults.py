@@ -830,6 +830,16 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        name="layers-in-alphabetical-order",
+        file="mmnnx/sharding/layers.py",
+        old="sorted((tuple(map(int, match.groups())), key) for match, key in matches if match)",
+        new="sorted(((), key) for match, key in matches if match)",
+        what="Layers that are attributes with numbers are sorted as text: layer_10 comes before layer_2.",
+        tests=(
+            "tests/sharding/test_pipeline.py::TestNumberedAttributes::test_they_are_layers_in_the_order_of_their_numbers",
+        ),
+    ),
+    Fault(
         name="any-end-of-a-path",
         file="mmnnx/sharding/placement.py",
         old="        ends = ends if known is None else [known]\n",
