@@ -33,8 +33,8 @@ def tabulate(
     abstract trace that records the `__call__` of each Module.
 
     Each array counts once: shared Modules and Variables are in the row of their first path (in Flax's order),
-    and the other rows say "as" and that path. A Module without calls has a row too. PRNG keys and counts are
-    in the row of the Module that holds them.
+    and the other rows say "as" and that path. A Module without calls has a row too, and so have the parts of
+    a linen module in `nnx.bridge.ToNNX`. PRNG keys and counts are in the row of the Module that holds them.
 
     Call it inside `with MultiMesh(...):` to see the names of tasks; the arrays know only their devices. If
     several tasks have state on one submesh, all their names are shown.
@@ -78,7 +78,13 @@ def _rows(contents: Contents, calls: Mapping[Path, Sequence[Call]], depth: float
     stateful = Counter(
         p.path[:n] for p in contents.pieces if p.kind != "RngState" for n in range(len(p.path))
     )
-    modules = {path for path, node in nodes.items() if path == () or _has_row(node, bool(stateful[path]))}
+    linen = {path for path, node in nodes.items() if isinstance(node, nnx.bridge.ToNNX)}
+    modules = {
+        path
+        for path, node in nodes.items()
+        if path == ()
+        or _has_row(node, bool(stateful[path]), any(path[:n] in linen for n in range(len(path))))
+    }
     own: dict[Path, list[Piece]] = {path: [] for path in modules}
     below: dict[Path, list[Piece]] = {path: [] for path in modules}
     for piece in contents.pieces:
@@ -117,9 +123,11 @@ def _rows(contents: Contents, calls: Mapping[Path, Sequence[Call]], depth: float
     return tuple(rows[path] for path in sorted(rows, key=order) if len(path) <= depth)
 
 
-def _has_row(node: Any, stateful: bool) -> bool:
-    """Modules have rows, and so have the named tuples, and the like, of optimizer state."""
-    return isinstance(node, nnx.Module) or (stateful and type(node) not in (tuple, list, dict))
+def _has_row(node: Any, stateful: bool, in_linen: bool) -> bool:
+    """Modules have rows, and so have the named tuples, and the like, of optimizer state; and the dicts that
+    `nnx.bridge.ToNNX` makes of the submodules of a linen module."""
+    plain = (tuple, list) if in_linen else (tuple, list, dict)
+    return isinstance(node, nnx.Module) or (stateful and type(node) not in plain)
 
 
 def _owner(path: Path, modules: Iterable[Path]) -> Path:

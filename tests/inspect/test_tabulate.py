@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
@@ -852,3 +852,17 @@ def test_a_large_model_needs_no_memory(layers):
     assert calls(table, "blocks", layers - 1, "down") == [
         (("bfloat16[1,4096,28672]",), ("bfloat16[1,4096,8192]",))
     ]
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(3, name="head")(linen.Dense(4, name="body")(x))
+
+
+def test_the_parts_of_a_linen_module_have_rows():
+    """`nnx.bridge.ToNNX` has dicts for them; a dict of an NNX module has none."""
+    model = nnx.bridge.ToNNX(LinenNet(), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 2)))
+    table = tabulate(nnx.Dict(inner=model, other=nnx.data({"a": nnx.Param(jnp.ones(5))})))
+    assert paths(table) == ["", "inner", "inner.body", "inner.head"]
+    assert sum(piece.size for piece in row(table, "inner", "body").below) == 2 * 4 + 4
