@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -68,9 +67,11 @@ def _other_ways(model: Any, place: PlaceInModel, wanted: str, names: Sequence[st
     """What else may be meant by a path of layers that leads nowhere."""
     if isinstance(place, tuple) and ("." in wanted or wanted in (str(key) for key, _ in children_of(model))):
         return f"; a tuple is the keys of one path: for several lists of layers write {list(place)!r}"
-    numbered = Counter(re.sub(r"\d+", "*", name) for name in names)
-    pattern = next((pattern for pattern, count in numbered.items() if count > 1), None)
-    return "" if pattern is None else f"; {pattern!r} stands for those with a number there"
+    numbered: dict[str, list[str]] = {}
+    for name in names:
+        numbered.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    pattern, alike = next(((p, found) for p, found in numbered.items() if len(found) > 1), ("", []))
+    return f"; for {alike[0]}, {alike[1]} and so on write {pattern!r}" if alike else ""
 
 
 def find_layers(
@@ -80,6 +81,8 @@ def find_layers(
     how many layers are in each.
     """
     runs = [run for place in places for run in _side_by_side(model, place)]
+    if not runs:
+        raise PlacementError("layers= is empty: give the path of the layers")
     rows = [row for run in runs for row in run.rows]
     lengths = [_length(model, row) for row in rows]
     stacked = next((run for run in runs if run.stacked), None)
@@ -112,7 +115,7 @@ def _side_by_side(model: Any, place: PlaceInModel | Set[PlaceInModel]) -> list[L
     for runs in zip_longest(*found, fillvalue=Layers("nothing", (), ())):
         text = " with ".join(run.text for run in runs)
         if len({run.stacked for run in runs}) > 1:
-            raise PlacementError(f"layers= has {text}: not all of these are lists of layers")
+            raise PlacementError(f"layers= has {text} side by side, and not all of them are lists of layers")
         rows = zip_longest(*(run.rows for run in runs), fillvalue=())
         roots = tuple(keys for run in runs for keys in run.roots)
         joined.append(Layers(text, roots, tuple(tuple(chain(*row)) for row in rows), runs[0].stacked))

@@ -54,8 +54,8 @@ def pipeline_sharding(
         `"layer_*"` is all attributes layer_0, layer_1 and so on, by their numbers; `"levels.*.blocks"` is the
         blocks of each level. A Python list of such paths is several stacks, one after the other; a set, such
         as `{"convs", "norms"}`, is lists side by side: item n of each is part of layer n. What `__init__`
-        made between two layers, or two stacks, lives with the one of them with which it shares more
-        submodules, else with the one before it.
+        made between two layers, or two stacks, lives with the one before it, or with the one after it if that
+        is deeper in the same submodule.
       first: what lives with the first stage, such as ("embed",) or "decoder.embed". Default: all that
         `__init__` made before the layers.
       last: what lives with the last stage. Default: all that `__init__` made after the layers.
@@ -107,7 +107,8 @@ def pipeline_sharding(
     holding = {part.layer for part in all_parts if part.is_layer and part.state}
     own_state = [n in holding for n in range(count)]
     _attach(all_parts, named, count)
-    _warn_of_lists(all_parts, stacks)
+    if len(tasks) > 1:
+        _warn_of_lists(all_parts, stacks)
     parts = [part for part in all_parts if part.state and part.layer >= 0]
     if len(holding) < len(tasks):
         where = " and ".join(stack.text for stack in stacks)
@@ -235,9 +236,9 @@ class _Part:
       state: the Variables and arrays in it that no part before it holds.
       parameters: how many parameters that state holds.
       unordered: why its place among the others is not known; empty if it is.
-      is_named: whether `first` or `last` say where it lives.
       layer: the number of the layer whose stage it lives with; -1 if it needs no rule.
       back: of a layer, the number that what lives behind it has; of a stack of layers that is its end.
+      is_named: whether `first` or `last` say where it lives.
     """
 
     path: Path
@@ -246,9 +247,9 @@ class _Part:
     state: list[Any]
     parameters: int
     unordered: str
+    layer: int
+    back: int
     is_named: bool = False
-    layer: int = -1
-    back: int = -1
 
 
 def _parts(
@@ -284,9 +285,10 @@ def _parts(
             parameters = sum(math.prod(array.shape) for array in jax.tree.leaves(values))
             here = (*at, key)
             items = len(child) if isinstance(child, nnx.List | list | tuple) else 0
-            part = _Part(here, here in numbers, items, list(state.values()), parameters, unordered)
-            part.layer, part.back = numbers.get(here, (-1, -1))
-            parts.append(part)
+            ends = numbers.get(here, (-1, -1))
+            parts.append(
+                _Part(here, here in numbers, items, list(state.values()), parameters, unordered, *ends)
+            )
 
     visit(model, (), "")
     return parts
@@ -295,7 +297,7 @@ def _parts(
 def _why_unordered(node: Any) -> str:
     """Why the order in which the parts of a module were made is not known; empty if it is."""
     if isinstance(node, nnx.bridge.ToNNX):
-        return "nnx.bridge.ToNNX sorts the parts of a linen module by name"
+        return "nnx.bridge.ToNNX puts the parts of a linen module in alphabetical order"
     if isinstance(node, nnx.Pytree) and attribute_order(node) is None:
         return (
             f"the order in which {type(node).__name__}.__init__ made its attributes is lost, as nnx.merge, "
@@ -332,7 +334,7 @@ def _attach(parts: Sequence[_Part], named: dict[str, list[Path] | None], count: 
                 unnamed.append(path_text(part.path))
     if unordered:
         names = ", ".join(path_text(part.path) for part in unordered)
-        raise PlacementError(f"{unordered[0].unordered}: name {names} in first= or last=")
+        raise PlacementError(f"{unordered[0].unordered}: first= or last= has to name {names}")
     if unnamed:
         raise PlacementError(f"{', '.join(unnamed)} would live nowhere: name it in first= or last=")
 

@@ -836,7 +836,7 @@ FAULTS: tuple[Fault, ...] = (
         new="sorted(((), key) for match, key in matches if match)",
         what="Layers that are attributes with numbers are sorted as text: layer_10 comes before layer_2.",
         tests=(
-            "tests/sharding/test_pipeline.py::TestNumberedAttributes::test_they_are_layers_in_the_order_of_their_numbers",
+            "tests/sharding/test_layers.py::TestNumberedAttributes::test_they_are_layers_in_the_order_of_their_numbers",
         ),
     ),
     Fault(
