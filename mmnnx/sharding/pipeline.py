@@ -18,6 +18,7 @@ from flax import nnx
 from mmnnx._compat import attribute_order
 from mmnnx.sharding.division import Division
 from mmnnx.sharding.layers import LAYERS, Layers, PlaceInModel, children_of, find, find_layers
+from mmnnx.sharding.mesh import current_multimesh
 from mmnnx.sharding.path_filter import Path, path, path_text
 from mmnnx.sharding.placement import PlacementError, TaskSharding
 from mmnnx.sharding.rules import LogicalRules
@@ -74,7 +75,8 @@ def pipeline_sharding(
 
     Warns:
       UserWarning: a rule was given to `logical_rules` by keyword, and no Variable of the model has its axis;
-        a list that is not named has as many items as the layers, which may be parts of them.
+        a list that is not named has as many items as the layers, which may be parts of them; `stages` is a
+        number, and slices of the current MultiMesh are left over.
 
     Example:
       >>> class Model(nnx.Module):
@@ -362,6 +364,7 @@ def _tasks(stages: int | Sequence[Task], rules: AxisRules | None) -> list[Task]:
     if isinstance(stages, int):
         if stages < 1:
             raise ValueError(f"a pipeline has at least one stage, not {stages}")
+        _warn_of_idle_slices(stages)
         return [Task(f"stage{i}", mesh_slice={"stage": i}, logical_axes=rules) for i in range(stages)]
     tasks = list(stages) if isinstance(stages, Iterable) else [stages]
     if not all(isinstance(task, Task) for task in tasks):
@@ -371,6 +374,17 @@ def _tasks(stages: int | Sequence[Task], rules: AxisRules | None) -> list[Task]:
     if rules is not None:
         raise ValueError("rules= is for Tasks that are made here: give your own Tasks logical_axes= instead")
     return tasks
+
+
+def _warn_of_idle_slices(stages: int) -> None:
+    mesh = current_multimesh()
+    slices = mesh.shape.get("stage", 0) if mesh is not None else 0
+    if stages < slices:
+        warnings.warn(
+            f"{stages} stages use {stages} of the {slices} slices of {mesh!r} along 'stage': take stages="
+            f"{slices}, or a MultiMesh with stage={stages}. If the others are for something else, give Tasks",
+            stacklevel=4,
+        )
 
 
 def _check_apart(places: Sequence[tuple[str, Path]]) -> None:

@@ -521,6 +521,15 @@ class TestWarnings:
             pipeline_sharding(self.model(), 2, rules=logical_rules("tensor", heads=None, vocab="x", mlp="x"))
         assert caught[0].filename == __file__
 
+    def test_slices_that_are_left_over(self):
+        with mm.MultiMesh(axis_sizes=(4, 2), axis_names=("stage", "model")):
+            with pytest.warns(UserWarning, match=r"2 of the 4 slices .* 'stage': .* stages=4, or") as caught:
+                pipeline_sharding(self.model(), 2)
+            assert caught[0].filename == __file__
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                pipeline_sharding(self.model(), tasks(2))  # who gives Tasks may have others
+
     def test_no_word_about_presets_activations_and_rules_that_are_used(self):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

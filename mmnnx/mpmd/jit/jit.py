@@ -11,6 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, Unp
 import jax
 from flax import nnx
 from flax.errors import TraceContextError
+from flax.nnx import jit as nnx_jit  # by name: a program may set `nnx.jit = mm.jit`
 
 from mmnnx import _compat
 from mmnnx.mpmd.frontend.observe import Observer
@@ -175,7 +176,7 @@ class Jit(Generic[P, R]):
         static = static_arguments(fun, options["static_argnums"], options["static_argnames"])
         observer = Observer(in_shardings, out_shardings, static.positions)
         watched = observer.around_user(fun)
-        self._nnx_jit = nnx.jit(watched, graph=graph, graph_updates=graph_updates, **options)
+        self._nnx_jit = nnx_jit(watched, graph=graph, graph_updates=graph_updates, **options)
         # What nnx.jit does not have, or hands to a jax.jit that refuses it, is for the one inside alone.
         options |= {"device": device, "backend": backend, "compiler_options": dict(compiler_options or {})}
         self._inner = FlatJit(_compat.pure_function(self._nnx_jit), observer, static, mesh, options)

@@ -461,6 +461,19 @@ def test_a_transformation_around_it_is_explained():
     assert any("mm.jit(nnx.grad(f))" in note for note in error.value.__notes__)
 
 
+def test_it_may_take_the_place_of_nnx_jit(monkeypatch):
+    """So that a library's trainer, which calls `nnx.jit`, compiles with mm.jit."""
+    mesh, tasks = pipeline(2)
+    placement = mm.TaskSharding({mm.path("first"): tasks[0], mm.path(...): tasks[1]})
+    whole, step = Pair(), nnx.jit(descend)
+    monkeypatch.setattr(nnx, "jit", mm.jit)
+    with mesh:
+        split = born(Pair, placement)
+        for _ in range(2):
+            assert_same(nnx.jit(descend)(split, X), step(whole, X))
+        assert_same(nnx.state(split), nnx.state(whole))
+
+
 def test_what_it_is_called():
     assert repr(mm.jit(descend)) == "mm.jit(descend)"
     with pytest.raises(TypeError, match="static_argnums or static_argnames"):
