@@ -12,7 +12,7 @@ from rich.console import Console
 
 import mmnnx
 from mmnnx.exit_status import MISTAKE
-from mmnnx.output import is_output_error, saying, take_options
+from mmnnx.output import OPTIONS_OF_ALL, is_output_error, saying, take_options
 from mmnnx.printable import printable
 from mmnnx.sharding.rules import did_you_mean
 
@@ -33,7 +33,7 @@ COMMANDS = {  # the module of each, which is imported when it runs
     "completion": "mmnnx.completion",
 }
 
-USAGE = """usage: mmnnx train [OPTIONS]
+USAGE = f"""usage: mmnnx train [OPTIONS]
        mmnnx launch --hosts HOST ...|--slurm|--gke|--tpu-pod NAME ... -- COMMAND
        mmnnx export RUN FOLDER
        mmnnx generate RUN|FOLDER --prompt TEXT
@@ -56,9 +56,7 @@ Commands:
   completion
             print a script that completes commands and options in a shell
 
-Options of all commands:
-  --quiet            print results and errors, and no progress
-  --log-level LEVEL  print messages of mmnnx from this level on: debug, info, warning, error
+{OPTIONS_OF_ALL}
 
 Exit status: 0 done; 1 a process of several failed, or a plan does not fit; 2 a mistake in the arguments, or
 in a file that they name; 3 training diverged; 130 stopped by Ctrl-C; 141 nobody reads the output any more;

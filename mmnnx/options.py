@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import tyro
 
 from mmnnx.exit_status import MISTAKE
-from mmnnx.output import is_output_error
+from mmnnx.output import OPTIONS_OF_ALL, is_output_error
 from mmnnx.printable import printable
 
 Config = TypeVar("Config")
@@ -32,11 +32,16 @@ def parse_options(
       how: for `tyro.cli`.
 
     Raises:
-      SystemExit: for what cannot be parsed.
+      SystemExit: for what cannot be parsed, and after the help.
     """
     flags = () if pairs else (tyro.conf.FlagCreatePairsOff,)
-    with _mistakes_as_text(options):
-        return tyro.cli(config, args=options, prog=f"mmnnx {command}", config=flags, **how)
+    try:
+        with _mistakes_as_text(options):
+            return tyro.cli(config, args=options, prog=f"mmnnx {command}", config=flags, **how)
+    except SystemExit as end:
+        if not end.code:  # tyro has printed the help
+            print(f"\n{OPTIONS_OF_ALL}")
+        raise
 
 
 @contextlib.contextmanager

@@ -14,6 +14,9 @@ from mmnnx.printable import printable
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS = get_args(Level)
+OPTIONS_OF_ALL = f"""Options of all commands:
+  --quiet            print results and errors, and no progress
+  --log-level LEVEL  print messages of mmnnx from this level on: {", ".join(LEVELS)}"""
 
 
 @dataclass(frozen=True)

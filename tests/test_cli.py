@@ -68,6 +68,10 @@ def test_usage(capsys):
     assert not errors
     assert main([]) == 2
     assert "usage: mmnnx" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["schedule", "--help"])
+    out, errors = capsys.readouterr()
+    assert "--interleave" in out and "\n  --log-level LEVEL  print" in out and not errors
     assert main(["fly"]) == 2
     out, errors = capsys.readouterr()
     assert errors == "mmnnx: there is no command 'fly': `mmnnx --help` lists them\n" and not out
