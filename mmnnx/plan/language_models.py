@@ -100,9 +100,11 @@ class TrainingJob:
             )
         if self.batch % self.microbatch:
             along = f" x {self.expert} along expert" if self.expert > 1 else ""
+            fewer = self.batch - self.batch % self.microbatch
+            fitting = [str(size) for size in (fewer, fewer + self.microbatch) if size]
             raise ValueError(
                 f"a batch of {self.batch} sequences is not divisible into microbatches of {self.microbatch} "
-                f"({self.rows} rows x {self.data} along data{along})"
+                f"({self.rows} rows x {self.data} along data{along}): {' or '.join(fitting)} would be"
             )
         if self.sequence % self.context:
             raise ValueError(

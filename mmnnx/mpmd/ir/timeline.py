@@ -217,8 +217,11 @@ class Profile:
         lines = [self._summary()]
         width = max(map(len, self.costs.calls), default=0)
         lines += [f"  {name:<{width}}  {t * 1e6:10.1f} us" for name, t in self.costs.calls.items()]
+        of_size = (
+            f" + bytes / {self.costs.bandwidth / 1e9:.2f} GB/s" if self.costs.bandwidth < math.inf else ""
+        )
         lines.append(
-            f"  transfers: {self.costs.latency * 1e6:.1f} us + bytes / {self.costs.bandwidth / 1e9:.2f} GB/s"
+            f"  transfers: {self.costs.latency * 1e6:.1f} us{of_size}"
             f"; to start an instruction: {self.costs.dispatch * 1e6:.1f} us"
         )
         return "\n".join(lines)

@@ -172,6 +172,9 @@ def test_it_prints_every_fragment():
         assert any(line.strip().startswith(f"{f.name} ") for line in lines), f.name
     assert lines[0].startswith("step ") and "bubble" in lines[0]
     assert "transfers" in lines[-1] and len(lines) == len(program.fragments) + 2
+    for bandwidth, said in ((2e9, " us + bytes / 2.00 GB/s; to start"), (math.inf, " us; to start")):
+        costs = dataclasses.replace(profile.costs, bandwidth=bandwidth)
+        assert said in str(dataclasses.replace(profile, costs=costs))
 
 
 def test_it_draws():
