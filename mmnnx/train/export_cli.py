@@ -61,5 +61,6 @@ def export(config: ExportConfig) -> int:
     with Checkpoints(folder) as checkpoints:
         restored = checkpoints.restore({"model": model}, config.step)
     dtype = None if config.dtype is None else jnp.dtype(config.dtype)
-    published().save(model, config.folder, like=trained.model, dtype=dtype)
+    longest = trained.sequence if trained.model is None else None  # a published model says it
+    published().save(model, config.folder, like=trained.model, dtype=dtype, max_position_embeddings=longest)
     return restored.step

@@ -102,6 +102,18 @@ def test_there_and_back(name, tmp_path):
     assert_equal_files(tmp_path / "two", tmp_path / "one")
 
 
+def test_the_longest_sequence(folder, tmp_path):
+    longest = lambda folder: json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    assert longest(folder) is None
+    hf.save(hf.load(folder), tmp_path / "one", max_position_embeddings=32)
+    assert longest(tmp_path / "one") == 32
+    hf.save(hf.load(tmp_path / "one"), tmp_path / "two")
+    assert longest(tmp_path / "two") == 32
+    with pytest.raises(ValueError, match="max_position_embeddings=64: a GPT2 has a table of 32 positions"):
+        hf.save(model_of("gpt2"), tmp_path / "gpt2", max_position_embeddings=64)
+    assert not (tmp_path / "gpt2").exists()
+
+
 def test_who_may_read_a_file(tmp_path):
     """As for any new file: safetensors would let nobody but the owner."""
     hf.save(model_of("llama"), tmp_path / "model")

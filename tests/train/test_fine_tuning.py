@@ -173,6 +173,8 @@ def test_exports_of_a_step_and_a_type(folder, tmp_path, capsys):
 def test_a_model_of_bytes_is_exported(whole, tmp_path):
     assert main(["export", str(whole.path), str(tmp_path / "new")]) == 0
     assert hf.read_config(tmp_path / "new").vocab == 256
+    fields = json.loads((tmp_path / "new/config.json").read_text())
+    assert fields["max_position_embeddings"] == 16
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from mmnnx.json_object import read_json_object
+from mmnnx.modules.gpt2 import GPT2Config
 from mmnnx.modules.hf.configs import CONFIG, read_config, write_config
 from mmnnx.modules.hf.tensors import Path, Piece, pieces_of, tensor_shapes
 from mmnnx.modules.hf.weights import DTYPES, INDEX, ONE_FILE, Weights
@@ -37,7 +38,14 @@ OLD_ROPE = ("rope_scaling", "rope_theta", "rope_local_base_freq")
 COMPANIONS = (".json", ".jinja", ".model", ".txt")  # a tokenizer's files, and how text is generated
 
 
-def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = None, dtype: Any = None) -> None:
+def save(
+    model: LM,
+    folder: str | FilePath,
+    *,
+    like: str | FilePath | None = None,
+    dtype: Any = None,
+    max_position_embeddings: int | None = None,
+) -> None:
     """Writes a model as a folder of the Hugging Face hub.
 
     Names of tensors, their dtypes, the files that they are in, and the fields of `config.json` are those of
@@ -56,12 +64,14 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
       like: another folder to take these from than the one that it was loaded from (`model.source`).
       dtype: what all weights are written in: float64, float32, float16 or bfloat16. Default: as in `like`,
         else as they are kept.
+      max_position_embeddings: the field of `config.json`, the longest sequence, in tokens, that programs
+        should give the model. Default: as in `like`, else the field is left out.
 
     Raises:
       FileExistsError: for a folder that holds something.
       OSError: if it cannot be written. Nothing is left of it then.
       ValueError: for a model that is none of a published architecture, or another one than that of `like`,
-        and for another dtype.
+        and for another dtype; for `max_position_embeddings` of a GPT2, whose table of positions has a size.
 
     Example:
       >>> save(mm.modules.LM(mm.modules.LMConfig(layers=1), rngs=nnx.Rngs(0)), "fine-tuned")
@@ -70,6 +80,11 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
     """
     if dtype is not None and jnp.dtype(dtype).name not in DTYPES.values():
         raise ValueError(f"dtype={jnp.dtype(dtype).name}: weights are {', '.join(DTYPES.values())}")
+    if max_position_embeddings is not None and isinstance(model.config, GPT2Config):
+        raise ValueError(
+            f"max_position_embeddings={max_position_embeddings}: a GPT2 has a table of "
+            f"{model.config.positions} positions. Leave it out"
+        )
     if (factor := getattr(model.config, "capacity_factor", None)) is not None:
         warnings.warn(f"capacity_factor={factor} is not saved: published models drop no tokens", stacklevel=2)
     target = _new(folder)
@@ -85,6 +100,8 @@ def save(model: LM, folder: str | FilePath, *, like: str | FilePath | None = Non
     else:
         dtypes = kept if weights is None else {name: weights.dtype(name) for name in shapes}
     config = _config(model, source, dtypes)
+    if max_position_embeddings is not None:
+        config["max_position_embeddings"] = max_position_embeddings
     files = _files(shapes, dtypes) if weights is None else {name: weights.files[name] for name in shapes}
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
