@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tyro
 from rich import box
@@ -79,8 +80,18 @@ def _about(found: Contents) -> list[str]:
         lines.append("mesh " + ", ".join(f"{axis}={size}" for axis, size in found.mesh.items()))
     for name, value in (("metrics", found.metrics), ("data", found.data), ("config", found.config)):
         if value is not None:
-            lines.append(f"{name} {json.dumps(value)}")
+            lines.append(f"{name} {_pairs(value)}")
     return lines
+
+
+def _pairs(value: Any) -> str:
+    """JSON as "name=value, ..." without what is null."""
+    if not isinstance(value, dict):
+        return json.dumps(value)
+    texts = {
+        k: f"{v:.6g}" if isinstance(v, float) else json.dumps(v) for k, v in value.items() if v is not None
+    }
+    return ", ".join(f"{k}={text}" for k, text in texts.items())
 
 
 def _homes(found: Contents) -> Table:

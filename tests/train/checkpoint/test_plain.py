@@ -116,8 +116,8 @@ def test_inspect(saved, capsys, tmp_path):
         status, printed, told = inspect(capsys, tmp_path / path)
         assert (status, told) == (0, "")
         assert f"step {step}; there are also {3 - step}\n" in printed
-        assert "mesh stage=4, model=2" in printed and 'metrics {"loss": 2.5}' in printed
-        assert 'data {"next_index": 5}' in printed and f"jax {jax.__version__}" in printed
+        assert "mesh stage=4, model=2" in printed and "metrics loss=2.5" in printed
+        assert "data next_index=5" in printed and f"jax {jax.__version__}" in printed
         (row,) = (line for line in printed.splitlines() if line.startswith(" model.blocks.3.kernel"))
         assert " ".join(row.split()) == "model.blocks.3.kernel float32[8,8] 256 B stage3 P(None, model)"
         (row,) = (line for line in printed.splitlines() if line.startswith(" stage3"))
