@@ -88,7 +88,10 @@ def group_sums(nodes: Sequence[Node], separate: Sequence[Sums], placement: Place
             out.append(node)
             continue
         apart = next(loops)
-        grouped = _with_accumulators(node, placement.bodies[apart.loop].mesh_of)
+        body = placement.bodies[apart.loop]
+        # The sum that starts from state may be kept with the state, and not where its term is made.
+        kept = {a.terms[0]: body.mesh_of(a.leaves) for a in apart.accumulators}
+        grouped = _with_accumulators(node, kept.get)
         _carry_over(placement, apart, grouped)
         out += [*grouped.before, grouped.loop, *grouped.after]
     return out
