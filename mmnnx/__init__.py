@@ -1,6 +1,6 @@
 """mmnnx: Flax NNX programs over several device submeshes (MPMD), on stock JAX.
 
-What is named here is imported when it is first used, so that `import mmnnx` takes hardly longer than Flax.
+What is named here is imported when it is first used, so that `import mmnnx` imports neither JAX nor Flax.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def _other_ways(model: Any, place: PlaceInModel, wanted: str, names: Sequence[st
 def find_layers(
     model: Any, places: Sequence[PlaceInModel | Set[PlaceInModel]], stages: int
 ) -> tuple[list[Layers], list[int]]:
-    """The runs of layers. If there are fewer layers than stages, and each is stacked: what is stacked, and
-    how many layers are in each.
+    """The runs of layers. If one is given as a stack, or there are fewer layers than stages, and all of them
+    are stacked: what is stacked, and how many layers are in each.
     """
     runs = [run for place in places for run in _side_by_side(model, place)]
     if not runs:
@@ -111,8 +111,11 @@ def _side_by_side(model: Any, place: PlaceInModel | Set[PlaceInModel]) -> list[L
     """The runs of layers that a path stands for, or a set of paths: item n of each is part of layer n."""
     places = sorted(place, key=str) if isinstance(place, Set) else [place]
     found = [_runs(model, one) for one in places]
+    if len({len(runs) for runs in found}) > 1:
+        counts = ", ".join(f"{one!r} is {len(runs)}" for one, runs in zip(places, found))
+        raise PlacementError(f"layers= has lists side by side that are not as many: {counts}")
     joined = []
-    for runs in zip_longest(*found, fillvalue=Layers("nothing", (), ())):
+    for runs in zip(*found):
         text = " with ".join(run.text for run in runs)
         if len({run.stacked for run in runs}) > 1:
             raise PlacementError(f"layers= has {text} side by side, and not all of them are lists of layers")

@@ -61,22 +61,23 @@ def pipeline_sharding(
         `__init__` made before the layers.
       last: what lives with the last stage. Default: all that `__init__` made after the layers.
       rules: the `logical_axes` of the Tasks that are made; see `logical_rules`.
-      weights: a number for each layer (each segment of a Stack) to balance by, such as its measured time.
-        What `first` and `last` name then counts nothing. Default: the number of parameters (elements of
-        `nnx.Param`, or of all Variables in a model without one), where `first` and `last` count too.
+      weights: a number for each layer (each segment of a Stack that is not divided) to balance by, such as
+        its measured time. What `first` and `last` name then counts nothing. Default: the number of parameters
+        (elements of `nnx.Param`, or of all Variables in a model without one), where `first` and `last` count
+        too.
 
     Raises:
       PlacementError: the model has no such attribute, or it is no list of layers; there are fewer layers with
-        state than stages; an attribute is in both `first` and `last`, or holds layers; both are given, and
-        state is in neither; the order in which `__init__` made the attributes is not known, and some are not
-        named.
+        state than stages; an attribute is in both `first` and `last`, or holds layers, or lies in them; both
+        are given, and state is in neither; the order in which `__init__` made the attributes is not known,
+        and some are not named; lists in a set are not as many.
       ValueError: no stages; `rules` next to Tasks; weights of another number, negative or not finite.
       TypeError: `stages` that are no Tasks.
 
     Warns:
       UserWarning: a rule was given to `logical_rules` by keyword, and no Variable of the model has its axis;
-        a list that is not named has as many items as the layers, which may be parts of them; `stages` is a
-        number, and slices of the current MultiMesh are left over.
+        a list that is not named has as many items as a list of layers, or one fewer, which may be parts of
+        them; `stages` is a number, and slices of the current MultiMesh are left over.
 
     Example:
       >>> class Model(nnx.Module):
@@ -422,16 +423,30 @@ def _warn_unused(rules: LogicalRules, model: Any) -> None:
 
 def _warn_of_lists(parts: Sequence[_Part], stacks: Sequence[Layers]) -> None:
     """Norms in a list of their own, say, would all live with one stage, and the flow come to it for each."""
+    warned: set[str] = set()
     for part in parts:
-        beside = next((s for s in stacks if part.items in (len(s.rows), len(s.rows) - 1)), None)
-        if beside and part.items > 1 and part.layer >= 0 and not (part.is_layer or part.is_named):
-            own = path_text(part.path)
+        fitting = [s for s in stacks if part.items in (len(s.rows), len(s.rows) - 1)]
+        if not fitting or part.items < 2 or part.layer < 0 or part.is_layer or part.is_named:
+            continue
+        beside = max(fitting, key=lambda s: _shared(part.path, s.roots[0]))
+        name, own = path_text(part.path), path_text(_as_pattern(part.path, beside.roots[0], stacks))
+        if own not in warned:
             warnings.warn(
-                f"{own} has {part.items} items beside the {len(beside.rows)} layers of {beside.text}, and "
+                f"{name} has {part.items} items beside the {len(beside.rows)} layers of {beside.text}, and "
                 "all of them live with one stage: if item n is part of layer n, name both in a set, as "
-                f"layers={{..., {own!r}}}; else name {own!r} in first= or last=",
+                f"layers={{..., {own!r}}}; else name {name!r} in first= or last=",
                 stacklevel=3,
             )
+        warned.add(own)
+
+
+def _as_pattern(path: Path, root: Path, stacks: Sequence[Layers]) -> Path:
+    """A path with "*" for each number in which the paths of lists of layers differ."""
+    for other in (s.roots[0] for s in stacks if len(s.roots[0]) == len(root)):
+        differ = [n for n, (a, b) in enumerate(zip(root, other)) if a != b]
+        if len(differ) == 1 and isinstance(root[differ[0]], int):
+            path = (*path[: differ[0]], "*", *path[differ[0] + 1 :])
+    return path
 
 
 def _placement(parts: Sequence[_Part], tasks: Sequence[Task], stage_of: Sequence[int]) -> TaskSharding:

@@ -198,6 +198,17 @@ class TestListsSideBySide:
             pipeline_sharding(SideBySide(), 4, layers={"convs", "norms"}, last=["skips", "head"])
             pipeline_sharding(SideBySide(), 1, layers="convs")
 
+    def test_lists_of_each_level_that_are_forgotten(self):
+        level = lambda: nnx.Dict(a=nnx.List([linear(1), linear(1)]), b=nnx.List([linear(1), linear(1)]))
+        model = nnx.Dict(levels=nnx.List([level(), level()]))
+        with pytest.warns(UserWarning) as caught:
+            pipeline_sharding(model, 4, layers="levels.*.a")
+        (said,) = (str(w.message) for w in caught)
+        assert said.startswith("levels.0.b has 2 items beside the 2 layers of levels.0.a, and")
+        assert said.endswith("layers={..., 'levels.*.b'}; else name 'levels.0.b' in first= or last=")
+        with pytest.raises(mm.PlacementError, match=r"not as many: 'levels.\*.a' is 2, 'levels.1.b' is 1"):
+            pipeline_sharding(model, 4, layers={"levels.*.a", "levels.1.b"})
+
     def test_what_does_not_fit(self):
         with pytest.raises(
             mm.PlacementError, match="convs with head side by side, and not all of them are lists"

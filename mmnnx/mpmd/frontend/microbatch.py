@@ -35,7 +35,7 @@ def microbatch(
     custom_schedule: Sequence[Sequence[Any]] | None = None,
     reduce: Any = "sum",
     remat: Any = None,
-    memory_limit: int | None = None,
+    memory_limit: float | None = None,
 ) -> Callable[P, R]:
     """Runs `fun` over slices of one argument and reduces the results.
 
@@ -87,7 +87,8 @@ def microbatch(
       >>> in_parts = microbatch(grad_fn, dim=0, size=4, argnum=1, schedule="1f1b", reduce="mean")
       >>> loss, grads = mm.jit(lambda model, batch: in_parts(model, batch), mesh=mesh)(model, batch)
 
-    The arguments are those of `multimesh.jax.microbatch`, with `reduce`, `count` and `per_call` added.
+    The arguments are those of `multimesh.jax.microbatch`, with `reduce`, `count`, `remat`,
+    `memory_limit` and `per_call` added.
     """
     if not callable(fun):
         raise TypeError(f"microbatch: fun is a function, not {fun!r}")
@@ -117,6 +118,8 @@ def microbatch(
     if num_stages is not None:
         num_stages = _whole(num_stages, "num_stages", "a positive int", 1)
     if memory_limit is not None:
+        if isinstance(memory_limit, float) and memory_limit.is_integer():
+            memory_limit = int(memory_limit)  # as of 16e9
         memory_limit = _whole(memory_limit, "memory_limit", "a number of bytes", 1)
     for each in remat if isinstance(remat, (list, tuple)) else (remat,):
         check_remat(each, "microbatch: remat=")

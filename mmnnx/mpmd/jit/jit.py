@@ -108,8 +108,8 @@ def jit(
       PlacementError: when called, if state cannot be placed as asked.
       TypeError: for what is no function, MultiMesh or sharding (a Task, or rules without TaskSharding).
       ValueError: for a prefix that the mode does not take, and for a bound method; when called, for two
-        shardings of one Variable, a `cond` or `while` across tasks, an argument that was donated before, or
-        `device` where state, a sharding or a task says where the function runs.
+        shardings of one Variable, a `while` across tasks inside of `mm.microbatch`, an argument that was
+        donated before, or `device` where state, a sharding or a task says where the function runs.
 
     Example:
       >>> @mm.jit

@@ -164,7 +164,9 @@ def _place(target: Target, hosts: Mapping[Bounds, np.ndarray]) -> Any:
     like, sharding = target.like, target.sharding
     if sharding is None:
         (host,) = hosts.values()
-        return host if isinstance(like, np.ndarray | np.generic) else type(like)(host.item())
+        if isinstance(like, np.generic):
+            return host[()]
+        return host if isinstance(like, np.ndarray) else type(like)(host.item())
     wrap: Any = lambda data: data
     typed: Any = _compat.weakly_typed if target.weak_type else wrap
     if is_key(like.dtype):

@@ -626,7 +626,7 @@ def test_a_memory_limit(wide):
     assert peak(chosen) <= limit
     fit = [p.simulate().makespan for p in programs.values() if peak(p) <= limit]
     assert free.simulate().makespan <= chosen.simulate().makespan <= min(fit)
-    assert wide(memory_limit=peak(free)).loops[0].schedule == free.loops[0].schedule
+    assert wide(memory_limit=float(peak(free))).loops[0].schedule == free.loops[0].schedule
     assert wide(memory_limit=peak(programs["1f1b"])).simulate().peak_bytes
 
 

@@ -88,6 +88,7 @@ def test_all_types_come_back_bit_by_bit(tmp_path):
             self.empty = nnx.Variable(jnp.zeros((0, 3)))
             self.tree = nnx.Variable({"a": jnp.ones(2) * filled, "b": (3 * filled, 0.5 * filled, filled)})
             self.numpy = nnx.Variable(np.arange(3.0) * filled)
+            self.number = nnx.Variable(np.float64(1.5 * filled))
             self.plain = nnx.data(jnp.ones(3) * filled)  # in no Variable at all
 
     node, other = Odd(True), Odd(False)
@@ -97,6 +98,7 @@ def test_all_types_come_back_bit_by_bit(tmp_path):
     assert other.tree.get_raw_value()["b"] == (3, 0.5, True)
     assert [type(x) for x in other.tree.get_raw_value()["b"]] == [int, float, bool]
     assert type(other.numpy.get_raw_value()) is np.ndarray
+    assert type(other.number.get_raw_value()) is np.float64
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
