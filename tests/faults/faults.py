@@ -886,6 +886,14 @@ FAULTS: tuple[Fault, ...] = (
         tests=("tests/mpmd/place/test_sums_by_mesh.py::test_a_residual_block_and_an_auxiliary_loss",),
     ),
     Fault(
+        name="sums-where-terms-are-made",
+        file="mmnnx/mpmd/place/gradient_sums.py",
+        old="_with_accumulators(node, kept.get)",
+        new="_with_accumulators(node, body.mesh_of)",
+        what="What is added to state elsewhere is summed where it is made, also into the state itself.",
+        tests=("tests/mpmd/place/test_sums_of_state.py::test_it_is_what_it_is_whole",),
+    ),
+    Fault(
         name="stack-is-there-by-itself",
         file="mmnnx/mpmd/place/backward.py",
         old="if u not in region.loose)",
