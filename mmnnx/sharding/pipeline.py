@@ -382,8 +382,9 @@ def _warn_of_idle_slices(stages: int) -> None:
     slices = mesh.shape.get("stage", 0) if mesh is not None else 0
     if stages < slices:
         warnings.warn(
-            f"{stages} stages use {stages} of the {slices} slices of {mesh!r} along 'stage': take stages="
-            f"{slices}, or a MultiMesh with stage={stages}. If the others are for something else, give Tasks",
+            f"{stages} stages leave {slices - stages} of the {slices} slices of {mesh!r} along 'stage' idle: "
+            f"take stages={slices}, or a MultiMesh with stage={stages}. If these slices are for something "
+            "else, give your own Tasks as stages=",
             stacklevel=4,
         )
 
@@ -441,12 +442,14 @@ def _warn_of_lists(parts: Sequence[_Part], stacks: Sequence[Layers]) -> None:
 
 
 def _as_pattern(path: Path, root: Path, stacks: Sequence[Layers]) -> Path:
-    """A path with "*" for each number in which the paths of lists of layers differ."""
+    """A path with "*" for each number that `root` has too, and other lists of layers have not."""
+    keys = list(path)
     for other in (s.roots[0] for s in stacks if len(s.roots[0]) == len(root)):
         differ = [n for n, (a, b) in enumerate(zip(root, other)) if a != b]
-        if len(differ) == 1 and isinstance(root[differ[0]], int):
-            path = (*path[: differ[0]], "*", *path[differ[0] + 1 :])
-    return path
+        for n in differ if len(differ) == 1 else ():
+            if isinstance(root[n], int) and path[: n + 1] == root[: n + 1]:
+                keys[n] = "*"
+    return tuple(keys)
 
 
 def _placement(parts: Sequence[_Part], tasks: Sequence[Task], stage_of: Sequence[int]) -> TaskSharding:

@@ -206,6 +206,17 @@ class TestListsSideBySide:
         (said,) = (str(w.message) for w in caught)
         assert said.startswith("levels.0.b has 2 items beside the 2 layers of levels.0.a, and")
         assert said.endswith("layers={..., 'levels.*.b'}; else name 'levels.0.b' in first= or last=")
+        with pytest.warns(
+            UserWarning, match=r"norms has 2 items .* layers={..., 'norms'}; else name 'norms'"
+        ):
+            pipeline_sharding(
+                nnx.Dict(
+                    levels=nnx.List([nnx.Dict(a=nnx.List([linear(1), linear(1)])) for _ in range(2)]),
+                    norms=nnx.List([linear(1), linear(1)]),
+                ),
+                4,
+                layers="levels.*.a",
+            )
         with pytest.raises(mm.PlacementError, match=r"not as many: 'levels.\*.a' is 2, 'levels.1.b' is 1"):
             pipeline_sharding(model, 4, layers={"levels.*.a", "levels.1.b"})
 
